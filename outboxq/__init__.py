@@ -1,0 +1,107 @@
+"""outboxq: transactional outbox, inbox and jobs for SQLAlchemy and PostgreSQL.
+
+Names are imported when they are first used, so that `import outboxq` and `outboxq --help` stay quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from outboxq.config import RelayConfig as RelayConfig
+    from outboxq.config import SlotGroup as SlotGroup
+    from outboxq.context import AsyncContext as AsyncContext
+    from outboxq.context import Context as Context
+    from outboxq.enqueue import AsyncOutboxSession as AsyncOutboxSession
+    from outboxq.enqueue import OutboxSession as OutboxSession
+    from outboxq.enqueue import add_job as add_job
+    from outboxq.enqueue import add_jobs as add_jobs
+    from outboxq.errors import OutboxqError as OutboxqError
+    from outboxq.handlers import Handler as Handler
+    from outboxq.handlers import Jobs as Jobs
+    from outboxq.job import Job as Job
+    from outboxq.job import JobHandle as JobHandle
+    from outboxq.kinds import JobKind as JobKind
+    from outboxq.kinds import NewJob as NewJob
+    from outboxq.kinds import external as external
+    from outboxq.relay import Relay as Relay
+    from outboxq.relay_run import RelayReport as RelayReport
+    from outboxq.retry import Backoff as Backoff
+    from outboxq.retry import DeadLetter as DeadLetter
+    from outboxq.retry import Discard as Discard
+    from outboxq.retry import Done as Done
+    from outboxq.retry import Outcome as Outcome
+    from outboxq.retry import Retry as Retry
+    from outboxq.retry import Snooze as Snooze
+
+_HOMES = {
+    "AsyncContext": "context",
+    "AsyncOutboxSession": "enqueue",
+    "Backoff": "retry",
+    "Context": "context",
+    "DeadLetter": "retry",
+    "Discard": "retry",
+    "Done": "retry",
+    "Handler": "handlers",
+    "Job": "job",
+    "JobHandle": "job",
+    "JobKind": "kinds",
+    "Jobs": "handlers",
+    "NewJob": "kinds",
+    "Outcome": "retry",
+    "OutboxSession": "enqueue",
+    "OutboxqError": "errors",
+    "Relay": "relay",
+    "RelayConfig": "config",
+    "RelayReport": "relay_run",
+    "Retry": "retry",
+    "SlotGroup": "config",
+    "Snooze": "retry",
+    "add_job": "enqueue",
+    "add_jobs": "enqueue",
+    "external": "kinds",
+}
+
+__all__ = [
+    "AsyncContext",
+    "AsyncOutboxSession",
+    "Backoff",
+    "Context",
+    "DeadLetter",
+    "Discard",
+    "Done",
+    "Handler",
+    "Job",
+    "JobHandle",
+    "JobKind",
+    "Jobs",
+    "NewJob",
+    "OutboxSession",
+    "OutboxqError",
+    "Outcome",
+    "Relay",
+    "RelayConfig",
+    "RelayReport",
+    "Retry",
+    "SlotGroup",
+    "Snooze",
+    "__version__",
+    "add_job",
+    "add_jobs",
+    "external",
+]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module 'outboxq' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"outboxq.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,97 @@
+"""Every error that outboxq raises, in one tree below `OutboxqError`.
+
+Each message says what was expected, what came, and what to do; what a program may want to read is an attribute.
+"""
+
+from uuid import UUID
+
+
+class OutboxqError(Exception):
+    """The base of every error that outboxq raises."""
+
+
+class ConfigError(OutboxqError):
+    """A setting, a URL or a module path cannot be used as given."""
+
+
+class RegistryError(ConfigError):
+    """The handlers of a `Jobs` registry do not fit together."""
+
+
+class UnknownKind(OutboxqError):
+    """No handler is registered for a kind."""
+
+    def __init__(self, kind: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no handler for kind {kind!r} (known: {', '.join(known) or 'none'})")
+        self.kind = kind
+        self.known = known
+
+
+class EnqueueError(OutboxqError):
+    """A job was refused before anything was written."""
+
+
+class ArgumentError(EnqueueError, TypeError):
+    """The arguments of a job do not fit its handler, or JSON cannot hold them."""
+
+
+class JobTooLarge(EnqueueError):
+    """The arguments of a job are over the cap."""
+
+    def __init__(self, kind: str, size_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the arguments of {kind!r} take {size_bytes:,} bytes as JSON, over the cap of {max_bytes:,}: "
+            "store the data in a table of yours and pass its key"
+        )
+        self.kind = kind
+        self.size_bytes = size_bytes
+        self.max_bytes = max_bytes
+
+
+class SchemaError(OutboxqError):
+    """The outboxq tables are missing, or older than this version of outboxq needs."""
+
+
+class HandlerError(OutboxqError):
+    """A handler did something that its transaction forbids; the attempt is recorded as failed."""
+
+
+class HandlerRolledBack(HandlerError):
+    """The handler rolled its session back, so its rows are gone although it returned."""
+
+
+class TransactionVerbRefused(HandlerError):
+    """The handler tried to begin, commit or roll back the relay's transaction with a statement of its own."""
+
+
+class TransactionEndedByHandler(HandlerError):
+    """The handler ended the relay's transaction behind SQLAlchemy's back; where it committed, its job is dead."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the handler ended the relay's transaction on the driver's own connection: "
+            "return to commit, raise to roll back"
+        )
+
+
+class EntityGone(HandlerError):
+    """An entity argument's row no longer exists; annotate it `Entity | None` to receive None instead."""
+
+    def __init__(self, parameter: str, entity: str) -> None:
+        super().__init__(
+            f"the {entity} row of argument {parameter!r} is gone (annotate `{entity} | None` to allow that)"
+        )
+        self.parameter = parameter
+        self.entity = entity
+
+
+class PayloadError(OutboxqError):
+    """The stored arguments of a job do not fit the signature of its handler."""
+
+
+class JobNotFound(OutboxqError):
+    """No job or dead letter has this id."""
+
+    def __init__(self, job_id: UUID, where: str) -> None:
+        super().__init__(f"no {where} with id {job_id}")
+        self.job_id = job_id

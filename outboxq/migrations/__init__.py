@@ -1,0 +1,242 @@
+"""Installing and changing the tables: frozen, numbered steps that users call from Alembic revisions of their own.
+
+Each step is one `DO` block that looks at the version marker inside the database and does nothing where it already
+ran. So the same SQL serves online and offline (`--sql`), a step may be named by several revisions, and two
+deployments that migrate at the same time wait for each other.
+
+    from outboxq import migrations
+
+    def upgrade() -> None:
+        migrations.upgrade(op, to=2)
+
+    def downgrade() -> None:
+        migrations.downgrade(op, to=0)
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from sqlalchemy import TextClause, text
+
+from outboxq.config import check_schema
+from outboxq.errors import ConfigError
+from outboxq.migrations import step_01_tables, step_02_functions
+from outboxq.migrations.quoting import quote_identifier, quote_literal
+
+# No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".
+STEPS: tuple[tuple[str, str], ...] = (
+    (step_01_tables.UP, step_01_tables.DOWN),
+    (step_02_functions.UP, step_02_functions.DOWN),
+)
+LATEST = len(STEPS)
+
+_MARKER = re.compile("@([a-z_]+)@")
+_DOLLAR_QUOTES = ("$outboxq$", "$function$")
+
+_UPGRADE = """\
+DO $outboxq$
+BEGIN
+  -- Two deployments that migrate at the same time: the second waits here, then finds the step done.
+  PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
+  @prepare@
+  IF (SELECT coalesce(max(step), 0) FROM @schema@.migration) < @step@ THEN
+@statements@
+    INSERT INTO @schema@.migration (step) VALUES (@step@);
+  END IF;
+END
+$outboxq$"""
+
+_PREPARE = """\
+-- CREATE SCHEMA IF NOT EXISTS asks for a right on the database even where the schema is there.
+  IF to_regnamespace(@schema_identifier_literal@) IS NULL THEN
+    CREATE SCHEMA @schema@;
+    created_schema := true;
+  END IF;
+  IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
+    CREATE TABLE @schema@.migration (
+      step integer NOT NULL PRIMARY KEY,
+      applied_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+      created_schema boolean NOT NULL DEFAULT false
+    );
+    INSERT INTO @schema@.migration (step, created_schema) VALUES (0, created_schema);
+  END IF;"""
+
+# Stands before the first step downwards, so that a refusal leaves everything as it was, also in AUTOCOMMIT.
+_CHECK_DOWNGRADE = """\
+DO $outboxq$
+DECLARE
+  newest integer;
+BEGIN
+  PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
+  IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
+    RETURN;
+  END IF;
+  newest := (SELECT max(step) FROM @schema@.migration);
+  IF newest > @latest@ THEN
+    RAISE EXCEPTION USING
+      ERRCODE = 'object_not_in_prerequisite_state',
+      MESSAGE = 'outboxq: schema ' || @schema_identifier_literal@ || ' is at step ' || newest
+        || ', and this outboxq knows steps up to @latest@',
+      HINT = 'Run the downgrade with the newer outboxq that made step ' || newest || '.';
+  END IF;
+  IF newest >= 1 AND @target@ = 0 THEN
+@guard@
+  END IF;
+END
+$outboxq$"""
+
+_GUARD = """\
+    -- An old snapshot would not see the jobs of a producer that commits while the lock is waited for.
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+      RAISE EXCEPTION USING
+        ERRCODE = 'active_sql_transaction',
+        MESSAGE = 'outboxq: a downgrade that drops the jobs needs READ COMMITTED, this transaction is '
+          || upper(current_setting('transaction_isolation')),
+        HINT = 'Give the engine of the migration isolation_level="READ COMMITTED".';
+    END IF;
+    -- No producer may slip a job in between the look and the drop.
+    LOCK TABLE @schema@.job, @schema@.dead_job IN ACCESS EXCLUSIVE MODE;
+    IF EXISTS (SELECT FROM @schema@.job) OR EXISTS (SELECT FROM @schema@.dead_job) THEN
+      RAISE EXCEPTION USING
+        ERRCODE = 'object_in_use',
+        MESSAGE = 'outboxq: the downgrade would drop '
+          || CASE WHEN EXISTS (SELECT FROM @schema@.job) THEN 'jobs' ELSE 'dead letters' END
+          || ' in schema ' || @schema_identifier_literal@,
+        HINT = 'Let a relay work them off, or cancel and discard them (outboxq jobs cancel, outboxq dead discard).';
+    END IF;"""
+
+_DOWNGRADE = """\
+DO $outboxq$
+BEGIN
+  PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
+  IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
+    RETURN;
+  END IF;
+  IF (SELECT max(step) FROM @schema@.migration) = @step@ THEN
+@guard@
+@statements@
+    DELETE FROM @schema@.migration WHERE step = @step@;
+  END IF;
+END
+$outboxq$"""
+
+_REMOVE = """\
+DO $outboxq$
+DECLARE
+  created boolean;
+BEGIN
+  IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
+    RETURN;
+  END IF;
+  SELECT created_schema INTO created FROM @schema@.migration WHERE step = 0;
+  DROP TABLE @schema@.migration;
+  -- A schema that was there before us stays, for a role that may not create it again.
+  IF created THEN
+    DROP SCHEMA @schema@;
+  END IF;
+END
+$outboxq$"""
+
+
+class SupportsExecute(Protocol):
+    """Alembic's `op`."""
+
+    def execute(self, sqltext: TextClause, /) -> object: ...
+
+
+def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outboxq") -> None:
+    """Bring the tables up to step `to` (None: the latest), from wherever they are.
+
+    A revision of yours should name its step, so that it does the same thing for ever.
+
+    Args:
+        op: Alembic's `op`, online or offline.
+        to: 1 to `LATEST`.
+        schema: The PostgreSQL schema to install into; made if it is missing.
+
+    Raises:
+        ConfigError: no such step, or a name that cannot be a schema.
+    """
+    for number in range(1, check_step(LATEST if to is None else to, lowest=1) + 1):
+        op.execute(_clause(upgrade_sql(number, schema)))
+
+
+def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
+    """Go back to step `to` (0: nothing left).
+
+    Refused by the database while jobs or dead letters would be dropped, and where a newer outboxq made the tables.
+
+    Raises:
+        ConfigError: no such step, or a name that cannot be a schema.
+    """
+    check_step(to, lowest=0)
+    op.execute(_clause(check_downgrade_sql(to, schema)))
+    for number in range(LATEST, to, -1):
+        op.execute(_clause(downgrade_sql(number, schema)))
+    if to == 0:
+        op.execute(_clause(_fill(_REMOVE, schema)))
+
+
+def include_name(
+    name: str | None, type_: str, parent_names: Mapping[str, str | None], *, schema: str = "outboxq"
+) -> bool:
+    """For `context.configure(include_name=...)` together with `include_schemas=True`: leaves outboxq's schema alone.
+
+    Without `include_schemas`, Alembic looks at the default schema only and this is not needed. For a schema of another
+    name pass `functools.partial(include_name, schema="...")`.
+    """
+    del parent_names
+    return not (type_ == "schema" and name == schema)
+
+
+def upgrade_sql(step: int, schema: str) -> str:
+    """The `DO` block of one step upwards."""
+    template = _UPGRADE
+    if step == 1:
+        template = template.replace("BEGIN\n", "DECLARE\n  created_schema boolean := false;\nBEGIN\n", 1)
+    # Filled from the outside in: the parts hold markers of their own.
+    template = template.replace("@prepare@", _PREPARE if step == 1 else "").replace("@statements@", STEPS[step - 1][0])
+    return _fill(template, schema, step=step)
+
+
+def check_downgrade_sql(to: int, schema: str) -> str:
+    """The `DO` block that refuses a downgrade before anything is changed."""
+    return _fill(_CHECK_DOWNGRADE.replace("@guard@", _GUARD), schema, latest=LATEST, target=to)
+
+
+def downgrade_sql(step: int, schema: str) -> str:
+    """The `DO` block of one step downwards."""
+    template = _DOWNGRADE.replace("@guard@", _GUARD if step == 1 else "").replace("@statements@", STEPS[step - 1][1])
+    return _fill(template, schema, step=step)
+
+
+def check_step(to: int, *, lowest: int) -> int:
+    """Refuse a step that this version does not know.
+
+    Raises:
+        ConfigError: not one of `lowest` to `LATEST`.
+    """
+    if not isinstance(to, int) or isinstance(to, bool) or not lowest <= to <= LATEST:
+        raise ConfigError(f"this outboxq has steps {lowest} to {LATEST}, got to={to!r}: a newer outboxq may know it")
+    return to
+
+
+def _fill(template: str, schema: str, **numbers: int) -> str:
+    identifier = quote_identifier(check_schema(schema))
+    if any(quote in schema for quote in _DOLLAR_QUOTES):
+        raise ConfigError(f"the schema name may not hold {' or '.join(_DOLLAR_QUOTES)}, got {schema!r}")
+    values = {
+        "schema": identifier,
+        "schema_literal": quote_literal(schema),
+        "schema_identifier_literal": quote_literal(identifier),
+        "channel_literal": quote_literal(f"outboxq_{schema}"),
+        **{name: str(number) for name, number in numbers.items()},
+    }
+    # In one pass: a schema name may look like a marker.
+    return _MARKER.sub(lambda marker: values[marker[1]], template)
+
+
+def _clause(statement: str) -> TextClause:
+    # As it is: without the backslash, a colon in a name would begin a bound parameter.
+    return text(statement.replace(":", r"\:"))

@@ -1,0 +1,62 @@
+"""Migrating without a project's own Alembic history: what `outboxq migrate` runs."""
+
+import io
+
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection
+
+from outboxq import migrations
+from outboxq.config import check_schema
+from outboxq.errors import SchemaError
+from outboxq.statements.version import lock_version, schema_version
+
+
+def migrate(connection: Connection, *, to: int | None = None, schema: str = "outboxq") -> tuple[int, int]:
+    """Bring the tables to step `to` (None: the latest; lower than now: a downgrade) in the connection's transaction.
+
+    Tables that a newer outboxq made are left as they are where no step is named.
+
+    Returns:
+        The step before and the step after.
+
+    Raises:
+        ConfigError: no such step, or a name that cannot be a schema.
+        SchemaError: a newer outboxq made the tables, so that this one cannot take them back to `to`.
+    """
+    check_schema(schema)
+    target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
+    # Another migration may be under way: the steps would wait for it, but `before` would be what it was before that.
+    lock_version(connection, schema)
+    before = schema_version(connection, schema) or 0
+    if before > migrations.LATEST:
+        if to is not None:
+            raise SchemaError(
+                f"schema {schema!r} is at step {before}, and this outboxq knows steps up to {migrations.LATEST}: "
+                f"go back to step {to} with the newer outboxq that made step {before}"
+            )
+        return before, before
+    operations = Operations(MigrationContext.configure(connection))
+    if target < before or target == 0:
+        migrations.downgrade(operations, to=target, schema=schema)
+    else:
+        migrations.upgrade(operations, to=target, schema=schema)
+    return before, target
+
+
+def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
+    """The SQL of `migrate` upwards, for `psql` or for review.
+
+    Raises:
+        ConfigError: no such step, or a name that cannot be a schema.
+    """
+    output = io.StringIO()
+    context = MigrationContext.configure(
+        dialect_name="postgresql",
+        # Else every percent sign is doubled, for a driver that is not there.
+        dialect_opts={"paramstyle": "named"},
+        opts={"as_sql": True, "output_buffer": output},
+    )
+    with context.begin_transaction():
+        migrations.upgrade(Operations(context), to=to, schema=schema)
+    return output.getvalue()

@@ -1,0 +1,184 @@
+"""The tables as this version of the code sees them; `migrations/` makes them, and a test holds the two together."""
+
+from uuid import UUID
+
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Connection,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    Uuid,
+    cast,
+    event,
+    text,
+    type_coerce,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import registry
+from sqlalchemy.sql.elements import BindParameter, ColumnElement
+from sqlalchemy.types import TypeEngine, UserDefinedType
+
+SCHEMA = "outboxq"
+
+metadata = MetaData(schema=SCHEMA)
+
+
+def mapped_schema(connection: Connection) -> str:
+    """The schema that the connection's `schema_translate_map` leads to."""
+    translated: dict[str | None, str | None] = connection.get_execution_options().get("schema_translate_map") or {}
+    return translated.get(SCHEMA) or SCHEMA
+
+
+_JSONB_AS_TEXT: TypeEngine[str] = JSONB()
+
+
+class JsonText(UserDefinedType[str]):
+    """A jsonb column that travels as JSON text both ways.
+
+    Neither the engine's own JSON serializer nor a driver's decoder touches the payload: it is decoded job by job, so
+    that one broken payload fails one job.
+    """
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: object) -> str:
+        return "JSONB"
+
+    def bind_expression(self, bindvalue: BindParameter[str]) -> ColumnElement[str]:
+        return cast(type_coerce(bindvalue, Text()), _JSONB_AS_TEXT)
+
+    def column_expression(self, colexpr: ColumnElement[str]) -> ColumnElement[str]:
+        return cast(colexpr, Text)
+
+
+def _name_checks() -> tuple[CheckConstraint, ...]:
+    return (
+        CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
+        CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
+    )
+
+
+job = Table(
+    "job",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("seq", BigInteger, Identity(always=True), nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("args", JsonText, nullable=False),
+    Column("headers", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
+    Column("priority", SmallInteger, nullable=False, server_default=text("0")),
+    Column("state", Text, nullable=False, server_default=text("'ready'")),
+    Column("run_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("attempt", Integer, nullable=False, server_default=text("0")),
+    Column("max_attempts", SmallInteger),
+    Column("crashes", SmallInteger, nullable=False, server_default=text("0")),
+    Column("parked", SmallInteger, nullable=False, server_default=text("0")),
+    Column("unique_key", Text),
+    Column("group_key", Text),
+    Column("lease_owner", Uuid),
+    Column("lease_token", BigInteger, nullable=False, server_default=text("0")),
+    Column("errors", JsonText, nullable=False, server_default=text("'[]'::jsonb")),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    *_name_checks(),
+    CheckConstraint("state IN ('ready', 'scheduled', 'leased', 'suspect')", name="job_state"),
+    CheckConstraint("priority > -32768", name="job_priority"),
+    CheckConstraint("jsonb_typeof(args) = 'object'", name="job_args_object"),
+    # What Python's datetime can hold, in any time zone: a claim could not read anything else, nor get past it.
+    CheckConstraint(
+        "run_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00' "
+        "AND created_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
+        name="job_times",
+    ),
+)
+
+# Vacuumed early and at full speed: every job dies young. By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
+event.listen(
+    job,
+    "after_create",
+    DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+        "ALTER TABLE %(fullname)s SET (fillfactor = 90, "
+        "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, "
+        "autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000, "
+        "autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 100000, "
+        "autovacuum_vacuum_cost_delay = 0)"
+    ),
+)
+
+# The negated priority makes one ascending order out of "higher first, then older first": a row comparison can walk it.
+Index("job_ready", job.c.queue, text("(-priority)"), job.c.seq, postgresql_where=text("state = 'ready'"))
+Index("job_scheduled", job.c.queue, job.c.run_at, postgresql_where=text("state = 'scheduled'"))
+Index("job_leased", job.c.lease_owner, postgresql_where=text("state = 'leased'"))
+Index("job_suspect", job.c.queue, job.c.seq, postgresql_where=text("state = 'suspect'"))
+
+dead_job = Table(
+    "dead_job",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("queue", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("args", JsonText, nullable=False),
+    Column("headers", JsonText, nullable=False),
+    Column("priority", SmallInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("max_attempts", SmallInteger),
+    Column("crashes", SmallInteger, nullable=False),
+    Column("unique_key", Text),
+    Column("group_key", Text),
+    Column("errors", JsonText, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("died_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+)
+
+Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
+
+queue = Table(
+    "queue",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("paused_at", DateTime(timezone=True)),
+)
+
+migration = Table(
+    "migration",
+    metadata,
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("applied_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("created_schema", Boolean, nullable=False, server_default=text("false")),
+)
+
+
+class JobRow:
+    """A job on its way into the table: the columns that a producer writes, in the caller's unit of work.
+
+    Never returned to callers: it would expire at commit, and be gone from the database by the time it is read.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    args: str
+    headers: str
+    priority: int
+    state: str
+    run_at: object
+    max_attempts: int | None
+
+
+PRODUCER_COLUMNS = ("id", "queue", "kind", "args", "headers", "priority", "state", "run_at", "max_attempts")
+
+# eager_defaults=False: no RETURNING, so that INSERT is the only right that a producer needs.
+registry(metadata=metadata).map_imperatively(
+    JobRow, job, include_properties=PRODUCER_COLUMNS, eager_defaults=False, confirm_deleted_rows=False
+)

@@ -1,0 +1,85 @@
+"""A handler's annotations as types, resolved when first needed and not when the module is imported.
+
+By then circular imports are over, so names that a module imports only below `if TYPE_CHECKING:` can be imported too.
+"""
+
+import ast
+import contextlib
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import get_type_hints
+
+from outboxq.errors import RegistryError
+
+
+def declared_signature(function: Callable[..., object]) -> inspect.Signature:
+    """The signature as written, with names that cannot be found yet left as forward references."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def resolve_annotation(function: Callable[..., object], parameter: inspect.Parameter) -> object:
+    """The type that `parameter` is annotated with.
+
+    Raises:
+        RegistryError: a name in it cannot be found.
+    """
+    globals_ = getattr(inspect.unwrap(function), "__globals__", {})
+    # A carrier with one annotation: a name that only the context's or the return annotation uses never matters.
+    carrier = type("carrier", (), {"__annotations__": {"value": parameter.annotation}})
+    try:
+        return _hints(carrier, globals_)
+    except (NameError, AttributeError, SyntaxError, TypeError):
+        module = sys.modules.get(function.__module__)
+        type_checking = _type_checking_names(module) if module is not None else {}
+    where = f"the annotation of argument {parameter.name!r} of {function.__module__}.{function.__qualname__}"
+    try:
+        return _hints(carrier, {**globals_, **type_checking})
+    except NameError as error:
+        raise RegistryError(
+            f"{where} names {error.name!r}, which cannot be found: import it at the top of the module"
+        ) from error
+    except (AttributeError, SyntaxError, TypeError) as error:
+        raise RegistryError(f"{where} is not a type ({error}): mend it") from error
+
+
+def _hints(carrier: type[object], globals_: Mapping[str, object]) -> object:
+    return get_type_hints(carrier, globalns=dict(globals_), include_extras=True)["value"]
+
+
+@functools.cache
+def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
+    """What the module imports below `if TYPE_CHECKING:`, imported now."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(module)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    imports = [
+        statement
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and _is_type_checking(node.test)
+        for statement in node.body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+    ]
+    names: dict[str, object] = {"__name__": module.__name__, "__package__": module.__package__}
+    for statement in imports:
+        # One by one: some modules, such as _typeshed, are there for type checkers only.
+        with contextlib.suppress(ImportError):
+            # The module's own import statements, nothing else: what a type checker would follow.
+            exec(compile(ast.Module([statement], []), module.__file__ or "<module>", "exec"), names)  # noqa: S102  # see above
+    return names
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    match test:
+        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
+            return True
+        case _:
+            return False

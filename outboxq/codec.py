@@ -1,0 +1,349 @@
+"""Arguments between Python and JSON: typed by the handler's signature, checked when enqueued and when executed.
+
+Each argument is encoded on its own by msgspec and decoded once more by its annotation's decoder, so that what is
+accepted at enqueue can be read at execution. Entities (mapped objects) are stored as their primary keys.
+"""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Protocol, TypeGuard, Union, cast
+
+import msgspec
+from sqlalchemy import inspect as sqlalchemy_inspect
+from sqlalchemy.orm import InstanceState, Mapper
+
+from outboxq.annotations import declared_signature, resolve_annotation
+from outboxq.errors import ArgumentError, PayloadError, RegistryError
+
+MAX_ARGS_BYTES = 256 * 1024
+MAX_HEADERS_BYTES = 64 * 1024
+MAX_NAME_BYTES = 63
+
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+# What msgspec says in its own words and about types alone.
+_QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
+_EMPTY = inspect.Parameter.empty
+
+
+@dataclass(frozen=True, slots=True)
+class EntityKey:
+    """The stored primary key of an entity argument, to be loaded in the handler's session."""
+
+    entity: type[object]
+    primary_key: object
+    optional: bool
+
+
+class _PydanticLike(Protocol):
+    def model_dump(self, *, mode: str, by_alias: bool, round_trip: bool) -> object: ...
+
+
+def _encode_foreign(value: object) -> object:
+    """Pydantic models encode themselves; everything else that msgspec does not know is refused."""
+    if entity_state(value) is None and hasattr(value, "model_dump"):
+        # As the model reads it again: by its aliases, without its computed fields.
+        return cast("_PydanticLike", value).model_dump(mode="json", by_alias=True, round_trip=True)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decode_foreign(annotation: type[object], value: object) -> object:
+    validate = getattr(annotation, "model_validate", None)
+    if validate is None:
+        raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{annotation!r}`")
+    return validate(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign)
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def entity_mapper(annotation: object) -> Mapper[object] | None:
+    """The mapper of a mapped class, else None."""
+    if not isinstance(annotation, type):
+        return None
+    found: object = sqlalchemy_inspect(annotation, raiseerr=False)
+    return found if isinstance(found, Mapper) else None
+
+
+def entity_state(value: object) -> InstanceState[object] | None:
+    """The ORM state of a mapped object, else None."""
+    found: object = sqlalchemy_inspect(value, raiseerr=False)
+    return found if isinstance(found, InstanceState) else None
+
+
+def is_pending(value: object) -> TypeGuard[object]:
+    """Whether `value` is an entity whose primary key is known only after its flush."""
+    state = entity_state(value)
+    return state is not None and state.key is None
+
+
+def primary_key_of(entity: object) -> object:
+    """The primary key as stored in arguments: one value, or a list where the key is composite.
+
+    Raises:
+        ArgumentError: the entity was never flushed.
+    """
+    state = entity_state(entity)
+    if state is None or state.key is None:
+        raise ArgumentError(f"this {type(entity).__name__} has no primary key yet: flush its session first")
+    values = tuple(state.key[1])
+    return values[0] if len(values) == 1 else list(values)
+
+
+def encode_value(name: str, value: object) -> bytes:
+    """One argument as JSON text that jsonb can hold.
+
+    Raises:
+        ArgumentError: JSON or jsonb cannot hold the value.
+    """
+    state = entity_state(value)
+    if state is not None:
+        value = primary_key_of(value)
+    try:
+        data = _encoder.encode(value)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"argument {name!r} holds a lone surrogate, which UTF-8 cannot encode") from error
+    except NotImplementedError as error:
+        raise ArgumentError(f"argument {name!r} cannot be stored as JSON: it holds a value of type {error}") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ArgumentError(f"argument {name!r} cannot be stored as JSON: {error}") from error
+    if b"\\u0000" in data and _NUL.search(data):
+        raise ArgumentError(f"argument {name!r} holds a NUL character, which jsonb cannot hold")
+    # msgspec writes NaN and infinity as null, silently; only data with a null can hide one.
+    if b"null" in data and any(value != value or value in (float("inf"), float("-inf")) for value in _floats(value)):
+        raise ArgumentError(f"argument {name!r} holds NaN or infinity, which JSON cannot hold")
+    return data
+
+
+def _floats(value: object) -> Iterator[float]:
+    plain = msgspec.to_builtins(value, enc_hook=_encode_foreign)
+    pending: list[object] = [plain]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, float):
+            yield item
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+
+
+def join_object(fields: Mapping[str, bytes]) -> str:
+    """A JSON object out of encoded values."""
+    return msgspec.json.encode({name: msgspec.Raw(data) for name, data in fields.items()}).decode()
+
+
+def encode_headers(headers: Mapping[str, str]) -> str:
+    """Headers as a JSON object; keys and values must be strings, and what the arguments may not hold is refused too."""
+    for key, value in headers.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise ArgumentError(f"headers take strings for keys and values, got {key!r}: {type(value).__name__}")
+    data = encode_value("headers", dict(headers))
+    if len(data) > MAX_HEADERS_BYTES:
+        raise ArgumentError(f"headers take up to {MAX_HEADERS_BYTES:,} bytes as JSON, got {len(data):,}")
+    return data.decode()
+
+
+def check_name(what: str, name: str) -> str:
+    """Refuse names that PostgreSQL, a channel or the command line could not carry.
+
+    Raises:
+        ArgumentError: not 1 to 63 bytes of UTF-8, or with control characters (NUL included).
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"a {what} name is a string, got {type(name).__name__}")
+    try:
+        size_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the {what} name {name!r} holds a lone surrogate") from error
+    if not 1 <= size_bytes <= MAX_NAME_BYTES:
+        raise ArgumentError(f"a {what} name takes 1 to {MAX_NAME_BYTES} bytes, got {size_bytes}: {name[:80]!r}")
+    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in name):
+        raise ArgumentError(f"the {what} name {name!r} holds a control character")
+    if what == "queue" and (set(name) & set(",=*") or name != name.strip()):
+        raise ArgumentError(f"the queue name {name!r} may not hold ',', '=' or '*', nor begin or end with a space")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a handler: how it is checked, stored and read."""
+
+    name: str
+    annotation: object
+    required: bool
+    entity: type[object] | None
+    optional: bool
+    decoder: msgspec.json.Decoder[object]
+
+    def encode(self, value: object) -> bytes:
+        """The value as JSON text that `decode` reads again.
+
+        Raises:
+            ArgumentError: it does not fit the annotation, or JSON cannot hold it.
+        """
+        if self.entity is not None or entity_state(value) is not None:
+            self.check_entity(value)
+            return encode_value(self.name, value)
+        data = encode_value(self.name, value)
+        try:
+            self.decoder.decode(data)
+        except ValueError as error:
+            # Without its cause, whose text may quote the value.
+            raise ArgumentError(f"argument {self.name!r}: {_problem(error)}") from None
+        return data
+
+    def check_entity(self, value: object) -> None:
+        """Refuse a value that is not an entity of the annotated class."""
+        if self.entity is None:
+            raise ArgumentError(f"argument {self.name!r} is not annotated with a mapped class, got an entity")
+        if not (isinstance(value, self.entity) or (value is None and self.optional)):
+            raise ArgumentError(
+                f"argument {self.name!r} takes {'an optional' if self.optional else 'a'} {self.entity.__name__}, "
+                f"got {type(value).__name__}"
+            )
+
+    def decode(self, data: msgspec.Raw) -> object:
+        """The stored value, with an `EntityKey` for an entity.
+
+        Raises:
+            PayloadError: it does not fit the annotation.
+        """
+        try:
+            value = self.decoder.decode(data)
+        except ValueError as error:
+            raise PayloadError(f"argument {self.name!r}: {_problem(error)}") from None
+        if self.entity is None or value is None:
+            return value
+        return EntityKey(self.entity, value, self.optional)
+
+
+def _problem(error: ValueError) -> str:
+    """Why a value does not fit; never in words that quote it, as those of enums and of users' validators do."""
+    # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause.
+    if error.__cause__ is None and _QUOTES_NOTHING.match(str(error)):
+        return str(error)
+    if error.__cause__ is None and str(error).startswith("Invalid enum value"):
+        return "it is not one of the values that the annotation allows"
+    return (
+        f"refused by {type(error.__cause__ or error).__name__} (its text is withheld, because it may quote the value)"
+    )
+
+
+class Signature:
+    """The arguments of a handler after its context."""
+
+    def __init__(self, kind: str, parameters: tuple[Parameter, ...], binder: inspect.Signature) -> None:
+        self._kind = kind
+        self._binder = binder
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
+        try:
+            return dict(self._binder.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise ArgumentError(f"{self._kind}{self._binder}: {error}") from error
+
+    def encode(self, name: str, value: object) -> bytes:
+        return self.parameters[name].encode(value)
+
+    def check_entity(self, name: str, value: object) -> None:
+        """Refuse an entity that does not fit, by its class alone: a pending one has no key yet."""
+        self.parameters[name].check_entity(value)
+
+    def decode(self, args: str) -> dict[str, object]:
+        """The stored JSON object as call arguments, with an `EntityKey` for each entity.
+
+        Raises:
+            PayloadError: the text is not such an object; the message never quotes a value.
+        """
+        try:
+            fields = _object_decoder.decode(args.encode())
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise PayloadError("the stored arguments are not a JSON object that can be decoded") from error
+        unknown = sorted(fields.keys() - self.parameters.keys())
+        missing = [p.name for p in self.parameters.values() if p.required and p.name not in fields]
+        if unknown or missing:
+            raise PayloadError(
+                f"the stored arguments do not fit {self._kind}{self._binder}: "
+                f"unknown {unknown or 'none'}, missing {missing or 'none'}"
+            )
+        return {name: self.parameters[name].decode(data) for name, data in fields.items()}
+
+
+def build_signature(kind: str, function: Callable[..., object]) -> Signature:
+    """Read a handler's signature, leaving out its first parameter, the context.
+
+    Raises:
+        RegistryError: a parameter that cannot be stored (`*args`, `**kwargs`, an unknown annotation).
+    """
+    declared = list(declared_signature(function).parameters.values())[1:]
+    parameters = tuple(_build_parameter(kind, function, parameter) for parameter in declared)
+    # The binder shows in error texts: without the context, and with annotations as they were written.
+    return Signature(kind, parameters, inspect.Signature(declared))
+
+
+def _build_parameter(kind: str, function: Callable[..., object], declared: inspect.Parameter) -> Parameter:
+    if declared.kind in (declared.VAR_POSITIONAL, declared.VAR_KEYWORD):
+        raise RegistryError(
+            f"handler {kind!r} takes {declared}: its stored arguments need names, so write each one out"
+        )
+    if declared.kind is declared.POSITIONAL_ONLY:
+        raise RegistryError(
+            f"handler {kind!r}, argument {declared.name!r}: stored arguments go by name, so remove the '/'"
+        )
+    annotation = object if declared.annotation is _EMPTY else resolve_annotation(function, declared)
+    entity, optional = _entity_of(annotation)
+    stored = typing.Any if annotation is object else annotation
+    if entity is None:
+        _refuse_nested_entities(kind, declared.name, annotation)
+    else:
+        stored = _primary_key_type(entity)
+        stored = Union[stored, None] if optional and stored is not typing.Any else stored  # noqa: UP007  # at run time
+    try:
+        decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
+    except TypeError as error:
+        raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
+    return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, decoder)
+
+
+def _entity_of(annotation: object) -> tuple[type[object] | None, bool]:
+    """The mapped class of `Account` or `Account | None`, and whether None is allowed."""
+    if typing.get_origin(annotation) is Annotated:
+        return _entity_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        mapped = [member for member in members if entity_mapper(member) is not None]
+        if len(members) == 1 and mapped:
+            return mapped[0], True
+        return None, False
+    return (cast("type[object]", annotation), False) if entity_mapper(annotation) is not None else (None, False)
+
+
+def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:
+    if entity_mapper(annotation) is not None:
+        raise RegistryError(
+            f"handler {kind!r}, argument {name!r}: an entity must be an argument of its own "
+            "(`account: Account` or `account: Account | None`); inside other types pass its key"
+        )
+    for member in typing.get_args(annotation):
+        _refuse_nested_entities(kind, name, member)
+
+
+def _primary_key_type(entity: type[object]) -> object:
+    mapper = entity_mapper(entity)
+    assert mapper is not None
+    columns = [_python_type(column.type) for column in mapper.primary_key]
+    return columns[0] if len(columns) == 1 else tuple[tuple(columns)]  # type: ignore[misc]  # built at run time
+
+
+def _python_type(column_type: object) -> object:
+    try:
+        return cast("type[object]", column_type.python_type)  # type: ignore[attr-defined]  # any TypeEngine
+    except NotImplementedError:
+        return typing.Any

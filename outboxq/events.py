@@ -1,0 +1,152 @@
+"""What happened, as frozen values for hooks: logs, metrics and tests read these, never the core's insides.
+
+Job events are sent after the commit that made them true. A job's payload is not in the `repr` of its event.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from outboxq.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The handler's rows and the job's disappearance were committed."""
+
+    job: Job
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobRetried:
+    """An attempt failed, or asked to be repeated; the job runs again in `delay_seconds`."""
+
+    job: Job
+    error_type: str
+    message: str
+    where: tuple[str, ...]
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobDied:
+    """The job moved to the dead letters."""
+
+    job: Job
+    reason: str
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobSnoozed:
+    """The handler asked to run later, without an attempt counted."""
+
+    job: Job
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobDiscarded:
+    """The handler dropped the job."""
+
+    job: Job
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobsParked:
+    """Jobs of kinds that this relay does not know were put off."""
+
+    queue: str
+    kinds: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStarted:
+    """The relay is about to claim."""
+
+    queues: tuple[str, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStopping:
+    """The relay stops claiming and waits for its handlers."""
+
+    running: int
+    drain_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStopped:
+    """The relay has ended. `abandoned` jobs were rolled back because they did not finish in time."""
+
+    done: int
+    failed: int
+    abandoned: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseLost:
+    """The database cannot be reached; the relay tries again in `retry_seconds`."""
+
+    error: str
+    retry_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseBack:
+    """The database answers again."""
+
+    after_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRolledBack:
+    """A batch was rolled back as a whole for `error`; its jobs wait again as they were."""
+
+    queue: str
+    jobs: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildDied:
+    """A relay process of the supervisor ended by itself; another starts in `restart_seconds`."""
+
+    pid: int
+    exit_code: int
+    restart_seconds: float
+
+
+JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
+Event: TypeAlias = (
+    JobEvent
+    | JobsParked
+    | RelayStarted
+    | RelayStopping
+    | RelayStopped
+    | DatabaseLost
+    | DatabaseBack
+    | BatchRolledBack
+    | ChildDied
+)
+Hook: TypeAlias = Callable[[Event], None]
+
+
+class Emitter:
+    """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job."""
+
+    def __init__(self, hooks: Iterable[Hook], on_failure: Callable[[Hook, Event], None]) -> None:
+        self._hooks = tuple(hooks)
+        self._on_failure = on_failure
+
+    def __call__(self, event: Event) -> None:
+        """Hand `event` to every hook, in order."""
+        for hook in self._hooks:
+            try:
+                hook(event)
+            except Exception:  # noqa: BLE001  # user code: reported with its traceback
+                self._on_failure(hook, event)

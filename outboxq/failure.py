@@ -1,0 +1,206 @@
+"""What is remembered of a failed attempt: enough to find the fault, nothing of the payload.
+
+Error texts of drivers quote parameters and row values, so those are not taken over. What remains of a message has every
+argument value replaced by the argument's name: as it is stored, and in the other spellings that Python gives it. Left
+alone are values of one character, which identify nothing, and what a handler makes of a value.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import PurePath
+
+import msgspec
+import psycopg
+from sqlalchemy.exc import StatementError
+
+from outboxq.errors import OutboxqError
+from outboxq.job import Job
+
+MAX_MESSAGE_CHARACTERS = 2_000
+KEPT_ERRORS = 25
+_KEPT_FRAMES = 5
+
+_TRANSIENT = ("40001", "40P01")
+# Its texts quote the offending value.
+_DATA_EXCEPTION = "22"
+_QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|\[SQL:|\[parameters:|Original exception was:")
+# From here on a value is replaced inside other words too.
+_LONG_VALUE = 8
+_DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """One failed attempt, as stored in `errors`: the exception's type, a redacted message, and where it was raised."""
+
+    attempt: int
+    type: str
+    message: str
+    where: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        """The record as JSON text; the database adds `at`."""
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt that raised. `transient`: a deadlock or a serialization failure, which is nobody's fault."""
+
+    record: ErrorRecord
+    transient: bool = False
+
+
+def describe_failure(error: BaseException, job: Job) -> Failed:
+    """The redacted record of an exception that ended an attempt of `job`."""
+    original = _original(error)
+    kind = type(original)
+    record = ErrorRecord(
+        attempt=job.attempt,
+        type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        message=_described(lambda: _message(error, job.args)),
+        where=tuple(_frames(error)),
+    )
+    return Failed(record, transient=_sqlstate(original) in _TRANSIENT)
+
+
+def describe_reason(reason: object, job: Job) -> str:
+    """The redacted reason of a handler that asked for a retry, a dead letter or to discard `job`."""
+    return _described(lambda: redact(_text_of(reason), job.args))
+
+
+def _described(describe: Callable[[], str]) -> str:
+    """A storable text, whatever users' values do to our description of it: a job must always be settled."""
+    try:
+        return _storable(describe())
+    except Exception:  # noqa: BLE001  # the error is recorded all the same, by its type and place
+        return "(text withheld: it could not be redacted)"
+
+
+def redact(message: str, args: str) -> str:
+    """`message` with every value of the stored arguments replaced by the name of its argument."""
+    spelled = {(spelling, name) for value, name in _leaves(args) for spelling in _spellings(value)}
+    for value, name in sorted(spelled, key=lambda pair: (-len(pair[0]), pair)):
+        if value not in message:
+            continue
+        # A short one as a word of its own: an argument "order" must not eat into "ordered".
+        pattern = re.escape(value) if len(value) >= _LONG_VALUE else rf"(?<!\w){re.escape(value)}(?!\w)"
+        message = f"<{name}>".join(re.split(pattern, message))
+    return message
+
+
+def kept_errors(stored: str) -> str:
+    """The stored history without what would make it longer than `KEPT_ERRORS` after one more."""
+    try:
+        history = msgspec.json.decode(stored.encode(), type=list[msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return "[]"
+    return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
+
+
+def _message(error: BaseException, args: str) -> str:
+    # Our own texts never quote a value.
+    return str(error) if isinstance(error, OutboxqError) else redact(_foreign_message(error), args)
+
+
+def _foreign_message(error: BaseException) -> str:
+    original = _original(error)
+    sqlstate = _sqlstate(original)
+    if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
+        return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
+    if isinstance(original, psycopg.Error):
+        return f"{original.diag.message_primary} (SQLSTATE {sqlstate})" if sqlstate else "the driver failed"
+    return _without_quoted_rows(original)
+
+
+def _without_quoted_rows(error: BaseException) -> str:
+    """The text of an error that may have taken over a database error's.
+
+    DETAIL quotes rows, LINE the statement with what a driver wrote into it, and SQLAlchemy the parameters.
+    """
+    text = _text_of(error)
+    for inner in _chain(error):
+        primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
+        if (_sqlstate(inner) or "").startswith(_DATA_EXCEPTION) and primary:
+            text = text.replace(primary, "(text withheld)")
+    return _QUOTED_ROWS.split(text, maxsplit=1)[0].rstrip()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        yield _original(inner)
+        inner = inner.__cause__ or inner.__context__
+
+
+def _original(error: BaseException) -> BaseException:
+    return error.orig if isinstance(error, StatementError) and error.orig is not None else error
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    """As psycopg, psycopg2 and asyncpg call it."""
+    sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return sqlstate if isinstance(sqlstate, str) else None
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
+        return f"(the text of this {type(value).__name__} cannot be read)"
+
+
+def _storable(text: str) -> str:
+    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
+    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return kept.encode(errors="replace").decode()
+
+
+def _leaves(args: str) -> Iterator[tuple[str, str]]:
+    """The values in the stored arguments that can identify anything, each with its argument's name."""
+    try:
+        fields = msgspec.json.decode(args.encode(), type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return
+    pending = list(fields.items())
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, str) and len(value) >= 2:
+            yield value, name
+        elif isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= 2:
+            yield str(value), name
+        elif isinstance(value, dict):
+            pending.extend((name, item) for pair in value.items() for item in pair)
+        elif isinstance(value, list):
+            pending.extend((name, item) for item in value)
+
+
+def _spellings(value: str) -> Iterator[str]:
+    yield value
+    # As repr() and JSON write it: with quotes, backslashes and newlines escaped, and in ASCII alone.
+    yield repr(value)[1:-1]
+    yield ascii(value)[1:-1]
+    yield msgspec.json.encode(value).decode()[1:-1]
+    if _DATETIME.fullmatch(value):
+        # A text may look like a time and be none: 30 February.
+        with suppress(ValueError):
+            written = datetime.fromisoformat(value)
+            yield from (str(written), repr(written), written.isoformat())
+
+
+def _frames(error: BaseException) -> Iterator[str]:
+    """The user's innermost frames, without ours and those of libraries: `app/jobs.py:12 in credit`."""
+    own = str(PurePath(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(own) and "site-packages" not in PurePath(frame.filename).parts
+    ]
+    for frame in frames[-_KEPT_FRAMES:]:
+        yield _storable(f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")

@@ -1,0 +1,65 @@
+"""The guard on a relay's connection: while a handler runs, transaction verbs are refused before they are sent.
+
+What goes around SQLAlchemy (the driver's own cursor) is not seen here; the certificate finds it.
+"""
+
+import re
+
+from sqlalchemy import Connection, NestedTransaction, event
+
+from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
+
+_LEADING_COMMENTS = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*", re.DOTALL)
+# ROLLBACK TO and the savepoint verbs stay allowed: SQLAlchemy's begin_nested() sends them.
+_REFUSED = re.compile(
+    r"(?:BEGIN|COMMIT|END|ABORT|START\s+TRANSACTION|PREPARE\s+TRANSACTION"
+    r"|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b))\b",
+    re.IGNORECASE,
+)
+
+
+class Guard:
+    """Watches one connection. `savepoint` is the running job's own, or None between jobs."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.savepoint: NestedTransaction | None = None
+        self._connection = connection
+        event.listen(connection, "before_cursor_execute", self._before_execute)
+        event.listen(connection, "commit", self._before_commit)
+        event.listen(connection, "rollback", self._before_rollback)
+
+    def remove(self) -> None:
+        """Stop watching a connection that others go on to use."""
+        event.remove(self._connection, "before_cursor_execute", self._before_execute)
+        event.remove(self._connection, "commit", self._before_commit)
+        event.remove(self._connection, "rollback", self._before_rollback)
+
+    def _before_execute(
+        self, _connection: object, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
+    ) -> None:
+        if self.savepoint is None:
+            return
+        verb = _refused_verb(statement)
+        if verb:
+            raise TransactionVerbRefused(
+                f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
+            )
+        if not self.savepoint.is_active and not statement.startswith("ROLLBACK TO"):
+            # Its savepoint is gone: what it wrote now would survive its own failure.
+            raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
+
+    def _before_commit(self, _connection: object) -> None:
+        if self.savepoint is not None:
+            raise TransactionVerbRefused("the handler committed the relay's connection: return, and the relay commits")
+
+    def _before_rollback(self, _connection: object) -> None:
+        if self.savepoint is not None:
+            raise TransactionVerbRefused(
+                "the handler rolled back the relay's connection: raise, and the relay undoes it"
+            )
+
+
+def _refused_verb(statement: str) -> str | None:
+    comments = _LEADING_COMMENTS.match(statement)
+    refused = _REFUSED.match(statement, comments.end() if comments else 0)
+    return refused.group(0).upper() if refused else None

@@ -1,0 +1,52 @@
+"""A job, as the pieces of its way see it: named when it is enqueued, read when it is claimed."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+
+def uuid7() -> UUID:
+    """A UUIDv7 (RFC 9562, section 5.7): 48 bits of Unix milliseconds, then 74 random bits."""
+    milliseconds = time.time_ns() // 1_000_000
+    random_bits = int.from_bytes(os.urandom(10))
+    value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | random_bits
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return UUID(int=value)
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle:
+    """What `add_job` returns: enough to find the job again, known before anything is written."""
+
+    id: UUID
+    kind: str
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A claimed job, as its handler sees it in `ctx.job`.
+
+    `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
+    `max_attempts` is None where the handler's own retry policy decides. Times are the database's, in UTC.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    args: str = field(repr=False)
+    headers: str = field(repr=False)
+    priority: int
+    attempt: int
+    max_attempts: int | None
+    crashes: int
+    parked: int
+    unique_key: str | None
+    group_key: str | None
+    errors: str = field(repr=False)
+    run_at: datetime
+    created_at: datetime
+    seq: int

@@ -1,0 +1,108 @@
+"""How a handler ends, and when a failed job runs again."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from outboxq.errors import ConfigError
+
+# A hundred years: what a timestamp of PostgreSQL can still add to now.
+MAX_DELAY = timedelta(days=36_500)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handler finished: its rows commit together with the disappearance of the job. Returning None means this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Run again after `delay` (None: the handler's backoff). Counts as an attempt; the handler's rows are undone.
+
+    Past the last attempt the job becomes a dead letter, as after an error.
+    """
+
+    delay: timedelta | None = None
+    reason: str = "the handler asked for a retry"
+
+    def __post_init__(self) -> None:
+        if self.delay is not None:
+            _check_delay("Retry", self.delay)
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """Run again after `delay` without counting an attempt. The handler's rows are undone."""
+
+    delay: timedelta
+
+    def __post_init__(self) -> None:
+        _check_delay("Snooze", self.delay)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Give up at once: the job moves to the dead letters with `reason`. The handler's rows are undone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Drop the job without a dead letter. The handler's rows are undone; `reason` is logged."""
+
+    reason: str
+
+
+def _check_delay(outcome: str, delay: timedelta) -> None:
+    if not isinstance(delay, timedelta):
+        raise ConfigError(f"{outcome} takes a timedelta, such as timedelta(seconds=60), got {type(delay).__name__}")
+    # Below zero, as after "the deadline minus now", means at once.
+    if abs(delay) > MAX_DELAY:
+        raise ConfigError(f"{outcome} takes a delay of up to {MAX_DELAY.days:,} days, got {delay}")
+
+
+Outcome = Done | Retry | Snooze | DeadLetter | Discard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential backoff with jitter and a cap.
+
+    The pause after failed attempt n is `first_seconds * factor ** (n - 1)`, capped at `cap_seconds`, then moved by up
+    to `jitter` (a fraction from 0 to 1) downwards, so that jobs which failed together do not return together and no
+    pause exceeds the cap.
+
+    The defaults give up after 15 attempts, about four hours.
+    """
+
+    max_attempts: int = 15
+    first_seconds: float = 2.0
+    factor: float = 2.0
+    cap_seconds: float = 3600.0
+    jitter: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_attempts <= 32_767:
+            raise ConfigError(f"Backoff(max_attempts=...) takes 1 to 32767, got {self.max_attempts}")
+        longest = MAX_DELAY.total_seconds()
+        if not (0 <= self.first_seconds <= longest and 0 <= self.cap_seconds <= longest):
+            raise ConfigError(
+                f"Backoff takes first_seconds and cap_seconds from 0 to {longest:,.0f}, "
+                f"got {self.first_seconds} and {self.cap_seconds}"
+            )
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"Backoff(factor=...) takes a number from 1, got {self.factor}")
+        if not 0 <= self.jitter <= 1:
+            raise ConfigError(f"Backoff(jitter=...) takes a fraction from 0 to 1, got {self.jitter}")
+
+    def delay(self, attempt: int, uniform: Callable[[], float] = random.random) -> timedelta:
+        """The pause after failed attempt number `attempt` (from 1); `uniform` draws from [0, 1)."""
+        try:
+            pause_seconds = min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
+        except OverflowError:
+            # 2.0 ** 5000, long after the cap was reached.
+            pause_seconds = self.cap_seconds if self.first_seconds else 0.0
+        return timedelta(seconds=pause_seconds * (1 - self.jitter * uniform()))

@@ -1,0 +1,86 @@
+"""Dead letters: looking at them, putting them back to work, dropping them."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Executable, delete, func, insert, select
+
+from outboxq.statements.paging import page_outcome, pick_page
+from outboxq.tables import dead_job, job
+
+
+@dataclass(frozen=True, slots=True)
+class DeadFilter:
+    """Which dead letters are meant; without a value everywhere, all of them.
+
+    `reason` is any part of the reason, in any case. `died_before` keeps a command that takes several pages from
+    chasing the jobs that die meanwhile.
+    """
+
+    queue: str | None = None
+    kind: str | None = None
+    reason: str | None = None
+    ids: tuple[UUID, ...] | None = None
+    died_before: datetime | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `dead_job`."""
+        found: list[ColumnElement[bool]] = []
+        if self.queue is not None:
+            found.append(dead_job.c.queue == self.queue)
+        if self.kind is not None:
+            found.append(dead_job.c.kind == self.kind)
+        if self.reason is not None:
+            # strpos and not LIKE: the text is data, without wildcards.
+            found.append(func.strpos(func.lower(dead_job.c.reason), func.lower(self.reason)) > 0)
+        if self.ids is not None:
+            found.append(dead_job.c.id.in_(self.ids))
+        if self.died_before is not None:
+            found.append(dead_job.c.died_at <= self.died_before)
+        return found
+
+
+SUMMARY_COLUMNS = ("id", "queue", "kind", "reason", "attempt", "max_attempts", "crashes", "created_at", "died_at")
+DETAIL_COLUMNS = ("priority", "unique_key", "group_key", "args", "headers", "errors")
+
+# What a dead letter brings along when it works again; its attempts and crashes start anew.
+_KEPT = ("id", "queue", "kind", "headers", "priority", "max_attempts", "unique_key", "group_key", "created_at")
+
+
+def select_dead(wanted: DeadFilter, *, limit: int) -> Executable:
+    """The dead letters that match, the latest first.
+
+    Index: dead_job_queue (queue, died_at) backwards where a queue is given; else the table is read once. No locks.
+    """
+    return (
+        select(*(dead_job.c[name] for name in SUMMARY_COLUMNS))
+        .where(*wanted.conditions())
+        .order_by(dead_job.c.died_at.desc())
+        .limit(limit)
+    )
+
+
+def select_dead_letter(job_id: UUID) -> Executable:
+    """One dead letter with everything that is stored of it. Index: the primary key; no locks; one row."""
+    return select(*(dead_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(dead_job.c.id == job_id)
+
+
+def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
+    """Turn the next page of dead letters that match and that nobody holds back into jobs that are ready.
+
+    One statement: a dead letter is never in both tables, nor in none. See `pick_page` for index, locks and bound.
+    """
+    page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
+    moved = ("args", "errors", *_KEPT)
+    taken = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(*(dead_job.c[name] for name in moved))
+    row = taken.cte("taken")
+    again = insert(job).from_select(moved, select(*(row.c[name] for name in moved)), include_defaults=False)
+    return page_outcome(page, again.returning(job.c.id).cte("again"))
+
+
+def discard_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
+    """Delete the next page of dead letters that match and that nobody holds. As `retry_page`."""
+    page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
+    discarded = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(dead_job.c.id).cte("discarded")
+    return page_outcome(page, discarded)

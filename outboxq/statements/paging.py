@@ -1,0 +1,69 @@
+"""Pages: how an operator's command changes many rows, a bounded number per transaction, without waiting for a lock.
+
+A page is the next `limit` matching rows in the order of the primary key. What another transaction holds is passed over
+and reported; the next page starts behind the last row seen, so that the whole costs one walk, whatever is dead or held.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, Row, Table, func, select
+
+MAX_PAGE_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What became of one page: the rows that were changed, and those that another transaction held."""
+
+    changed: tuple[UUID, ...]
+    held: tuple[UUID, ...]
+
+    @property
+    def last(self) -> UUID | None:
+        """Where the next page starts; None where nothing matched any more."""
+        return max((*self.changed, *self.held), default=None)
+
+
+def pick_page(
+    table: Table, conditions: Sequence[ColumnElement[bool]], after: UUID | None, limit: int
+) -> tuple[CTE, CTE]:
+    """The page, and those of its rows that could be locked; to be changed by the statement that is built on them.
+
+    Index: the primary key, walked in order from `after`. Locks: the picked rows, FOR UPDATE SKIP LOCKED, never waited
+    for. Bound: `limit` rows. The conditions stand in both, because the lock rechecks them on a row's newest version.
+    """
+    start = [] if after is None else [table.c.id > after]
+    # MATERIALIZED: neither may be merged into a plan that runs its LIMIT or its locks more than once.
+    rows = select(table.c.id).where(*conditions, *start).order_by(table.c.id).limit(limit)
+    page = rows.cte("page").prefix_with("MATERIALIZED")
+    locked = (
+        select(table.c.id)
+        .join(page, page.c.id == table.c.id)
+        .where(*conditions)
+        .with_for_update(of=table, skip_locked=True)
+    )
+    return page, locked.cte("picked").prefix_with("MATERIALIZED")
+
+
+def page_outcome(page: CTE, changed: CTE) -> Executable:
+    """Every row of the page in order, and whether it is among the changed."""
+    return (
+        select(page.c.id, changed.c.id.is_not(None).label("changed"))
+        .select_from(page.outerjoin(changed, changed.c.id == page.c.id))
+        .order_by(page.c.id)
+    )
+
+
+def read_page(rows: Iterable[Row[Any]]) -> Page:
+    """The rows of `page_outcome` as a `Page`."""
+    seen = list(rows)
+    return Page(tuple(row.id for row in seen if row.changed), tuple(row.id for row in seen if not row.changed))
+
+
+def database_clock(connection: Connection) -> datetime:
+    """The database's time. What came into being after it is no part of a command that began before."""
+    return connection.execute(select(func.clock_timestamp(type_=DateTime(timezone=True)))).scalar_one()

@@ -1,0 +1,61 @@
+"""Queues: their names, and pausing them. The claim looks at `paused_at`; nothing else stops it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Executable, FromClause, Select, func, select, union, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
+
+from outboxq.tables import dead_job, job, queue
+
+
+def known_queues() -> Executable:
+    """Every queue with a setting, a job or a dead letter, and since when it is paused.
+
+    Indexes: job_ready, job_scheduled, job_suspect and dead_job_queue, one probe per distinct queue each (a loose scan,
+    see "Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
+    """
+    walks = [_walk(job, job.c.state == state, state) for state in ("ready", "scheduled", "suspect")]
+    leased = select(job.c.queue).where(job.c.state == "leased")
+    names = union(*walks, _walk(dead_job, None, "dead"), leased, select(queue.c.name)).subquery("names")
+    name = names.c[0]
+    return (
+        select(name.label("queue"), queue.c.paused_at)
+        .select_from(names.outerjoin(queue, queue.c.name == name))
+        .where(name.is_not(None))
+        .order_by(name)
+    )
+
+
+def pause(names: Sequence[str]) -> ReturningInsert[Any]:
+    """Pause queues, with a setting or without; returns those that were not paused before.
+
+    Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
+    """
+    row = insert(queue).values([{"name": name, "paused_at": func.clock_timestamp()} for name in names])
+    return row.on_conflict_do_update(
+        index_elements=[queue.c.name],
+        set_={"paused_at": row.excluded.paused_at},
+        where=queue.c.paused_at.is_(None),
+    ).returning(queue.c.name)
+
+
+def resume(names: Sequence[str]) -> ReturningUpdate[Any]:
+    """Resume queues; returns those that were paused. Index: the primary key. Locks: the settings' rows."""
+    return (
+        update(queue)
+        .where(queue.c.name.in_(names), queue.c.paused_at.is_not(None))
+        .values(paused_at=None)
+        .returning(queue.c.name)
+    )
+
+
+def _walk(rows: FromClause, condition: ColumnElement[bool] | None, name: str) -> Select[tuple[str]]:
+    """The distinct queues of an index that begins with the queue: from each name to the next greater one."""
+    conditions = [] if condition is None else [condition]
+    first = select(func.min(rows.c.queue).label("queue")).where(*conditions)
+    walk = first.cte(f"{name}_queues", recursive=True)
+    following = select(func.min(rows.c.queue)).where(*conditions, rows.c.queue > walk.c.queue).scalar_subquery()
+    walk = walk.union_all(select(following).where(walk.c.queue.is_not(None)))
+    return select(walk.c.queue)

@@ -1,0 +1,276 @@
+"""Execute: run one handler inside the claim's transaction, contained by a session and a savepoint of its own.
+
+Whatever a handler does, its rows are either all in the transaction or none of them, and the claim stands.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, NestedTransaction
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
+
+from outboxq.codec import EntityKey
+from outboxq.context import AsyncContext, Context
+from outboxq.driver import is_lost, transaction_status
+from outboxq.enqueue import AsyncOutboxSession, OutboxSession
+from outboxq.errors import EntityGone, HandlerError, HandlerRolledBack, OutboxqError, TransactionEndedByHandler
+from outboxq.failure import Failed, describe_failure
+from outboxq.guard import Guard
+from outboxq.handlers import AnyHandler, Flavour, Registry
+from outboxq.job import Job
+from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
+from outboxq.settle import check_shared, current_xid
+
+# A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
+FREE_RETRIES = 5
+
+
+class ConnectionLost(OutboxqError):
+    """The connection went away: the server has undone the claim, or committed it, and nothing is charged."""
+
+
+class Abandoned(OutboxqError):
+    """The relay stopped waiting for this batch: it is rolled back, and its jobs wait again."""
+
+
+class TransactionEscaped(OutboxqError):
+    """A handler ended the claim's transaction, or left it where its savepoint cannot be found."""
+
+    def __init__(self, job: Job, failed: Failed) -> None:
+        super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")
+        self.job = job
+        self.failed = failed
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """No handler here can run this kind in this slot."""
+
+
+Result: TypeAlias = Outcome | Failed | Unknown
+
+
+class Invoker(Protocol):
+    """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
+
+    flavour: Flavour
+
+    def open_session(self, connection: Connection) -> Session:
+        """A fresh session that joins the connection's savepoint."""
+        ...
+
+    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+        """Run the handler to its end."""
+        ...
+
+
+# close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
+SESSION_OPTIONS: dict[str, Any] = {
+    "join_transaction_mode": "rollback_only",
+    "expire_on_commit": False,
+    "close_resets_only": False,
+}
+
+
+class SyncInvoker:
+    """Plain functions, called where we stand."""
+
+    flavour: Flavour = "sync"
+
+    def open_session(self, connection: Connection) -> Session:
+        """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
+        return OutboxSession(bind=connection, **SESSION_OPTIONS)
+
+    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+        """Run the handler to its end."""
+        assert isinstance(session, OutboxSession)
+        return handler.function(Context(job, state, session), **args)
+
+
+class AsyncInvoker:
+    """Coroutines, awaited through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
+
+    flavour: Flavour = "async"
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._session: AsyncOutboxSession | None = None
+
+    def open_session(self, connection: Connection) -> Session:
+        """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
+        del connection
+        self._session = AsyncOutboxSession(bind=self._connection, **SESSION_OPTIONS)
+        return self._session.sync_session
+
+    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+        """Await the handler to its end."""
+        opened, self._session = self._session, None
+        assert opened is not None
+        assert opened.sync_session is session
+        return await_only(handler.function(AsyncContext(job, state, opened), **args))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What executing needs besides the job, fixed for the life of a slot's connection."""
+
+    registry: Registry
+    state: object
+    invoker: Invoker
+    guard: Guard
+    schema: str
+    abandoned: Callable[[], bool]
+
+    def handler_of(self, job: Job) -> AnyHandler | None:
+        """The job's handler, if it is one for this slot."""
+        handler = self.registry.handlers.get(job.kind)
+        return handler if handler is not None and handler.flavour == self.invoker.flavour else None
+
+
+def execute(connection: Connection, job: Job, work: Work, *, shared_xid: str | None) -> Result:
+    """Run the job's handler; afterwards the transaction holds all of its rows if it is done, else none.
+
+    Args:
+        shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
+            deferred constraints would raise at COMMIT; a job alone meets them in the certificate.
+
+    Raises:
+        ConnectionLost: the transaction is gone with its connection.
+        TransactionEscaped: the handler ended the transaction.
+    """
+    handler = work.handler_of(job)
+    if handler is None:
+        return Unknown()
+    for _ in range(FREE_RETRIES):
+        result = _attempt(connection, handler, job, work, shared_xid)
+        if not (isinstance(result, Failed) and result.transient):
+            return result
+    return _attempt(connection, handler, job, work, shared_xid)
+
+
+def _attempt(connection: Connection, handler: AnyHandler, job: Job, work: Work, shared_xid: str | None) -> Result:
+    root = connection.get_transaction()
+    savepoint = connection.begin_nested()
+    session = work.invoker.open_session(connection)
+    work.guard.savepoint = savepoint
+    result: Result
+    kept = False
+    try:
+        result = _run(connection, handler, job, work, session, savepoint)
+        if isinstance(result, Done):
+            _keep(connection, session, savepoint, shared_xid)
+            kept = True
+    except asyncio.CancelledError as error:
+        if _being_cancelled():
+            raise
+        result = describe_failure(error, job)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
+        result = describe_failure(error, job)
+    finally:
+        work.guard.savepoint = None
+    closed = _closed(session)
+    if kept and closed:
+        return result
+    intact = closed and root is not None and root.is_active and connection.get_transaction() is root
+    if not (_undone(connection, savepoint, intact=intact) and _is_still(connection, shared_xid)):
+        # SQLAlchemy's own account of it is better than ours, where SQLAlchemy saw it.
+        if intact or not isinstance(result, Failed):
+            result = describe_failure(TransactionEndedByHandler(), job)
+        raise TransactionEscaped(job, result)
+    return result
+
+
+def _run(
+    connection: Connection, handler: AnyHandler, job: Job, work: Work, session: Session, savepoint: NestedTransaction
+) -> Outcome:
+    arguments = handler.signature().decode(job.args)
+    loaded = {name: _load(session, name, value) for name, value in arguments.items()}
+    returned = work.invoker.call(handler, session, job, work.state, loaded)
+    if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
+        return returned
+    if not (returned is None or isinstance(returned, Done)):
+        raise HandlerError(
+            f"the handler returned {_described(returned)}: return None when done, or an outcome such as Retry(delay)"
+        )
+    if not savepoint.is_active:
+        raise HandlerRolledBack(
+            "the handler rolled its session back, then returned as if done: raise instead, "
+            "or use session.begin_nested() for the part that may fail"
+        )
+    if transaction_status(connection) == TransactionStatus.INERROR:
+        raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
+    return Done()
+
+
+def _described(returned: object) -> str:
+    if inspect.iscoroutine(returned):
+        # Never awaited: close it, or Python warns.
+        returned.close()
+        return "a coroutine, but is not an async function"
+    return f"the class {returned.__name__}" if isinstance(returned, type) else f"a {type(returned).__name__}"
+
+
+def _load(session: Session, name: str, value: object) -> object:
+    """An entity argument's row, in the handler's session; other values as they are."""
+    if not isinstance(value, EntityKey):
+        return value
+    key = tuple(value.primary_key) if isinstance(value.primary_key, list | tuple) else value.primary_key
+    entity = session.get(value.entity, key)
+    if entity is None and not value.optional:
+        raise EntityGone(name, value.entity.__name__)
+    return entity
+
+
+def _keep(connection: Connection, session: Session, savepoint: NestedTransaction, shared_xid: str | None) -> None:
+    # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined by
+    # "rollback_only", it commits nothing.
+    session.commit()
+    if shared_xid is not None:
+        check_shared(connection, shared_xid)
+    savepoint.commit()
+
+
+def _undone(connection: Connection, savepoint: NestedTransaction, *, intact: bool) -> bool:
+    """Go back to before the handler; False where the transaction is not there any more, or not as we left it."""
+    if is_lost(connection):
+        raise ConnectionLost("the connection was lost while a handler ran")
+    if not intact or transaction_status(connection) == TransactionStatus.IDLE:
+        return False
+    if savepoint.is_active:
+        try:
+            savepoint.rollback()
+        except SQLAlchemyError as error:
+            if is_lost(connection):
+                raise ConnectionLost("the connection was lost while a handler was undone") from error
+            return False
+    return transaction_status(connection) == TransactionStatus.INTRANS
+
+
+def _is_still(connection: Connection, shared_xid: str | None) -> bool:
+    return shared_xid is None or current_xid(connection) == shared_xid
+
+
+def _closed(session: Session) -> bool:
+    """End the handler's session for good; False where it fails, because the transaction below it is not as it was."""
+    try:
+        session.close()
+    except (SQLAlchemyError, psycopg.Error):
+        return False
+    return True
+
+
+def _being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        # No event loop in this thread: a sync handler raised it.
+        return False
+    return task is not None and task.cancelling() > 0

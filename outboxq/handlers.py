@@ -1,0 +1,212 @@
+"""Handlers: plain functions with a kind, a queue and a retry policy, gathered in a registry."""
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, overload
+
+from outboxq.annotations import declared_signature
+from outboxq.codec import Signature, build_signature, check_name
+from outboxq.context import AsyncContext, Context
+from outboxq.errors import RegistryError, UnknownKind
+from outboxq.kinds import JobKind, P
+from outboxq.retry import Backoff, Outcome
+
+C = TypeVar("C")
+R = TypeVar("R")
+R_outcome = TypeVar("R_outcome", bound=Outcome | None)
+
+Flavour: TypeAlias = Literal["sync", "async"]
+Lifespan: TypeAlias = Callable[
+    [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
+]
+
+
+class Handler(JobKind[P], Generic[P, C, R]):
+    """A registered handler. Name it in `add_job`; call it like the plain function that it wraps."""
+
+    def __init__(
+        self, function: Callable[Concatenate[C, P], R], kind: str, queue: str, aliases: tuple[str, ...], retry: Backoff
+    ) -> None:
+        super().__init__(kind, queue)
+        self.function = function
+        self.aliases = tuple(check_name("kind", alias) for alias in aliases)
+        self.retry = retry
+        self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
+        # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, ctx: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function itself, for a unit test or another handler."""
+        return self.function(ctx, *args, **kwargs)
+
+    @functools.cached_property
+    def _signature(self) -> Signature:
+        return build_signature(self.kind, self.function)
+
+    def signature(self) -> Signature:
+        """How arguments are checked, stored and read; built when first needed, after circular imports are over."""
+        return self._signature
+
+
+AnyHandler: TypeAlias = Handler[Any, Any, Any]
+
+
+class HandlerDecorator:
+    """What `jobs.handler(...)` returns."""
+
+    def __init__(self, registry: "Jobs", kind: str | None, queue: str, aliases: Iterable[str], retry: Backoff) -> None:
+        self._registry = registry
+        self._kind = kind
+        self._queue = queue
+        if isinstance(aliases, str):
+            raise RegistryError(f"aliases takes a tuple or a list of names, got the text {aliases!r}")
+        self._aliases = tuple(aliases)
+        self._retry = retry
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context[Any], P], R_outcome], /
+    ) -> Handler[P, Context[Any], R_outcome]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[AsyncContext[Any], P], Awaitable[R_outcome]], /
+    ) -> Handler[P, AsyncContext[Any], Awaitable[R_outcome]]: ...
+
+    def __call__(self, function: Callable[..., Any], /) -> AnyHandler:
+        """Register `function` and return it as a `Handler`."""
+        if not inspect.isfunction(function):
+            raise RegistryError(f"a handler is a function whose first argument is its context, got {function!r}")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise RegistryError(f"handler {function.__qualname__} yields: a handler returns when its work is done")
+        first = next(iter(declared_signature(function).parameters.values()), None)
+        if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+            raise RegistryError(
+                f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`"
+            )
+        handler: AnyHandler = Handler(
+            function, self._kind or function.__name__, self._queue, self._aliases, self._retry
+        )
+        self._registry.add(handler)
+        return handler
+
+
+class Jobs:
+    """A registry of handlers, given to the relay.
+
+    Args:
+        lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
+            process before the first job; what it yields is `ctx.state`.
+    """
+
+    def __init__(self, *, lifespan: Lifespan | None = None) -> None:
+        self.lifespan = lifespan
+        self._handlers: dict[str, AnyHandler] = {}
+
+    def handler(
+        self,
+        *,
+        kind: str | None = None,
+        queue: str = "default",
+        aliases: Iterable[str] = (),
+        retry: Backoff | None = None,
+    ) -> HandlerDecorator:
+        """Register a handler.
+
+        Args:
+            kind: The stored name, by default the function's. Give one before you rename the function.
+            queue: Where its jobs wait. A queue holds sync handlers or async ones.
+            aliases: Earlier names whose jobs this handler still runs.
+            retry: When a failed job runs again, and how often.
+
+        Raises:
+            RegistryError: the kind or an alias is taken.
+            ArgumentError: a name over 63 bytes, or with control characters.
+        """
+        return HandlerDecorator(self, kind, queue, aliases, retry or Backoff())
+
+    def add(self, handler: AnyHandler) -> None:
+        """Register a handler that was made elsewhere.
+
+        Raises:
+            RegistryError: its kind or an alias is taken by another handler.
+        """
+        for name in (handler.kind, *handler.aliases):
+            taken = self._handlers.get(name)
+            # The same handler comes twice where two included registries include a third.
+            if taken is not None and taken is not handler:
+                raise RegistryError(
+                    f"kind {name!r} is registered twice: by {_where(taken)} and by {_where(handler)}. "
+                    "Give one of them another name with kind=..."
+                )
+        for name in (handler.kind, *handler.aliases):
+            self._handlers[name] = handler
+
+    def include(self, other: "Jobs") -> None:
+        """Register every handler of another registry here too.
+
+        Raises:
+            RegistryError: a kind is taken, or `other` has a lifespan of its own, which would never be entered.
+        """
+        if other.lifespan is not None:
+            raise RegistryError(
+                "an included registry has a lifespan, which would not run: give it to the registry on top"
+            )
+        for handler in tuple(dict.fromkeys(other._handlers.values())):  # noqa: SLF001  # the same class
+            self.add(handler)
+
+    def resolve(self) -> "Registry":
+        """Check everything that can only be checked when all handlers are known.
+
+        Raises:
+            RegistryError: no handler at all, a queue with both flavours, or a signature that cannot be stored.
+        """
+        if not self._handlers:
+            raise RegistryError("this registry has no handlers: is the module that defines them imported?")
+        flavours: dict[str, AnyHandler] = {}
+        for handler in dict.fromkeys(self._handlers.values()):
+            handler.signature()
+            first = flavours.setdefault(handler.queue, handler)
+            if first.flavour != handler.flavour:
+                raise RegistryError(
+                    f"queue {handler.queue!r} has {first.flavour} handlers ({first.kind}) and {handler.flavour} ones "
+                    f"({handler.kind}): put one flavour into a queue of its own, "
+                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.flavour!r})"
+                )
+        return Registry(
+            MappingProxyType(dict(self._handlers)),
+            MappingProxyType({queue: handler.flavour for queue, handler in flavours.items()}),
+            self.lifespan,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """A checked registry: handlers by kind and alias, and the flavour of each queue."""
+
+    handlers: Mapping[str, AnyHandler]
+    flavours: Mapping[str, Flavour]
+    lifespan: Lifespan | None
+
+    def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
+        """The kinds, aliases included, whose handlers have this flavour."""
+        return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
+
+    def find(self, kind: str) -> AnyHandler:
+        """The handler of a kind.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        try:
+            return self.handlers[kind]
+        except KeyError:
+            raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
+
+
+def _where(handler: AnyHandler) -> str:
+    return f"{handler.function.__module__}.{handler.function.__qualname__}"

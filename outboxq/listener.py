@@ -1,0 +1,212 @@
+"""The listener: one connection and one thread per relay, through which idle slots sleep and are woken.
+
+It works on libpq below psycopg, which is the same for sync and async connections, so that any engine can provide it.
+Polling is the truth: whatever goes wrong here costs latency, never a job.
+"""
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import psycopg
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGconn
+
+from outboxq.driver import DriverConnection
+from outboxq.statements import listen
+
+logger = logging.getLogger("outboxq.listener")
+
+_RECONNECT_SECONDS = 1.0
+_STOP_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Sleeper:
+    """A slot that sleeps: `wake` may be called from any thread, any number of times."""
+
+    queues: tuple[str, ...]
+    wake: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _FallAsleep:
+    sleeper: Sleeper
+    flagged: "Future[bool]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _WakeUp:
+    sleeper: Sleeper
+
+
+class Listener:
+    """Holds the sleep flags of the queues on which this process has sleeping slots, and hears their wake-ups.
+
+    Args:
+        connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
+    """
+
+    def __init__(self, connect: Callable[[], DriverConnection], schema: str) -> None:
+        self._connect = connect
+        self._schema = schema
+        self._requests: queue.SimpleQueue[_FallAsleep | _WakeUp] = queue.SimpleQueue()
+        self._sleepers: set[Sleeper] = set()
+        self._flags: set[str] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outboxq-listener", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it connects by itself, and again after every loss."""
+        self._inbox, self._bell = socket.socketpair()
+        self._inbox.setblocking(False)
+        self._bell.setblocking(False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and its connection, and with it the flags."""
+        self._stopping.set()
+        self._ring()
+        self._thread.join(_STOP_SECONDS)
+        # A thread that hangs in a half-open connection is a daemon, and goes with the process.
+        if not self._thread.is_alive():
+            self._inbox.close()
+            self._bell.close()
+
+    def fall_asleep(self, sleeper: Sleeper) -> "Future[bool]":
+        """Raise the sleep flags of the sleeper's queues.
+
+        The future says whether this process holds all of them. If so, every job committed after a look at the queue
+        that begins *now* will wake the sleeper; if not, the sleeper had better look again soon.
+        """
+        request = _FallAsleep(sleeper)
+        self._requests.put(request)
+        self._ring()
+        return request.flagged
+
+    def wake_up(self, sleeper: Sleeper) -> None:
+        """The slot has work: lower the flags that nobody here sleeps under any more. Returns at once."""
+        self._requests.put(_WakeUp(sleeper))
+        self._ring()
+
+    def _ring(self) -> None:
+        # Never blocks a slot, let alone the event loop: a full pipe rings already.
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(b"!")
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection = self._connect()
+            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; slots poll meanwhile
+                logger.debug("no connection to listen on", extra={"error_type": type(error).__name__})
+                self._answer_offline()
+                continue
+            try:
+                self._serve(connection.pgconn)
+            except (psycopg.Error, OSError) as error:
+                logger.debug("the listening connection was lost", extra={"error_type": type(error).__name__})
+            finally:
+                # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
+                connection.pgconn.finish()
+                self._flags.clear()
+                # Whatever was notified meanwhile is lost: everyone looks for themselves.
+                self._wake(self._sleepers)
+            if not self._stopping.is_set():
+                self._answer_offline()
+
+    def _answer_offline(self) -> None:
+        """Without a connection nobody holds a flag; slots poll. Waits a moment before the next try."""
+        _wait_readable([self._inbox], _RECONNECT_SECONDS)
+        for request in self._drain_requests():
+            if isinstance(request, _FallAsleep):
+                self._sleepers.add(request.sleeper)
+                _answer(request, False)
+            else:
+                self._sleepers.discard(request.sleeper)
+        self._stopping.wait(_RECONNECT_SECONDS / 4)
+
+    def _serve(self, connection: PGconn) -> None:
+        _execute(connection, listen.listen(self._schema))
+        self._wake(self._sleepers)
+        while not self._stopping.is_set():
+            for request in self._drain_requests():
+                self._handle(connection, request)
+            # Before the wait: a notification may have come in with the answer to a request.
+            connection.consume_input()
+            self._hear(connection)
+            _wait_readable([self._inbox, connection.socket], None)
+
+    def _drain_requests(self) -> Iterable[_FallAsleep | _WakeUp]:
+        try:
+            while self._inbox.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                yield self._requests.get_nowait()
+            except queue.Empty:
+                return
+
+    def _handle(self, connection: PGconn, request: _FallAsleep | _WakeUp) -> None:
+        if isinstance(request, _WakeUp):
+            self._sleepers.discard(request.sleeper)
+            self._lower_flags(connection)
+            return
+        self._sleepers.add(request.sleeper)
+        try:
+            raised = [self._raise_flag(connection, name) for name in request.sleeper.queues]
+        except psycopg.Error:
+            _answer(request, False)
+            raise
+        _answer(request, all(raised))
+
+    def _raise_flag(self, connection: PGconn, name: str) -> bool:
+        # Session locks are counted: taken once per process, whatever the number of its sleepers.
+        if name not in self._flags and _execute(connection, listen.try_sleep_flag(self._schema, name)) == b"t":
+            self._flags.add(name)
+        return name in self._flags
+
+    def _lower_flags(self, connection: PGconn) -> None:
+        slept_on = {name for sleeper in self._sleepers for name in sleeper.queues}
+        for name in self._flags - slept_on:
+            _execute(connection, listen.drop_sleep_flag(self._schema, name))
+            self._flags.discard(name)
+
+    def _hear(self, connection: PGconn) -> None:
+        while notification := connection.notifies():
+            name = notification.extra.decode()
+            self._wake(sleeper for sleeper in self._sleepers if name in sleeper.queues)
+
+    def _wake(self, sleepers: Iterable[Sleeper]) -> None:
+        for sleeper in list(sleepers):
+            sleeper.wake()
+
+
+def _wait_readable(files: "list[socket.socket | int]", seconds: float | None) -> None:
+    # Not select(): it refuses file descriptors from 1024 on.
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        selector.select(seconds)
+
+
+def _answer(request: _FallAsleep, flagged: bool) -> None:
+    # Cancelled where the slot has stopped waiting.
+    if request.flagged.set_running_or_notify_cancel():
+        request.flagged.set_result(flagged)
+
+
+def _execute(connection: PGconn, statement: str) -> bytes | None:
+    """Run one statement; the first value of its first row."""
+    result = connection.exec_(statement.encode())
+    if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+        raise psycopg.OperationalError(connection.get_error_message())
+    return result.get_value(0, 0) if result.ntuples else None

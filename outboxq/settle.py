@@ -1,0 +1,87 @@
+"""Settle: what becomes of a claimed job after its attempt, written in the transaction that claimed it.
+
+Success writes nothing: the claim's delete stands. Then `certify` commits, and knows that it did.
+"""
+
+from datetime import timedelta
+
+from sqlalchemy import Connection
+
+from outboxq.driver import run_script
+from outboxq.errors import TransactionEndedByHandler
+from outboxq.failure import ErrorRecord, kept_errors
+from outboxq.job import Job
+from outboxq.statements import settle as statements
+from outboxq.statements.settle import errors_with, insert_again, insert_dead, insert_parked
+
+CURRENT_XID = "SELECT pg_current_xact_id_if_assigned()::text"
+
+
+def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta) -> None:
+    """Put the job back to run after `delay`, with this attempt counted and its error recorded."""
+    errors = errors_with(kept_errors(job.errors), record.as_json())
+    connection.execute(insert_again(job, attempt=job.attempt, errors=errors, delay=delay))
+
+
+def snooze(connection: Connection, job: Job, delay: timedelta) -> None:
+    """Put the job back to run after `delay`, without counting the attempt."""
+    connection.execute(insert_again(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
+
+
+def give_back(connection: Connection, job: Job) -> None:
+    """Put the job back as it was, to run at once."""
+    connection.execute(insert_again(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
+
+
+def park(connection: Connection, job: Job) -> None:
+    """Put a job of an unknown kind back for later, without counting an attempt."""
+    connection.execute(insert_parked(job))
+
+
+def bury(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
+    """Move the job to the dead letters."""
+    errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
+    connection.execute(insert_dead(job, reason=reason, errors=errors))
+
+
+def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
+    """Move a job that cannot even be settled out of the way of its queue."""
+    connection.execute(statements.put_off(job.id, delay))
+
+
+def certify(connection: Connection, savepoint: str) -> None:
+    """Commit the claim's transaction, in one round trip, and only if everything in it holds.
+
+    PostgreSQL stops at the first failure: a deferred constraint fails in the first statement; a swallowed error leaves
+    a transaction that refuses it (25P02); a transaction that a handler ended has lost the savepoint (3B001, 25P01).
+    Drivers report success when `commit()` ends a failed transaction; the command tag does not.
+
+    Raises:
+        psycopg.Error: nothing was committed, unless the connection was lost on the way.
+    """
+    tag = run_script(connection, f"SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT {savepoint}; COMMIT")[-1].tag
+    if tag != "COMMIT":
+        raise AssertionError(f"COMMIT was answered with {tag}")
+
+
+def check_shared(connection: Connection, xid: str) -> None:
+    """Raise now what would come too late at COMMIT to tell which of the jobs in this transaction it was.
+
+    Leaves deferred constraints deferred.
+
+    Raises:
+        psycopg.Error: the first violation of a deferred constraint.
+        TransactionEndedByHandler: this is not the claim's transaction any more.
+    """
+    results = run_script(
+        connection,
+        "SAVEPOINT oq_constraints; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT oq_constraints; "
+        f"RELEASE SAVEPOINT oq_constraints; {CURRENT_XID}",
+    )
+    if results[-1].rows[0][0] != xid:
+        raise TransactionEndedByHandler
+
+
+def current_xid(connection: Connection) -> object:
+    """The id of the open transaction, or None where it has written nothing."""
+    return run_script(connection, CURRENT_XID)[0].rows[0][0]

@@ -1,0 +1,102 @@
+"""The backlog: jobs that wait or run, for operators.
+
+Every function is one look or one change in the caller's transaction. Nothing here waits for a row lock: a job that a
+relay runs is held by that relay's transaction, and is reported instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.errors import JobNotFound
+from outboxq.statements import backlog as statements
+from outboxq.statements.backlog import JobFilter as JobFilter
+from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingJob:
+    """A job in the table. `pid` is the backend whose transaction runs it, None where it only waits.
+
+    `running_seconds` is how long that transaction has been open; None also where the role may not read it.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    state: str
+    priority: int
+    attempt: int
+    max_attempts: int | None
+    crashes: int
+    parked: int
+    run_at: datetime
+    created_at: datetime
+    pid: int | None
+    running_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDetail:
+    """Everything that is stored of a job; `args`, `headers` and `errors` are JSON text."""
+
+    job: WaitingJob
+    unique_key: str | None
+    group_key: str | None
+    args: str = field(repr=False)
+    headers: str = field(repr=False)
+    errors: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What became of the jobs to be cancelled: gone, held by the transaction that runs them, or not there."""
+
+    cancelled: tuple[UUID, ...]
+    running: tuple[UUID, ...]
+    not_found: tuple[UUID, ...]
+
+
+def list_jobs(
+    connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
+) -> list[WaitingJob]:
+    """The oldest jobs that match; with `running`, only those that a transaction runs at this moment."""
+    rows = connection.execute(statements.select_jobs(wanted or JobFilter(), running=running, limit=limit))
+    return [WaitingJob(*row) for row in rows]
+
+
+def show_job(connection: Connection, job_id: UUID) -> JobDetail:
+    """One job, its arguments included.
+
+    Raises:
+        JobNotFound: done, cancelled, dead, or never there.
+    """
+    row = connection.execute(statements.select_job(job_id)).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id, "job")
+    named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
+    job = WaitingJob(*(named[name] for name in (*statements.SUMMARY_COLUMNS, "pid", "running_seconds")))
+    return JobDetail(job, *(named[name] for name in statements.DETAIL_COLUMNS))
+
+
+def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
+    """Delete up to 1,000 jobs by id.
+
+    A job in transaction mode that runs is not cancelled: only its relay, or the end of its backend, can stop it.
+    """
+    first = cancel_page(connection, JobFilter(ids=tuple(ids)))
+    # A second look, because a job may have been done, or put back to be retried, while the first was on its way.
+    second = cancel_page(connection, JobFilter(ids=first.held)) if first.held else Page((), ())
+    cancelled = (*first.changed, *second.changed)
+    not_found = tuple(job_id for job_id in dict.fromkeys(ids) if job_id not in {*cancelled, *second.held})
+    return Cancelled(cancelled, second.held, not_found)
+
+
+def cancel_page(
+    connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
+) -> Page:
+    """Delete the next jobs that match; continue with `after=page.last` until that is None."""
+    return read_page(connection.execute(statements.cancel_page(wanted, after=after, limit=limit)))

@@ -1,0 +1,102 @@
+"""Changing many rows: which are meant, asking first, and page after page with a transaction each."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+from uuid import UUID
+
+import typer
+
+from outboxq.cli.failures import WrongUsage
+from outboxq.cli.output import notice
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from outboxq.cli.database import Begin
+    from outboxq.statements.paging import Page
+
+RunPage: TypeAlias = "Callable[[Connection, UUID | None], Page]"
+
+IDS_PER_TRANSACTION = 1_000
+
+
+@dataclass(slots=True)
+class Total:
+    """What all pages came to."""
+
+    changed: int = 0
+    held: list[UUID] = field(default_factory=list)
+    not_found: list[UUID] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something was asked for that did not happen."""
+        return 1 if self.held or self.not_found else 0
+
+
+def check_selection(
+    ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, yes: bool, question: str
+) -> None:
+    """Refuse a selection that is empty, ambiguous, or all there is without having been asked for.
+
+    Raises:
+        WrongUsage: with what to do.
+        typer.Abort: the answer was no.
+    """
+    given = [option for option, value in filters.items() if value is not None]
+    options = ", ".join(filters)
+    if any(value == "" for value in filters.values()):
+        raise WrongUsage(f"an empty filter matches nothing or everything: give {options} a value")
+    if (ids and (given or everything)) or (given and everything):
+        raise WrongUsage(f"give ids, or filters ({options}), or --all, and not two of them")
+    if not ids and not given and not everything:
+        raise WrongUsage(f"which ones? Give ids, or filters ({options}), or --all")
+    if everything and not yes:
+        if not sys.stdin.isatty():
+            raise WrongUsage("--all asks first, and nobody can answer here: add --yes")
+        typer.confirm(question, abort=True, err=True)
+
+
+def sweep(begin: "Begin", run_page: RunPage, verb: str) -> Total:
+    """Run pages until nothing matches, a transaction each, and show how far it is.
+
+    An error or Ctrl-C leaves what was committed, and says so.
+    """
+    total = Total()
+    after: UUID | None = None
+    try:
+        with _progress(verb) as show:
+            while True:
+                with begin() as connection:
+                    page = run_page(connection, after)
+                total.changed += len(page.changed)
+                total.held += page.held
+                show(total)
+                if page.last is None:
+                    return total
+                after = page.last
+    except BaseException:
+        if total.changed:
+            notice(f"stopped after {total.changed:,} {verb}: those stand")
+        raise
+
+
+def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
+    """The ids, each once, in pieces that one transaction takes."""
+    distinct = list(dict.fromkeys(ids))
+    for start in range(0, len(distinct), IDS_PER_TRANSACTION):
+        yield distinct[start : start + IDS_PER_TRANSACTION]
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Callable[[Total], None]]:
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"0 {verb}") as status:
+        yield lambda total: status.update(f"{total.changed:,} {verb}, {len(total.held):,} held by others")

@@ -1,0 +1,90 @@
+"""The operator's connection: one, with short transactions that give up soon where a table is locked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from outboxq.cli.failures import DatabaseUnreachable
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Connection
+
+Begin: TypeAlias = "Callable[[], AbstractContextManager[Connection]]"
+
+# Row locks are never waited for; a migration that is under way locks whole tables. LOCAL, because a transaction pooler
+# would keep anything else for the next client.
+_SETTINGS = "SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+
+
+@contextmanager
+def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
+    """Connect, check that the tables are there, and yield what begins a transaction on them.
+
+    Raises:
+        ConfigError: no URL, or one that cannot be used.
+        DatabaseUnreachable: nobody answers, or not to us.
+        SchemaError: the tables are missing or too old.
+    """
+    from outboxq import config
+    from outboxq.driver import run_script
+    from outboxq.relay_run import check_version
+    from outboxq.statements.version import schema_version
+    from outboxq.tables import SCHEMA
+
+    url = config.database_url(database_url)
+    config.check_schema(schema)
+    with connect(url) as plain:
+        connection = plain.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
+
+        @contextmanager
+        def begin() -> "Iterator[Connection]":
+            with connection.begin():
+                run_script(connection, _SETTINGS)
+                yield connection
+
+        with begin():
+            check_version(schema_version(connection, schema), schema)
+        yield begin
+
+
+@contextmanager
+def connect(url: "URL") -> "Iterator[Connection]":
+    """A connection, or an error that says where nobody answered.
+
+    Raises:
+        ConfigError: an option in the URL that libpq does not know.
+        DatabaseUnreachable: nobody answers, or not to us.
+    """
+    from sqlalchemy.exc import DBAPIError
+
+    from outboxq.engines import make_engine
+    from outboxq.errors import ConfigError
+
+    engine = make_engine(url, application_name="outboxq cli")
+    try:
+        connection = engine.connect()
+    except DBAPIError as error:
+        if type(error.orig).__name__ == "ProgrammingError":
+            raise ConfigError(f"the database URL cannot be used: {_reason(error, url)}") from error
+        raise DatabaseUnreachable(f"no connection to the database at {address(url)}: {_reason(error, url)}") from error
+    try:
+        yield connection
+    finally:
+        connection.close()
+        engine.dispose()
+
+
+def address(url: "URL") -> str:
+    """Host and port, without who connects and how."""
+    host = url.host or url.query.get("host") or "the local socket"
+    port = url.port or url.query.get("port") or 5432
+    return f"{host}:{port}" if isinstance(host, str) and not host.startswith(("/", "the ")) else f"{host} ({port})"
+
+
+def _reason(error: Exception, url: "URL") -> str:
+    """The last complaint of libpq, which tells a refused connection from a refused password."""
+    lines = [line.strip() for line in str(getattr(error, "orig", error)).splitlines() if line.strip()]
+    # Advice, such as "Is the server running", may follow on a line of its own.
+    complaints = [line.rpartition("failed: ")[2] for line in lines if "failed: " in line] or lines
+    reason = complaints[-1].removeprefix("FATAL:").strip() if complaints else "no reason was given"
+    return reason.replace(str(url.password), "***") if url.password else reason

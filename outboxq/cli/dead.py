@@ -1,0 +1,218 @@
+"""`outboxq dead`."""
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.changes import Total, check_selection, in_groups, sweep
+from outboxq.cli.options import (
+    DEFAULT_SCHEMA,
+    AsJson,
+    DatabaseUrl,
+    Everything,
+    Ids,
+    KindFilter,
+    Limit,
+    OneId,
+    QueueFilter,
+    Schema,
+    Yes,
+)
+from outboxq.cli.output import count, notice, print_document, print_fields, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outboxq.cli.database import Begin
+    from outboxq.dead_letters import DeadDetail, DeadFilter
+    from outboxq.statements.paging import Page
+
+app = typer.Typer(
+    help="List, show, retry and discard dead letters: jobs that were given up.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+ReasonFilter = Annotated[
+    str | None,
+    typer.Option("--reason", metavar="TEXT", help="Only where the reason holds this text.", show_default=False),
+]
+
+
+@app.command("list")
+def list_dead(
+    queue: QueueFilter = None,
+    kind: KindFilter = None,
+    reason: ReasonFilter = None,
+    limit: Limit = 50,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """List dead letters, the latest first.
+
+    \b
+    Examples:
+      outboxq dead list --queue accounts
+      outboxq dead list --reason timeout --json
+    """
+    from outboxq import dead_letters
+    from outboxq.cli.database import open_database
+
+    wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
+    with open_database(database_url, schema) as begin, begin() as connection:
+        # One more than shown, to know whether there are more.
+        found = dead_letters.list_dead(connection, wanted, limit=limit + 1)
+    shown, more = found[:limit], len(found) > limit
+    if as_json:
+        print_json({"dead": shown, "more": more})
+        return
+    print_table(
+        ("id", "queue", "kind", "attempts", "died (UTC)", "reason"),
+        [(row.id, row.queue, row.kind, row.attempt, row.died_at, row.reason) for row in shown],
+    )
+    if more:
+        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --reason")
+
+
+@app.command("show")
+def show_dead(
+    job_id: OneId, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
+) -> None:
+    """Show one dead letter with its arguments and every error.
+
+    \b
+    Example:
+      outboxq dead show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+    """
+    from outboxq import dead_letters
+    from outboxq.cli.database import open_database
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        detail = dead_letters.show_dead(connection, job_id)
+    _print_detail(detail, as_json=as_json)
+
+
+@app.command("retry")
+def retry_dead(
+    ids: Ids = None,
+    queue: QueueFilter = None,
+    kind: KindFilter = None,
+    reason: ReasonFilter = None,
+    everything: Everything = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Put dead letters back to work, with all their attempts before them.
+
+    They keep their id, arguments and errors, and are ready at once.
+
+    \b
+    Examples:
+      outboxq dead retry 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+      outboxq dead retry --queue accounts --reason OperationalError
+    """
+    from outboxq import dead_letters
+
+    wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
+    check_selection(
+        ids, _options(wanted), everything=everything, yes=yes, question="Retry every dead letter of every queue?"
+    )
+    total = _change(database_url, schema, ids, wanted, dead_letters.retry_page, "retried")
+    _report(total, "retried", as_json=as_json)
+
+
+@app.command("discard")
+def discard_dead(
+    ids: Ids = None,
+    queue: QueueFilter = None,
+    kind: KindFilter = None,
+    reason: ReasonFilter = None,
+    everything: Everything = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Delete dead letters for good.
+
+    \b
+    Examples:
+      outboxq dead discard 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+      outboxq dead discard --kind send_welcome
+    """
+    from outboxq import dead_letters
+
+    wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
+    check_selection(
+        ids, _options(wanted), everything=everything, yes=yes, question="Discard every dead letter of every queue?"
+    )
+    total = _change(database_url, schema, ids, wanted, dead_letters.discard_page, "discarded")
+    _report(total, "discarded", as_json=as_json)
+
+
+def _options(wanted: "DeadFilter") -> dict[str, str | None]:
+    return {"--queue": wanted.queue, "--kind": wanted.kind, "--reason": wanted.reason}
+
+
+def _change(
+    database_url: str | None,
+    schema: str,
+    ids: Ids,
+    wanted: "DeadFilter",
+    run_page: "Callable[..., Page]",
+    verb: str,
+) -> Total:
+    from outboxq.cli.database import open_database
+    from outboxq.statements.paging import database_clock
+
+    with open_database(database_url, schema) as begin:
+        if ids:
+            return _change_ids(begin, ids, run_page)
+        with begin() as connection:
+            bounded = replace(wanted, died_before=database_clock(connection))
+        return sweep(begin, lambda connection, after: run_page(connection, bounded, after=after), verb)
+
+
+def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> Total:
+    from outboxq.dead_letters import DeadFilter
+
+    total = Total()
+    for some in in_groups(ids or ()):
+        with begin() as connection:
+            page = run_page(connection, DeadFilter(ids=tuple(some)))
+        total.changed += len(page.changed)
+        total.held += page.held
+        total.not_found += [job_id for job_id in some if job_id not in {*page.changed, *page.held}]
+    return total
+
+
+def _report(total: Total, verb: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({verb: total.changed, "held": total.held, "not_found": total.not_found})
+    else:
+        typer.echo(f"{verb} {count(total.changed, 'dead letter', 'dead letters')}")
+    for job_id in total.not_found:
+        notice(f"no dead letter {job_id}")
+    for job_id in total.held:
+        notice(f"not {verb}, because another transaction holds it: {job_id}")
+    raise typer.Exit(total.exit_code)
+
+
+def _print_detail(detail: "DeadDetail", *, as_json: bool) -> None:
+    from msgspec import Raw
+
+    fields = asdict(detail.dead) | {
+        "priority": detail.priority, "unique_key": detail.unique_key, "group_key": detail.group_key,
+    }  # fmt: skip
+    documents = {"args": detail.args, "headers": detail.headers, "errors": detail.errors}
+    if as_json:
+        # The stored text itself: decoding it could change a number.
+        print_json(fields | {name: Raw(text.encode()) for name, text in documents.items()})
+        return
+    print_fields(fields.items())
+    for name, text in documents.items():
+        print_document(name, text)

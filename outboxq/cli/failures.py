@@ -1,0 +1,50 @@
+"""Errors as one line and an exit code: 1 where something failed, 2 where the command was wrong."""
+
+from dataclasses import dataclass
+
+from outboxq.errors import ArgumentError, ConfigError, OutboxqError
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the command line says, and with what it ends."""
+
+    message: str
+    exit_code: int
+
+
+class DatabaseUnreachable(OutboxqError):
+    """No connection to the database could be opened."""
+
+
+class WrongUsage(ConfigError):
+    """A command was called in a way that means nothing, or too much."""
+
+
+class CommandFailed(OutboxqError):
+    """A command could not do what it was asked to do."""
+
+
+def explain(error: Exception) -> Failure | None:
+    """How to end after `error`; None for what is a fault of outboxq, which deserves its traceback."""
+    if isinstance(error, ConfigError | ArgumentError):
+        return Failure(str(error), 2)
+    if isinstance(error, OutboxqError):
+        return Failure(str(error), 1)
+    return _explain_database(error)
+
+
+def _explain_database(error: Exception) -> Failure | None:
+    import psycopg
+    from sqlalchemy.exc import DBAPIError
+
+    original = error.orig if isinstance(error, DBAPIError) else error
+    if not isinstance(original, psycopg.Error):
+        return None
+    if original.sqlstate is None:
+        return Failure(f"the connection to the database was lost ({type(original).__name__})", 1)
+    # Class 22, data exceptions, quotes the offending value, and DETAIL quotes rows: neither is shown.
+    if original.sqlstate.startswith("22"):
+        return Failure(f"the database refused a value (SQLSTATE {original.sqlstate})", 1)
+    hint = f" {original.diag.message_hint}" if original.diag.message_hint else ""
+    return Failure(f"the database refused: {original.diag.message_primary} (SQLSTATE {original.sqlstate}).{hint}", 1)

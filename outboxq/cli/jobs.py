@@ -1,0 +1,188 @@
+"""`outboxq jobs`."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.changes import Total, check_selection, in_groups, sweep
+from outboxq.cli.options import (
+    DEFAULT_SCHEMA,
+    AsJson,
+    DatabaseUrl,
+    Everything,
+    Ids,
+    KindFilter,
+    Limit,
+    OneId,
+    QueueFilter,
+    Schema,
+    State,
+    StateFilter,
+    Yes,
+)
+from outboxq.cli.output import count, notice, print_document, print_fields, print_json, print_table
+
+if TYPE_CHECKING:
+    from outboxq.backlog import JobDetail, JobFilter
+    from outboxq.cli.database import Begin
+
+app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("list")
+def list_jobs(
+    running: Annotated[bool, typer.Option("--running", help="Only those that a relay runs at this moment.")] = False,
+    queue: QueueFilter = None,
+    kind: KindFilter = None,
+    state: StateFilter = None,
+    limit: Limit = 50,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """List jobs that wait or run, the oldest first.
+
+    A running job has the pid of its PostgreSQL backend, and for how long its transaction has been open.
+
+    \b
+    Examples:
+      outboxq jobs list --queue accounts --limit 10
+      outboxq jobs list --running
+    """
+    from outboxq import backlog
+    from outboxq.cli.database import open_database
+
+    wanted = _filter(queue, kind, state)
+    with open_database(database_url, schema) as begin, begin() as connection:
+        # One more than shown, to know whether there are more.
+        found = backlog.list_jobs(connection, wanted, running=running, limit=limit + 1)
+    shown, more = found[:limit], len(found) > limit
+    if as_json:
+        print_json({"jobs": shown, "more": more})
+        return
+    print_table(
+        ("id", "queue", "kind", "state", "attempt", "runs from (UTC)", "pid", "running for"),
+        [
+            (
+                job.id, job.queue, job.kind, "running" if job.pid else job.state, job.attempt, job.run_at,
+                None if job.pid is None else str(job.pid), job.running_seconds,
+            )
+            for job in shown
+        ],
+    )  # fmt: skip
+    if more:
+        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --state")
+
+
+@app.command("show")
+def show_job(
+    job_id: OneId, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
+) -> None:
+    """Show one job with its arguments and the errors of its earlier attempts.
+
+    \b
+    Example:
+      outboxq jobs show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+    """
+    from outboxq import backlog, dead_letters
+    from outboxq.cli.database import open_database
+    from outboxq.cli.failures import CommandFailed
+    from outboxq.errors import JobNotFound
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        try:
+            detail = backlog.show_job(connection, job_id)
+        except JobNotFound as missing:
+            if dead_letters.is_dead(connection, job_id):
+                raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
+            raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
+    _print_detail(detail, as_json=as_json)
+
+
+@app.command("cancel")
+def cancel_jobs(
+    ids: Ids = None,
+    queue: QueueFilter = None,
+    kind: KindFilter = None,
+    state: StateFilter = None,
+    everything: Everything = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Delete jobs that wait. They leave no trace, and never run.
+
+    A job that runs is not touched and not waited for: it is reported, and the exit code is 1. Jobs that are added while
+    this works are left alone.
+
+    \b
+    Examples:
+      outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+      outboxq jobs cancel --queue mail --kind send_welcome
+    """
+    from outboxq.cli.database import open_database
+
+    check_selection(
+        ids,
+        {"--queue": queue, "--kind": kind, "--state": state.value if state else None},
+        everything=everything,
+        yes=yes,
+        question="Cancel every job of every queue?",
+    )
+    with open_database(database_url, schema) as begin:
+        total = _cancel_ids(begin, ids) if ids else _cancel_matching(begin, _filter(queue, kind, state))
+    if as_json:
+        print_json({"cancelled": total.changed, "running": total.held, "not_found": total.not_found})
+    else:
+        typer.echo(f"cancelled {count(total.changed, 'job', 'jobs')}")
+    for job_id in total.not_found:
+        notice(f"no job {job_id}")
+    for job_id in total.held:
+        notice(f"not cancelled, because it is running: {job_id} (see `outboxq jobs list --running`)")
+    raise typer.Exit(total.exit_code)
+
+
+def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
+    from outboxq import backlog
+
+    total = Total()
+    for some in in_groups(ids or ()):
+        with begin() as connection:
+            result = backlog.cancel_jobs(connection, some)
+        total.changed += len(result.cancelled)
+        total.held += result.running
+        total.not_found += result.not_found
+    return total
+
+
+def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
+    from dataclasses import replace
+
+    from outboxq import backlog
+    from outboxq.statements.paging import database_clock
+
+    with begin() as connection:
+        wanted = replace(wanted, created_before=database_clock(connection))
+    return sweep(begin, lambda connection, after: backlog.cancel_page(connection, wanted, after=after), "cancelled")
+
+
+def _filter(queue: str | None, kind: str | None, state: State | None) -> "JobFilter":
+    from outboxq.backlog import JobFilter
+
+    return JobFilter(queue=queue, kind=kind, state=state.value if state else None)
+
+
+def _print_detail(detail: "JobDetail", *, as_json: bool) -> None:
+    from msgspec import Raw
+
+    fields = asdict(detail.job) | {"unique_key": detail.unique_key, "group_key": detail.group_key}
+    documents = {"args": detail.args, "headers": detail.headers, "errors": detail.errors}
+    if as_json:
+        # The stored text itself: decoding it could change a number.
+        print_json(fields | {name: Raw(text.encode()) for name, text in documents.items()})
+        return
+    print_fields(fields.items())
+    for name, text in documents.items():
+        print_document(name, text)

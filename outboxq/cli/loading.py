@@ -1,0 +1,78 @@
+"""Finding the registry that `MODULE:ATTRIBUTE` names."""
+
+import importlib
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from outboxq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outboxq.handlers import Jobs
+
+_MAX_MESSAGE_CHARACTERS = 300
+
+
+def load_jobs(target: str) -> "Jobs":
+    """Import the registry, with the current directory on the path.
+
+    Raises:
+        ConfigError: no such module, one that fails while it is imported, or something else than a `Jobs`.
+    """
+    from outboxq.handlers import Jobs
+
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute or module_name.startswith("."):
+        raise ConfigError(f"expected MODULE:ATTRIBUTE, for example myapp.jobs:jobs, got {target!r}")
+    module = _import(module_name)
+    found: object = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(f"module {module_name!r} has no {attribute!r}{_offer(module, module_name)}")
+        found = getattr(found, name)
+    if not isinstance(found, Jobs):
+        raise ConfigError(
+            f"{target} is a {type(found).__name__}, and a relay needs an outboxq.Jobs{_offer(module, module_name)}"
+        )
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"no module {error.name!r} on the path or in {directory}: name it as it is imported, "
+                "for example myapp.jobs:jobs"
+            ) from error
+        raise _failed(name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: BaseException) -> ConfigError:
+    message = (str(error).splitlines() or [""])[0][:_MAX_MESSAGE_CHARACTERS]
+    return ConfigError(
+        f"module {name!r} failed while it was imported: {type(error).__name__}: {message} ({_at(error)})"
+    )
+
+
+def _at(error: BaseException) -> str:
+    """Where it was raised: the innermost file and line that is not the import machinery's."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "outside any file"
+
+
+def _offer(module: ModuleType, name: str) -> str:
+    from outboxq.handlers import Jobs
+
+    found = sorted(attribute for attribute, value in vars(module).items() if isinstance(value, Jobs))
+    return f" (registries there: {', '.join(f'{name}:{attribute}' for attribute in found)})" if found else ""

@@ -1,0 +1,59 @@
+"""`outboxq migrate`."""
+
+from typing import Annotated
+
+import typer
+
+from outboxq.cli.failures import WrongUsage
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+
+
+def migrate(
+    to: Annotated[
+        int | None,
+        typer.Option(
+            "--to", metavar="STEP", help="The step to reach; 0 removes the tables.", show_default="the latest"
+        ),
+    ] = None,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the SQL instead; no database is asked.")] = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    as_json: AsJson = False,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Install outboxq's tables, or bring them up to date.
+
+    Running it again changes nothing. A lower step goes back, and is refused while jobs or dead letters would be
+    dropped. With an Alembic history of your own, call outboxq.migrations.upgrade(op) in a revision instead.
+
+    \b
+    Examples:
+      outboxq migrate
+      outboxq migrate --sql | psql mydb
+    """
+    from outboxq.migrations.runner import migration_sql
+
+    if sql and as_json:
+        raise WrongUsage("--sql prints SQL: leave --json out")
+    if sql:
+        typer.echo(migration_sql(to=to, schema=schema))
+        return
+    before, after = _run(database_url, to, schema)
+    if as_json:
+        from outboxq.cli.output import print_json
+
+        print_json({"schema": schema, "before": before, "after": after})
+    elif before == after:
+        typer.echo(f"schema {schema!r} is at step {after} already")
+    else:
+        typer.echo(f"schema {schema!r} went from step {before} to step {after}")
+
+
+def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, int]:
+    from outboxq import config
+    from outboxq.cli.database import connect
+    from outboxq.migrations.runner import migrate as run
+
+    url = config.database_url(database_url)
+    config.check_schema(schema)
+    with connect(url) as connection, connection.begin():
+        return run(connection, to=to, schema=schema)

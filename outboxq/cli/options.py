@@ -1,0 +1,49 @@
+"""Options that several commands share."""
+
+from enum import StrEnum
+from typing import Annotated, TypeAlias
+from uuid import UUID
+
+import typer
+
+DatabaseUrl: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--database-url",
+        metavar="URL",
+        help="The database, as postgresql://user@host/name. Other users of the machine can see it here: prefer the "
+        "variable OUTBOXQ_DATABASE_URL, which is used without this option.",
+        show_default=False,
+    ),
+]
+Schema: TypeAlias = Annotated[
+    str, typer.Option("--schema", metavar="NAME", help="The PostgreSQL schema that holds outboxq's tables.")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, with keys that stay.")]
+QueueFilter: TypeAlias = Annotated[
+    str | None, typer.Option("--queue", metavar="NAME", help="Only of this queue.", show_default=False)
+]
+KindFilter: TypeAlias = Annotated[
+    str | None, typer.Option("--kind", metavar="NAME", help="Only of this kind.", show_default=False)
+]
+Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All there are. Asks first.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
+Ids: TypeAlias = Annotated[list[UUID] | None, typer.Argument(metavar="ID", show_default=False)]
+OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]
+
+DEFAULT_SCHEMA = "outboxq"
+
+
+class State(StrEnum):
+    """What a job's row says; see the documentation of the tables."""
+
+    ready = "ready"
+    scheduled = "scheduled"
+    leased = "leased"
+    suspect = "suspect"
+
+
+StateFilter: TypeAlias = Annotated[
+    State | None, typer.Option("--state", help="Only in this state.", show_default=False)
+]

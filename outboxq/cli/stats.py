@@ -1,0 +1,38 @@
+"""`outboxq stats`."""
+
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+
+
+def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
+    """Count what waits, runs and died, per queue.
+
+    "due" jobs are scheduled ones whose time has come. "parked" jobs, a part of scheduled and due, were put off because
+    no relay that saw them knows their kind: start one that does. The counts read the whole table.
+
+    \b
+    Example:
+      outboxq stats --json | jq '.queues[] | select(.dead > 0)'
+    """
+    from outboxq.cli.database import open_database
+    from outboxq.cli.output import print_json, print_table
+    from outboxq.stats import collect_stats
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        found = collect_stats(connection)
+    if as_json:
+        print_json(found)
+        return
+    columns = ("ready", "running", "scheduled", "due", "parked", "leased", "suspect", "dead")
+    print_table(
+        ("queue", *columns, "oldest waits", "paused since"),
+        [
+            (row.queue, *(getattr(row, name) for name in columns), row.oldest_waiting_seconds, row.paused_at)
+            for row in found.queues
+        ],
+    )
+    if found.parked_kinds:
+        print_table(
+            ("queue", "kind", "jobs", "next look"),
+            [(row.queue, row.kind, row.jobs, row.next_look_at) for row in found.parked_kinds],
+            title="Kinds that no relay knows:",
+        )

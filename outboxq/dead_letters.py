@@ -1,0 +1,90 @@
+"""Dead letters: jobs that were given up, for operators to look at, retry or discard.
+
+Every function is one look or one change in the caller's transaction, and none waits for a row lock.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import Connection, Executable
+
+from outboxq.errors import JobNotFound
+from outboxq.statements import dead_letters as statements
+from outboxq.statements.dead_letters import DeadFilter as DeadFilter
+from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
+
+
+@dataclass(frozen=True, slots=True)
+class DeadJob:
+    """A dead letter and why it is one."""
+
+    id: UUID
+    queue: str
+    kind: str
+    reason: str
+    attempt: int
+    max_attempts: int | None
+    crashes: int
+    created_at: datetime
+    died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class DeadDetail:
+    """Everything that is stored of a dead letter; `args`, `headers` and `errors` are JSON text."""
+
+    dead: DeadJob
+    priority: int
+    unique_key: str | None
+    group_key: str | None
+    args: str = field(repr=False)
+    headers: str = field(repr=False)
+    errors: str = field(repr=False)
+
+
+def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
+    """The dead letters that match, the latest first."""
+    rows = connection.execute(statements.select_dead(wanted or DeadFilter(), limit=limit))
+    return [DeadJob(*row) for row in rows]
+
+
+def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
+    """One dead letter, its arguments and errors included.
+
+    Raises:
+        JobNotFound: retried, discarded, or never there.
+    """
+    row = connection.execute(statements.select_dead_letter(job_id)).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id, "dead letter")
+    named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
+    dead = DeadJob(*(named[name] for name in statements.SUMMARY_COLUMNS))
+    return DeadDetail(dead, *(named[name] for name in statements.DETAIL_COLUMNS))
+
+
+def is_dead(connection: Connection, job_id: UUID) -> bool:
+    """Whether this job is among the dead letters."""
+    return connection.execute(statements.select_dead_letter(job_id)).first() is not None
+
+
+def retry_page(
+    connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
+) -> Page:
+    """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
+
+    Ids that are in neither half of the page do not exist.
+    They keep their id, arguments and error history, and start over with attempt and crashes at 0.
+    """
+    return _run(connection, statements.retry_page(wanted, after=after, limit=limit))
+
+
+def discard_page(
+    connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
+) -> Page:
+    """Delete the next dead letters that match; continue with `after=page.last` until that is None."""
+    return _run(connection, statements.discard_page(wanted, after=after, limit=limit))
+
+
+def _run(connection: Connection, statement: Executable) -> Page:
+    return read_page(connection.execute(statement))

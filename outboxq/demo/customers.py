@@ -1,0 +1,133 @@
+"""The demo's customers: threads that order, some of whose transactions and savepoints are rolled back."""
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sqlalchemy import Engine
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import JobHandle, OutboxSession
+from outboxq.demo.shop import EnqueuedJob, GiftWrap, Order, Product, send_receipt, ship_order, wrap_gift
+
+CUSTOMERS = ("Ada", "Grace", "Edsger", "Barbara")
+PRODUCTS = ("cup", "kettle", "lamp", "pillow", "spoon", "teapot")
+
+# What becomes of an order. Of ten, two are rolled back as a whole and one loses its gift wrap with a savepoint.
+Fate: TypeAlias = Literal["plain", "gift", "no paper left", "card declined"]
+_OF_TEN: dict[Fate, int] = {"plain": 5, "gift": 2, "no paper left": 1, "card declined": 2}
+_JOBS: dict[Fate, int] = {"plain": 2, "gift": 3, "no paper left": 2, "card declined": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOrder:
+    """An order, and how it will end."""
+
+    sku: str
+    quantity: int
+    fate: Fate
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs its transaction commits."""
+        return _JOBS[self.fate]
+
+
+class CardDeclined(Exception):
+    """The customer cannot pay: the whole transaction is rolled back."""
+
+
+class NoPaperLeft(Exception):
+    """The order cannot be wrapped: only the savepoint is rolled back."""
+
+
+def plan_orders(jobs: int, seed: int) -> list[PlannedOrder]:
+    """Orders that commit `jobs` jobs, or up to two more; the same ones for the same seed."""
+    dice = random.Random(seed)
+    planned: list[PlannedOrder] = []
+    while sum(order.jobs for order in planned) < jobs:
+        fates = dice.sample(list(_OF_TEN), counts=list(_OF_TEN.values()), k=10)
+        planned += [PlannedOrder(dice.choice(PRODUCTS), dice.randint(1, 5), fate) for fate in fates]
+    while sum(order.jobs for order in planned) - planned[-1].jobs >= jobs:
+        planned.pop()
+    return planned
+
+
+class Customers:
+    """The threads that place the planned orders."""
+
+    def __init__(self, engine: Engine, orders: Sequence[PlannedOrder]) -> None:
+        self._sessions = sessionmaker(engine, class_=OutboxSession)
+        self._stopping = threading.Event()
+        self._pool = ThreadPoolExecutor(len(CUSTOMERS), thread_name_prefix="customer")
+        self._ends: list[Future[None]] = [
+            self._pool.submit(self._order_all, name, orders[number :: len(CUSTOMERS)])
+            for number, name in enumerate(CUSTOMERS)
+        ]
+
+    def have_finished(self) -> bool:
+        """Whether every order was placed. Raises what a thread raised."""
+        for end in self._ends:
+            if end.done():
+                end.result()
+        return all(end.done() for end in self._ends)
+
+    def stop(self) -> None:
+        """Let each finish the order at hand, and end the threads."""
+        self._stopping.set()
+        self._pool.shutdown()
+
+    def _order_all(self, customer: str, orders: Sequence[PlannedOrder]) -> None:
+        for order in orders:
+            if self._stopping.is_set():
+                return
+            try:
+                place_order(self._sessions, customer, order)
+            except CardDeclined:
+                continue
+
+
+def add_products(engine: Engine) -> None:
+    """Fill the shelves."""
+    with sessionmaker(engine).begin() as session:
+        session.add_all(Product(sku=sku) for sku in PRODUCTS)
+
+
+def place_order(sessions: sessionmaker[OutboxSession], customer: str, planned: PlannedOrder) -> None:
+    """The order and its jobs in one transaction: all of it is committed, or nothing.
+
+    Raises:
+        CardDeclined: nothing is, although the rows and the jobs had been inserted.
+    """
+    with sessions.begin() as session:
+        order = Order(customer=customer, sku=planned.sku, quantity=planned.quantity)
+        session.add(order)
+        _note(session, session.add_job(ship_order, order=order))
+        session.flush()
+        _note(session, session.add_job(send_receipt, order_id=order.id, customer=customer))
+        if planned.fate in ("gift", "no paper left"):
+            _try_to_wrap(session, order, has_paper=planned.fate == "gift")
+        session.flush()
+        if planned.fate == "card declined":
+            raise CardDeclined
+
+
+def _try_to_wrap(session: OutboxSession, order: Order, *, has_paper: bool) -> None:
+    try:
+        with session.begin_nested():
+            gift = GiftWrap(order_id=order.id)
+            session.add(gift)
+            _note(session, session.add_job(wrap_gift, gift=gift))
+            session.flush()
+            if not has_paper:
+                raise NoPaperLeft
+    except NoPaperLeft:
+        # The order goes without; the job inside the savepoint never existed.
+        return
+
+
+def _note(session: OutboxSession, job: JobHandle) -> None:
+    session.add(EnqueuedJob(job_id=job.id, kind=job.kind))

@@ -1,0 +1,159 @@
+"""The demo's relays: real processes, one of which is killed while it is at work."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Engine, make_url, text
+
+from outboxq.config import DATABASE_URL_VARIABLE, PARENT_PIPE_VARIABLE, child_environment
+from outboxq.demo.shop import SCHEMA
+from outboxq.errors import OutboxqError
+
+COMMAND = (sys.executable, "-m", "outboxq", "relay", "outboxq.demo.shop:jobs")
+# Two slots for each queue.
+OPTIONS = ("--processes", "1", "--queue", "warehouse=2", "--queue", "mail=2")
+SLOTS = 4
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 15.0
+_LOG_TAIL_BYTES = 2_000
+
+# A claim is an open transaction that has deleted the job: its id stands in the row's xmax. The lock on the ledger tells
+# that the handler has written its effect.
+_RUNNING = text(
+    f"""\
+SELECT job.id, activity.state_change, EXISTS (
+  SELECT FROM pg_locks
+  WHERE pid = activity.pid AND relation = '{SCHEMA}.effect'::regclass AND mode = 'RowExclusiveLock'
+) AS has_written
+FROM outboxq.job JOIN pg_stat_activity AS activity ON activity.backend_xid = job.xmax
+WHERE activity.application_name = :relay AND activity.state = 'idle in transaction'"""  # noqa: S608  # a constant
+)
+_CONNECTIONS = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :relay")
+
+
+class DemoFailed(OutboxqError):
+    """The demo could not be played to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A relay that was killed, the jobs that it ran at that moment, and how many had written their effect."""
+
+    relay: str
+    pid: int
+    running: tuple[UUID, ...]
+    written: int
+
+
+class RelayProcess:
+    """`outboxq relay` as a process of its own.
+
+    Its connections carry its name, so that the database can tell what it does. It ends when this process does, however
+    that happens: it holds the other end of a pipe of ours.
+    """
+
+    def __init__(self, number: int, url: str, parent_pipe: int) -> None:
+        self.name = f"relay {number}"
+        own_url = make_url(url).update_query_dict({"application_name": self.name})
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a module of this package
+            [*COMMAND, *OPTIONS],
+            env=child_environment(
+                {
+                    DATABASE_URL_VARIABLE: own_url.render_as_string(hide_password=False),
+                    PARENT_PIPE_VARIABLE: str(parent_pipe),
+                }
+            ),
+            pass_fds=(parent_pipe,),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            # A Ctrl-C at the terminal reaches the demo alone, which then ends its relays.
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """See that it runs.
+
+        Raises:
+            DemoFailed: it ended by itself; the message holds the end of its log.
+        """
+        code = self._process.poll()
+        if code is None:
+            return
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LOG_TAIL_BYTES))
+        tail = self._log.read().decode(errors="replace").strip()
+        raise DemoFailed(
+            f"{self.name} (pid {self.pid}) was to run, but ended with code {code}:\n{tail or '(no output)'}"
+        )
+
+    def wait_until_it_serves(self, engine: Engine) -> None:
+        """Wait for its connections, one a slot.
+
+        Raises:
+            DemoFailed: it ended by itself, or takes too long.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while self._connections(engine) < SLOTS:
+            self.check()
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"{self.name} was to serve within {_START_SECONDS:.0f} s: is this machine overloaded?")
+            time.sleep(0.05)
+
+    def kill_at_work(self, engine: Engine) -> Kill | None:
+        """Kill it with SIGKILL if it runs jobs at this moment, else let it go on and return None.
+
+        It is stopped for the look, so that what it was seen to run is what it ran when it died.
+        """
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            running = self._running(engine)
+            # A COMMIT that was on its way when the process was stopped has arrived by now.
+            time.sleep(0.1)
+            still = self._running(engine)
+            ids = tuple(job_id for job_id in still if running.get(job_id) == still[job_id])
+            if not ids:
+                return None
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait()
+            return Kill(self.name, self.pid, ids, sum(still[job_id][1] for job_id in ids))
+        finally:
+            if self._process.returncode is None:
+                os.kill(self.pid, signal.SIGCONT)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM; it finishes the jobs at hand."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """See it ended, by force where it does not end by itself."""
+        self.ask_to_stop()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _running(self, engine: Engine) -> dict[UUID, tuple[object, bool]]:
+        with engine.connect() as connection:
+            rows = connection.execute(_RUNNING, {"relay": self.name})
+            return {row.id: (row.state_change, row.has_written) for row in rows}
+
+    def _connections(self, engine: Engine) -> int:
+        with engine.connect() as connection:
+            return int(connection.execute(_CONNECTIONS, {"relay": self.name}).scalar_one())

@@ -1,0 +1,108 @@
+"""The demo's shop: its tables and its handlers.
+
+`EnqueuedJob` and `Effect` are there for the proof. A row of the first is written with each job, in the same
+transaction; a row of the second is what a handler does. No constraint keeps a second effect of a job out, so doubled
+ones would show.
+"""
+
+import asyncio
+import time
+from uuid import UUID
+
+from sqlalchemy import BigInteger, ForeignKey, Identity, MetaData, String, text, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from outboxq import AsyncContext, Context, Jobs
+
+SCHEMA = "shop"
+STOCK = 1_000_000
+
+# How long a label printer or a mail server takes. Handlers have written their effect by then, and not committed it.
+WORK_SECONDS = 0.04
+
+
+class Base(DeclarativeBase):
+    """The shop's tables, in a schema of their own."""
+
+    metadata = MetaData(schema=SCHEMA)
+
+
+class Product(Base):
+    """What is sold, and how much of it is left."""
+
+    __tablename__ = "product"
+
+    sku: Mapped[str] = mapped_column(String, primary_key=True)
+    stock: Mapped[int] = mapped_column(server_default=str(STOCK))
+
+
+class Order(Base):
+    """What a customer ordered."""
+
+    __tablename__ = "order"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    customer: Mapped[str]
+    sku: Mapped[str] = mapped_column(ForeignKey(Product.sku))
+    quantity: Mapped[int]
+
+
+class GiftWrap(Base):
+    """An order that is wrapped as a gift."""
+
+    __tablename__ = "gift_wrap"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
+
+
+class EnqueuedJob(Base):
+    """A job that was enqueued, written in the same transaction."""
+
+    __tablename__ = "enqueued_job"
+
+    job_id: Mapped[UUID] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+
+
+class Effect(Base):
+    """What a handler did. `relay` is the process, by the name of its connection."""
+
+    __tablename__ = "effect"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    job_id: Mapped[UUID]
+    kind: Mapped[str]
+    relay: Mapped[str] = mapped_column(server_default=text("current_setting('application_name')"))
+
+
+jobs = Jobs()
+
+
+@jobs.handler(queue="warehouse")
+def ship_order(ctx: Context, order: Order) -> None:
+    """Take an order out of the stock."""
+    ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
+    ctx.session.flush()
+    time.sleep(WORK_SECONDS)
+    taken = update(Product).where(Product.sku == order.sku).values(stock=Product.stock - order.quantity)
+    ctx.session.execute(taken)
+
+
+@jobs.handler(queue="warehouse")
+def wrap_gift(ctx: Context, gift: GiftWrap) -> None:
+    """Wrap an order as a gift."""
+    assert gift.order_id is not None
+    ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
+    ctx.session.flush()
+    time.sleep(WORK_SECONDS)
+
+
+@jobs.handler(queue="mail")
+async def send_receipt(ctx: AsyncContext, order_id: int, customer: str) -> None:
+    """Write a receipt; an async handler, so its queue is another one."""
+    assert order_id
+    assert customer
+    ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
+    await ctx.session.flush()
+    await asyncio.sleep(WORK_SECONDS)

@@ -1,0 +1,152 @@
+"""What the demo shows: lines and a progress bar while it runs, then the proof as a table, or as one JSON object."""
+
+import json
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from outboxq.demo.proof import FIGURES, Proof
+from outboxq.errors import ConfigError
+
+
+class Show(Protocol):
+    """Where the demo is shown; a context manager around its run."""
+
+    def say(self, line: str) -> None:
+        """Tell what happens."""
+        ...
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell how many effects were applied."""
+        ...
+
+    def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
+        """Show the proof."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def open_show(*, as_json: bool) -> Show:
+    """A show for people, or for scripts.
+
+    Raises:
+        ConfigError: rich is not installed.
+    """
+    if as_json:
+        return JsonShow()
+    try:
+        import rich  # noqa: F401  # only to see whether it is there
+    except ImportError as error:
+        raise ConfigError("the demo's display needs rich: pip install 'outboxq[demo]', or ask for --json") from error
+    return TerminalShow()
+
+
+class JsonShow:
+    """Silent until the end, then one JSON object."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
+        """The object."""
+        sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        sys.stdout.flush()
+
+
+class TerminalShow:
+    """Lines and a bar on a terminal; the lines alone elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("effects applied"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("effects applied", total=None)
+
+    def say(self, line: str) -> None:
+        """One line, above the bar."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def progress(self, done: int, total: int) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=done, total=total)
+
+    def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
+        """The table, then what it comes to."""
+        from rich import box
+        from rich.table import Table
+
+        self._bar.stop()
+        table = Table(box=box.SIMPLE)
+        table.add_column("counted by SQL")
+        table.add_column("", justify="right")
+        table.add_column("from")
+        for figure in FIGURES:
+            value = proof.values[figure.name]
+            style = ("green" if value == 0 else "bold red") if figure.must_be_zero else None
+            table.add_row(figure.name, f"{value:,}", figure.counted_from, style=style)
+        if proof.kill is not None:
+            names = f"effects whose job {proof.kill.relay} ran when it was killed"
+            table.add_row("taken over", f"{proof.taken_over} of {len(proof.kill.running)}", names)
+        self._console.print(table)
+        self.say("Effects by relay: " + ", ".join(f"{name} {count:,}" for name, count in proof.by_relay.items()))
+        for difference in proof.differences():
+            self.say(f"FAILED  {difference}")
+        if proof.holds:
+            self.say(f"Nothing was lost and nothing doubled, in {facts['seconds']} s.")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def as_object(proof: Proof, facts: Mapping[str, object]) -> dict[str, object]:
+    """The proof for JSON: a key per figure, and what is known besides."""
+    kill = proof.kill
+    return {
+        "ok": proof.holds,
+        **{name.replace(" ", "_"): value for name, value in proof.values.items()},
+        "taken_over": proof.taken_over,
+        "killed": None
+        if kill is None
+        else {
+            "relay": kill.relay,
+            "pid": kill.pid,
+            "signal": "SIGKILL",
+            "running_jobs": len(kill.running),
+            "effects_written": kill.written,
+        },
+        "effects_by_relay": dict(proof.by_relay),
+        "differences": proof.differences(),
+        **facts,
+    }

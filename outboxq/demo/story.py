@@ -1,0 +1,164 @@
+"""The demo's course: a server, a shop, customers, two relays, a kill half-way, a third relay, and the count."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.schema import CreateSchema
+
+from outboxq.demo.customers import CUSTOMERS, Customers, PlannedOrder, add_products, plan_orders
+from outboxq.demo.proof import Proof, prove
+from outboxq.demo.relays import Kill, RelayProcess
+from outboxq.demo.shop import SCHEMA, Base
+from outboxq.demo.show import Show, open_show
+from outboxq.errors import ConfigError, OutboxqError
+from outboxq.migrations.runner import migrate
+from outboxq.postgres import Server, start_embedded
+from outboxq.signals import stop_signals
+
+FEWEST_JOBS = 100
+_LIMIT_SECONDS = 300.0
+_LOOK_SECONDS = 0.05
+INTERRUPTED = 130
+
+_DONE = text("SELECT count(*) FROM shop.effect")
+_HAS_JOBS = text("SELECT EXISTS (SELECT FROM outboxq.job)")
+
+
+def play(*, jobs: int, seed: int | None, as_json: bool) -> int:
+    """Play the demo; the exit code. See `outboxq.demo.run_demo`."""
+    if jobs < FEWEST_JOBS:
+        raise ConfigError(f"the demo takes at least {FEWEST_JOBS} jobs, to have some left to kill, got {jobs}")
+    seed = random.randrange(1_000_000) if seed is None else seed
+    begun = time.monotonic()
+    # Looked at between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
+    interrupted = threading.Event()
+    with open_show(as_json=as_json) as show, stop_signals(interrupted.set):
+        try:
+            with start_embedded(durable=True) as server:
+                proof = _play_on(server, show, plan_orders(jobs, seed), seed, interrupted)
+        except Interrupted:
+            show.say("Interrupted: the relays and the server were ended, nothing is left.")
+            return INTERRUPTED
+        facts = {"server": _described(server), "seed": seed, "seconds": round(time.monotonic() - begun, 1)}
+        show.finish(proof, facts)
+    return 0 if proof.holds else 1
+
+
+class Interrupted(OutboxqError):
+    """Somebody pressed Ctrl-C."""
+
+
+def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, interrupted: threading.Event) -> Proof:
+    show.say(f"Server: {_described(server)}, started for this run alone (pid {server.pid}).")
+    with _prepared(server) as (url, engine), ExitStack() as stack:
+        story = _Story(url, engine, show, orders, stack)
+        story.start_relays()
+        show.say(f"{len(CUSTOMERS)} customers place {len(orders)} orders (seed {seed}), some of which are rolled back.")
+        customers = Customers(engine, orders)
+        stack.callback(customers.stop)
+        kill = story.watch(customers, interrupted)
+        story.stop_relays()
+        with engine.connect() as connection:
+            return prove(connection, kill)
+
+
+class _Story:
+    """The relays of one run, and what happens to them."""
+
+    def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
+        self._url = url
+        self._engine = engine
+        self._show = show
+        self._jobs = sum(order.jobs for order in orders)
+        self._stack = stack
+        self._relays: list[RelayProcess] = []
+        self._started = 0
+        self._read_end, write_end = os.pipe()
+        stack.callback(os.close, self._read_end)
+        stack.callback(os.close, write_end)
+
+    def start_relays(self) -> None:
+        """Start two, and wait until both serve."""
+        for _ in range(2):
+            self._start_relay()
+        for relay in self._relays:
+            relay.wait_until_it_serves(self._engine)
+        names = " and ".join(f"{relay.name} (pid {relay.pid})" for relay in self._relays)
+        self._show.say(f"{names} serve the queues warehouse (sync handlers) and mail (async handlers).")
+
+    def watch(self, customers: Customers, interrupted: threading.Event) -> Kill | None:
+        """Wait until everything is done; half-way, kill the second relay and start a third."""
+        kill: Kill | None = None
+        deadline = time.monotonic() + _LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            done, has_jobs = self._look()
+            self._show.progress(done, self._jobs)
+            for relay in self._relays:
+                relay.check()
+            if kill is None and done >= self._jobs // 2:
+                kill = self._kill_second_relay(done)
+            # In this order: what is enqueued after the look is not missed.
+            if customers.have_finished() and not has_jobs and not self._look()[1]:
+                return kill
+            if interrupted.wait(_LOOK_SECONDS):
+                raise Interrupted
+        # The proof counts what is left.
+        return kill
+
+    def stop_relays(self) -> None:
+        """Let all finish, so that nothing moves while it is counted."""
+        for relay in self._relays:
+            relay.ask_to_stop()
+        for relay in self._relays:
+            relay.close()
+
+    def _start_relay(self) -> RelayProcess:
+        self._started += 1
+        relay = RelayProcess(self._started, self._url, self._read_end)
+        self._stack.callback(relay.close)
+        self._relays.append(relay)
+        return relay
+
+    def _kill_second_relay(self, done: int) -> Kill | None:
+        victim = self._relays[1]
+        kill = victim.kill_at_work(self._engine)
+        if kill is None:
+            return None
+        self._relays.remove(victim)
+        self._show.say(
+            f"{kill.relay} (pid {kill.pid}) killed with SIGKILL after {done} effects, while it ran "
+            f"{len(kill.running)} jobs; {kill.written} of them had written their effect and not committed it."
+        )
+        third = self._start_relay()
+        others = " and ".join(f"{relay.name} (pid {relay.pid})" for relay in self._relays)
+        self._show.say(f"{third.name} (pid {third.pid}) started in its place: {others} take over.")
+        return kill
+
+    def _look(self) -> tuple[int, bool]:
+        with self._engine.connect() as connection:
+            return connection.execute(_DONE).scalar_one(), connection.execute(_HAS_JOBS).scalar_one()
+
+
+@contextmanager
+def _prepared(server: Server) -> Iterator[tuple[str, Engine]]:
+    """A database with outboxq's tables and the shop's."""
+    database = server.create_database()
+    engine = create_engine(database.url, pool_size=len(CUSTOMERS) + 1, connect_args={"application_name": "shop"})
+    try:
+        with engine.begin() as connection:
+            migrate(connection)
+            connection.execute(CreateSchema(SCHEMA))
+            Base.metadata.create_all(connection)
+        add_products(engine)
+        yield database.url, engine
+    finally:
+        engine.dispose()
+
+
+def _described(server: Server) -> str:
+    return f"PostgreSQL {server.version} from {server.source}, with fsync on"

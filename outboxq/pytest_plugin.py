@@ -1,0 +1,86 @@
+"""Fixtures for users' tests: a PostgreSQL server per test session, a database with outboxq's tables per test.
+
+pytest imports this module in every project where outboxq is installed, so the rest is imported by the fixtures.
+
+To have your own tables in each database, override the session fixture `outboxq_prepare`:
+
+    @pytest.fixture(scope="session")
+    def outboxq_prepare():
+        def prepare(url: str) -> None:
+            ...  # `alembic upgrade head`, or Base.metadata.create_all()
+        return prepare
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from outboxq.postgres import Database, Server
+
+_SOURCE = pytest.StashKey[str]()
+_WORKER_SOURCE = "outboxq_source"
+
+
+class _WorkerNode(Protocol):
+    config: pytest.Config
+    workeroutput: dict[str, object]
+
+
+@pytest.fixture(scope="session")
+def outboxq_server(request: pytest.FixtureRequest) -> "Iterator[Server]":
+    """The PostgreSQL server of this test session: `OUTBOXQ_TEST_DATABASE_URL`, else one that is started."""
+    from outboxq import config
+    from outboxq.postgres import find_server
+
+    with find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server:
+        source = f"PostgreSQL {server.version} from {server.source}"
+        request.config.stash[_SOURCE] = source
+        # A process of pytest-xdist, whose summary nobody sees, hands it to the one that prints.
+        getattr(request.config, "workeroutput", {})[_WORKER_SOURCE] = source
+        yield server
+
+
+@pytest.fixture(scope="session")
+def outboxq_prepare() -> Callable[[str], None]:
+    """Fills the template that every test's database is copied from: by default with outboxq's tables alone."""
+    from sqlalchemy import create_engine
+
+    from outboxq.migrations.runner import migrate
+
+    def prepare(url: str) -> None:
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            migrate(connection)
+        engine.dispose()
+
+    return prepare
+
+
+@pytest.fixture(scope="session")
+def outboxq_template(outboxq_server: "Server", outboxq_prepare: Callable[[str], None]) -> str:
+    """The name of the prepared template database."""
+    return outboxq_server.create_template(outboxq_prepare)
+
+
+@pytest.fixture
+def outboxq_database(outboxq_server: "Server", outboxq_template: str) -> "Iterator[Database]":
+    """A database of this test's own, a copy of the template; `.url` is SQLAlchemy's URL for psycopg."""
+    with outboxq_server.create_database(template=outboxq_template) as database:
+        yield database
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: _WorkerNode) -> None:
+    """pytest-xdist: take over what a worker found."""
+    source = getattr(node, "workeroutput", {}).get(_WORKER_SOURCE)
+    if isinstance(source, str):
+        node.config.stash[_SOURCE] = source
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which PostgreSQL the tests ran on."""
+    source = config.stash.get(_SOURCE, None)
+    if source is not None:
+        terminalreporter.write_line(f"outboxq: {source}")

@@ -1,0 +1,177 @@
+"""For users' tests: look at what was enqueued, run it inside the test's own transaction, and find a PostgreSQL.
+
+The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (see `outboxq.pytest_plugin`).
+"""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import overload
+
+import msgspec
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outboxq.batch import Progress, execute_all
+from outboxq.claim import claim
+from outboxq.codec import encode_value, join_object
+from outboxq.context import AsyncContext, Context
+from outboxq.driver import run_script
+from outboxq.enqueue import AsyncOutboxSession, OutboxSession
+from outboxq.events import Event, JobDied, JobDone, JobRetried
+from outboxq.execute import AsyncInvoker, Invoker, SyncInvoker, Work
+from outboxq.guard import Guard
+from outboxq.handlers import Jobs
+from outboxq.job import Job, JobHandle, uuid7
+from outboxq.kinds import JobKind, P
+from outboxq.postgres import Database as Database
+from outboxq.postgres import Server as Server
+from outboxq.postgres import find_server as find_server
+from outboxq.postgres import start_embedded as start_embedded
+from outboxq.statements.claim import ClaimStatements
+from outboxq.tables import job, mapped_schema
+
+_DRAIN_LIMIT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What `drain` ran: how many jobs were done, and an event for each that was not."""
+
+    done: int
+    others: tuple[Event, ...]
+
+
+@overload
+def assert_enqueued(session: Session, kind: "JobKind[P] | str", /, **args: object) -> JobHandle: ...
+
+
+@overload
+def assert_enqueued(session: AsyncSession, kind: "JobKind[P] | str", /, **args: object) -> Awaitable[JobHandle]: ...
+
+
+def assert_enqueued(
+    session: Session | AsyncSession, kind: "JobKind[P] | str", /, **args: object
+) -> JobHandle | Awaitable[JobHandle]:
+    """Assert that a job of `kind` waits whose arguments include `args`; await it for an async session.
+
+    Flushes the session first, and sees what its transaction sees. Entities are compared by primary key.
+
+    Raises:
+        AssertionError: none does; the message lists what waits.
+    """
+    name = kind if isinstance(kind, str) else kind.kind
+    if isinstance(session, AsyncSession):
+        return session.run_sync(_assert_enqueued, name, args)
+    return _assert_enqueued(session, name, args)
+
+
+def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> JobHandle:
+    session.flush()
+    expected = join_object({name: encode_value(name, value) for name, value in args.items()})
+    columns = select(job.c.id, job.c.kind, job.c.queue, job.c.args).order_by(job.c.seq)
+    found = session.execute(
+        columns.where(job.c.kind == kind, job.c.args.cast(JSONB).contains(msgspec.json.decode(expected)))
+    ).first()
+    if found is not None:
+        return JobHandle(found.id, found.kind, found.queue)
+    waiting = [f"  {row.kind} {row.args}" for row in session.execute(columns.limit(20))]
+    raise AssertionError(
+        f"no job {kind} with {expected} is enqueued; waiting are:\n" + ("\n".join(waiting) or "  none")
+    )
+
+
+@overload
+def drain(session: Session, jobs: Jobs, *, state: object = None, allow_failures: bool = False) -> DrainReport: ...
+
+
+@overload
+def drain(
+    session: AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
+) -> Awaitable[DrainReport]: ...
+
+
+def drain(
+    session: Session | AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
+) -> DrainReport | Awaitable[DrainReport]:
+    """Run every job that is ready or due, inside the session's own transaction; await it for an async session.
+
+    For tests whose outer transaction is rolled back at the end: handlers run as under a relay, contained by savepoints,
+    and nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async ones. Objects of the session are
+    expired afterwards, so that the test reads what the handlers wrote.
+
+    Args:
+        state: What handlers see as `ctx.state`; the registry's lifespan is not entered.
+        allow_failures: Report failed attempts instead of raising.
+
+    Raises:
+        AssertionError: a handler failed, and `allow_failures` is not set.
+    """
+    if isinstance(session, AsyncSession):
+        return _drain_async(session, jobs, state, allow_failures)
+    return _drain(session, SyncInvoker(), jobs, state, allow_failures)
+
+
+async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
+    connection = await session.connection()
+    return await session.run_sync(_drain, AsyncInvoker(connection), jobs, state, allow_failures)
+
+
+def _drain(session: Session, invoker: Invoker, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
+    session.flush()
+    connection = session.connection()
+    schema = mapped_schema(connection)
+    work = Work(jobs.resolve(), state, invoker, Guard(connection), schema, lambda: False)
+    queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
+    # Around everything: each look at an empty queue leaves a savepoint of its own.
+    run_script(connection, "SAVEPOINT oq_drain")
+    try:
+        events = [event for name in queues for event in _drain_queue(connection, name, work)]
+        while more := [event for name in queues for event in _drain_queue(connection, name, work)]:
+            events += more
+    finally:
+        work.guard.remove()
+    run_script(connection, "RELEASE SAVEPOINT oq_drain")
+    session.expire_all()
+    failures = [event for event in events if isinstance(event, JobRetried | JobDied)]
+    if failures and not allow_failures:
+        raise AssertionError("handlers failed:\n" + "\n".join(f"  {_described(event)}" for event in failures))
+    done = sum(isinstance(event, JobDone) for event in events)
+    return DrainReport(done, tuple(event for event in events if not isinstance(event, JobDone)))
+
+
+def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
+    statements = ClaimStatements(work.schema, name)
+    events: list[Event] = []
+    for _ in range(_DRAIN_LIMIT):
+        batch = claim(connection, statements.ready(1), 1) or claim(connection, statements.due(1), 1)
+        if batch is None:
+            return events
+        progress = Progress(batch)
+        execute_all(connection, progress, work, shared=True)
+        run_script(connection, f"RELEASE SAVEPOINT {batch.savepoint}")
+        events += progress.report().events
+    raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
+
+
+def _described(event: JobRetried | JobDied) -> str:
+    if isinstance(event, JobDied):
+        return f"{event.job.kind}: {event.reason}"
+    return f"{event.job.kind}: {event.error_type}: {event.message} ({', '.join(event.where)})"
+
+
+def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
+    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`."""
+    return Context(_unit_test_job(), state, session)
+
+
+def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
+    """A context for calling an async handler in a unit test."""
+    return AsyncContext(_unit_test_job(), state, session)
+
+
+def _unit_test_job() -> Job:
+    now = datetime.now(UTC)
+    return Job(uuid7(), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)

@@ -1,0 +1,90 @@
+"""Fixtures of our own tests, on top of the ones that the package ships."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.events import Event
+from outboxq.postgres import Database
+from tests.support import app
+
+
+@pytest.fixture
+def engine(outboxq_database: Database) -> Iterator[Engine]:
+    """An engine on this test's own database, which has outboxq's tables."""
+    engine = create_engine(outboxq_database.url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def sessions(engine: Engine) -> sessionmaker[OutboxSession]:
+    """Makes sessions with `add_job`."""
+    return sessionmaker(engine, class_=OutboxSession)
+
+
+@pytest.fixture(scope="session")
+def outboxq_prepare() -> Callable[[str], None]:
+    """Every test's database has outboxq's tables and those of `tests/support/app.py`."""
+    return app.prepare
+
+
+class RunningRelay:
+    """A relay in a thread, with the events that it sent."""
+
+    def __init__(self, relay: Relay, events: list[Event]) -> None:
+        self.relay = relay
+        self.events = events
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in list(self.events) if isinstance(event, kind)]
+
+
+StartRelay = Callable[..., AbstractContextManager[RunningRelay]]
+
+
+@pytest.fixture
+def start_relay(outboxq_database: Database) -> StartRelay:
+    """Runs a relay in a thread for the length of a `with` block; its error, if any, is raised at the end."""
+
+    @contextmanager
+    def start(jobs: Jobs = app.jobs, config: RelayConfig | None = None, **arguments: object) -> Iterator[RunningRelay]:
+        events: list[Event] = []
+        relay = Relay(arguments.pop("engine", outboxq_database.url), jobs, config, hooks=[events.append], **arguments)
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                relay.run()
+            except BaseException as error:  # noqa: BLE001  # raised again at the end of the test
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield RunningRelay(relay, events)
+        finally:
+            relay.stop()
+            thread.join(60)
+        assert not thread.is_alive(), "the relay did not stop"
+        if errors:
+            raise errors[0]
+
+    return start
+
+
+@pytest.fixture
+def drain(outboxq_database: Database) -> Callable[..., list[Event]]:
+    """Drains the test's database with the application's handlers; the events."""
+
+    def run(jobs: Jobs = app.jobs, **settings: object) -> list[Event]:
+        events: list[Event] = []
+        Relay(outboxq_database.url, jobs, RelayConfig(**settings), hooks=[events.append]).drain()
+        return events
+
+    return run

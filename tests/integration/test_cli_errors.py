@@ -1,0 +1,205 @@
+"""What a wrong command line, a wrong URL or a wrong module looks like: one line, no traceback, and an exit code."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, make_url, text
+
+from outboxq.postgres import Database
+from tests.support.cli import Outcome, call, run
+
+PASSWORD = "hunter2-do-not-print"
+
+
+def one_line(outcome: Outcome, exit_code: int) -> str:
+    """The only line that was said, on standard error."""
+    assert outcome.exit_code == exit_code, outcome
+    assert outcome.stdout == ""
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert PASSWORD not in line
+    return line
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def test_without_a_url_the_variable_and_the_option_are_named() -> None:
+    """Whoever forgot the database learns both ways to name it."""
+    said = one_line(run("stats"), 2)
+    assert "--database-url" in said
+    assert "OUTBOXQ_DATABASE_URL" in said
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (f"root:{PASSWORD}", "cannot be parsed"),
+        (f"postgresql://root:{PASSWORD}@localhost:port/x", "cannot be parsed"),
+        (f"mysql://root:{PASSWORD}@localhost/x", "'mysql'"),
+        (f"postgresql://root:{PASSWORD}@localhost/x?colour=red", "colour"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_wrong_usage(url: str, expected: str) -> None:
+    """The message says what is wrong with a URL without repeating it, for it holds a password."""
+    assert expected in one_line(call("stats", url=url), 2)
+
+
+def test_a_database_that_does_not_answer_is_named_by_host_and_port() -> None:
+    """Nobody listens: host, port and reason, and no password."""
+    port = free_port()
+    said = one_line(call("jobs", "list", url=f"postgresql://root:{PASSWORD}@127.0.0.1:{port}/x"), 1)
+    assert f"127.0.0.1:{port}: Connection refused" in said
+
+
+def test_a_database_that_does_not_exist_is_named(outboxq_database: Database) -> None:
+    """The server answers, and what it refuses is told."""
+    url = make_url(outboxq_database.url).set(database="no such database")
+    said = one_line(call("stats", url=url.render_as_string(hide_password=False)), 1)
+    assert 'database "no such database" does not exist' in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stats",),
+        ("queues", "list"),
+        ("queues", "pause", "x"),
+        ("jobs", "list"),
+        ("jobs", "cancel", "--queue", "x"),
+        ("dead", "list"),
+        ("dead", "retry", "--queue", "x"),
+        ("relay", "tests.support.app:jobs"),
+    ],
+    ids=" ".join,
+)
+def test_missing_tables_give_the_command_that_installs_them(outboxq_database: Database, words: tuple[str, ...]) -> None:
+    """Every command that needs the tables says how to get them."""
+    outcome = run(*words, "--schema", "elsewhere", url=outboxq_database.url)
+    assert outcome.exit_code == 1
+    (said,) = [line for line in outcome.stderr.splitlines() if line.startswith("Error: ")]
+    assert "'elsewhere'" in said
+    assert "`outboxq migrate`" in said
+
+
+def test_older_tables_give_the_command_that_brings_them_up(outboxq_database: Database, engine: Engine) -> None:
+    """Tables of an earlier step are refused as the missing ones are."""
+    call("migrate", "--to", 1, url=outboxq_database.url).ok()
+    said = one_line(call("stats", url=outboxq_database.url), 1)
+    assert "step 1" in said
+    assert "`outboxq migrate`" in said
+
+
+def test_what_the_database_refuses_is_told_without_a_traceback(outboxq_database: Database, engine: Engine) -> None:
+    """A role without rights reads which right is missing."""
+    role = f"reader_{make_url(outboxq_database.url).database}"
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}'"))
+        connection.execute(text(f"GRANT USAGE ON SCHEMA outboxq TO {role}"))
+        connection.execute(text(f"GRANT SELECT ON outboxq.migration TO {role}"))
+    try:
+        url = make_url(outboxq_database.url).set(username=role, password=PASSWORD)
+        said = one_line(call("stats", url=url.render_as_string(hide_password=False)), 1)
+        assert "permission denied for table job" in said
+    finally:
+        with engine.begin() as connection:
+            connection.execute(text(f"DROP OWNED BY {role}"))
+            connection.execute(text(f"DROP ROLE {role}"))
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Path:
+    """A directory of modules, good and bad."""
+    (tmp_path / "good.py").write_text("from outboxq import Jobs\njobs = Jobs()\nnumber = 7\n")
+    (tmp_path / "bad.py").write_text("def fail():\n    raise KeyError('setting')\n\nfail()\n")
+    (tmp_path / "needy.py").write_text("import nobody_has_this\n")
+    (tmp_path / "typo.py").write_text("x = 1\ndef (\n")
+    (tmp_path / "leaver.py").write_text("raise SystemExit(0)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("good", ["MODULE:ATTRIBUTE", "'good'"]),
+        (".good:jobs", ["MODULE:ATTRIBUTE"]),
+        ("nowhere.jobs:jobs", ["no module 'nowhere'"]),
+        ("good.deeper:jobs", ["no module 'good.deeper'"]),
+        ("good:nothing", ["'good' has no 'nothing'", "good:jobs"]),
+        ("good:number", ["good:number is a int", "outboxq.Jobs", "good:jobs"]),
+        ("good:jobs", ["no handlers"]),
+        ("bad:jobs", ["'bad' failed while it was imported", "KeyError: 'setting'", "bad.py:2)"]),
+        ("needy:jobs", ["'needy' failed while it was imported", "No module named 'nobody_has_this'", "needy.py:1)"]),
+        ("typo:jobs", ["'typo' failed while it was imported", "SyntaxError", "typo.py:2)"]),
+        ("leaver:jobs", ["'leaver' failed while it was imported", "SystemExit: 0", "leaver.py:1)"]),
+    ],
+)
+def test_a_registry_that_cannot_be_used_is_wrong_usage(application: Path, target: str, expected: list[str]) -> None:
+    """The module is looked for in the current directory; the message names the first cause and its line."""
+    said = one_line(run("relay", target, url="postgresql://nobody@localhost/nothing", cwd=application), 2)
+    for part in expected:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--queue", "nosuch=1"), "queues with handlers: ledger"),
+        (("--queue", "ledger=four"), "accounts=4"),
+        (("--queue", "ledger=0"), "1 to 200"),
+        (("--queue", "ledger", "--queue", "ledger"), "two groups"),
+        (("--poll-seconds", "0"), "poll_seconds"),
+        (("--listen-url", "mysql://x"), "postgresql://"),
+        (("--schema", "pg_catalog"), "pg_"),
+    ],
+)
+def test_settings_that_a_relay_cannot_have_are_wrong_usage(options: tuple[str, ...], expected: str) -> None:
+    """A relay is refused before it connects, with what the setting takes."""
+    url = "postgresql://nobody@localhost/nothing"
+    assert expected in one_line(run("relay", "tests.support.app:jobs", *options, url=url), 2)
+
+
+@pytest.mark.parametrize("noun", ["jobs cancel", "dead retry", "dead discard"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "which ones?"),
+        (("--all",), "--yes"),
+        (("--all", "--queue", "x"), "not two of them"),
+        (("--queue", "x", "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10"), "not two of them"),
+        (("--queue", ""), "empty filter"),
+    ],
+    ids=" ".join,
+)
+def test_a_change_of_many_rows_wants_to_know_which(noun: str, options: tuple[str, ...], expected: str) -> None:
+    """Nothing is changed by a selection that is empty, means two things, or everything unasked."""
+    assert expected in one_line(call(*noun.split(), *options, url="postgresql://nobody@localhost/nothing"), 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nosuch",),
+        ("jobs", "show", "seven"),
+        ("jobs", "list", "--state", "odd"),
+        ("stats", "--nosuch"),
+        ("queues", "pause"),
+    ],
+    ids=" ".join,
+)
+def test_words_that_no_command_knows_are_wrong_usage(words: tuple[str, ...]) -> None:
+    """Wrong options, arguments and commands end with 2 and without a traceback."""
+    outcome = call(*words)
+    assert outcome.exit_code == 2
+    assert "Traceback" not in outcome.stderr
+    assert outcome.stderr.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 64, "two\nlines", "a,b"])
+def test_a_name_that_no_queue_can_have_is_wrong_usage(outboxq_database: Database, name: str) -> None:
+    """Pausing refuses what `add_job` would refuse."""
+    assert "queue name" in one_line(call("queues", "pause", name, url=outboxq_database.url), 2)

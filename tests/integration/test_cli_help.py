@@ -1,0 +1,101 @@
+"""What the command line says of itself, and how little it needs for that."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outboxq import RelayConfig, __version__
+from tests.support.cli import call, environment, run
+
+COMMANDS = [
+    ("demo",),
+    ("migrate",),
+    ("relay",),
+    ("stats",),
+    ("queues", "list"),
+    ("queues", "pause"),
+    ("queues", "resume"),
+    ("jobs", "list"),
+    ("jobs", "show"),
+    ("jobs", "cancel"),
+    ("dead", "list"),
+    ("dead", "show"),
+    ("dead", "retry"),
+    ("dead", "discard"),
+]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_teaches_with_an_example_of_itself(words: tuple[str, ...]) -> None:
+    """`--help` of each command shows at least one complete command line."""
+    said = call(*words, "--help").ok().stdout
+    examples = said.partition("Example")[2]
+    assert f"  outboxq {' '.join(words)}" in examples
+
+
+def test_the_help_names_every_command() -> None:
+    """`outboxq --help` lists what there is."""
+    said = run("--help").ok().stdout
+    for word in {words[0] for words in COMMANDS}:
+        assert f"\n  {word} " in said
+
+
+def test_no_command_at_all_shows_the_help() -> None:
+    """`outboxq` alone is a question, not a mistake that needs explaining."""
+    said = run()
+    assert "Commands:" in said.stdout + said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_the_version_is_printed() -> None:
+    """`--version` prints one line that names the installed version."""
+    assert run("--version").ok().stdout == f"outboxq {__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`--help` is quick because neither SQLAlchemy, the driver, Alembic nor rich is imported for it."""
+    done = python(
+        "import sys\n"
+        "from outboxq.__main__ import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'sqlalchemy', 'psycopg', 'alembic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_script_is_this_command_line() -> None:
+    """The installed `outboxq` and `python -m outboxq` are the same."""
+    script = Path(sys.executable).with_name("outboxq")
+    done = subprocess.run([script, "--version"], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout == f"outboxq {__version__}\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
+    """A plain `pip install outboxq` has the script, but not what it needs: no traceback, but the extra's name."""
+    done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom outboxq.__main__ import main\nmain(['--help'])\n")
+    assert done.returncode == 1
+    assert done.stderr == f"Error: the command line needs {missing}: install outboxq[cli]\n"
+
+
+def test_the_relays_defaults_are_those_of_its_configuration() -> None:
+    """`outboxq relay` without options is `Relay` with a plain `RelayConfig`."""
+    said = " ".join(call("relay", "--help").ok().stdout.split())
+    defaults = RelayConfig()
+    for option, value in [
+        ("--batch-size", defaults.batch_size),
+        ("--poll-seconds", defaults.poll_seconds),
+        ("--drain-seconds", defaults.drain_seconds),
+        ("--schema", defaults.schema),
+    ]:
+        assert f"[default: {value}" in said.partition(f"{option} ")[2].partition(" --")[0]

@@ -1,0 +1,358 @@
+"""What a handler does stays inside its own savepoint: all of its rows commit with its job, or none."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import Engine, select, text
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import Backoff, Context, Jobs, OutboxSession
+from outboxq.batch import COMMITTED_BY_HANDLER, Progress, resolve
+from outboxq.claim import claim
+from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
+from outboxq.statements.claim import ClaimStatements
+from tests.support import app
+from tests.support.app import Account, Child, Effect
+
+BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
+Drain = Callable[..., list[Event]]
+
+
+def effects(engine: Engine) -> Counter[str]:
+    with Session(engine) as session:
+        return Counter(session.scalars(select(Effect.name)))
+
+
+def waiting(engine: Engine) -> list[tuple[str, str, int]]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text("SELECT kind, state, attempt FROM outboxq.job"))]
+
+
+def dead(engine: Engine) -> list[tuple[str, str]]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text("SELECT kind, reason FROM outboxq.dead_job"))]
+
+
+@BATCH_SIZES
+@pytest.mark.parametrize("how", ["commit", "open-savepoint"])
+def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
+    how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The handler's own commit() commits nothing, and its rows commit with the job."""
+    with sessions.begin() as session:
+        session.add_job(app.misbehave, how=how)
+        session.add_job(app.record, name="neighbour")
+    drain(batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == {how: 2 if how == "open-savepoint" else 1, "neighbour": 1}
+    assert waiting(engine) == []
+    assert dead(engine) == []
+
+
+@BATCH_SIZES
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("commit-then-raise", "ValueError"),
+        ("rollback", "HandlerRolledBack"),
+        ("rollback-and-go-on", "TransactionVerbRefused"),
+        ("raw-commit", "TransactionVerbRefused"),
+        ("raw-rollback", "TransactionVerbRefused"),
+        ("connection-commit", "TransactionVerbRefused"),
+        ("driver-rollback", "TransactionEndedByHandler"),
+        ("swallow", "HandlerError"),
+        ("swallow-integrity-error", "HandlerRolledBack"),
+        ("return-something", "HandlerError"),
+        ("return-class", "HandlerError"),
+        ("return-coroutine", "HandlerError"),
+        ("raise-cancelled", "CancelledError"),
+        ("raise-in-str", "BrokenError"),
+        ("exit", "SystemExit"),
+    ],
+)
+def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
+    how: str, error: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Counted as failed, none of its rows stand, and its neighbours in the batch are done exactly once."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="before")
+        session.add_job(app.misbehave, how=how)
+        session.add_job(app.record, name="after")
+    drain(batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == {"before": 1, "after": 1}
+    assert waiting(engine) == []
+    ((kind, reason),) = dead(engine)
+    assert kind == "misbehave"
+    assert reason.endswith(error)
+
+
+@BATCH_SIZES
+@pytest.mark.parametrize(
+    "how",
+    [
+        "driver-commit",
+        "driver-commit-and-go-on",
+        "driver-forges-savepoint",
+        "driver-forges-savepoint-and-raises",
+        "savepoint-open-then-driver-commit-and-raise",
+    ],
+)
+def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
+    how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """What it committed stands once; the job is dead, and no other job of the batch is lost or doubled."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="before")
+        session.add_job(app.misbehave, how=how)
+        session.add_job(app.record, name="after")
+    drain(batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == {"before": 1, how: 1, "after": 1}
+    assert dead(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
+    assert waiting(engine) == []
+
+
+@BATCH_SIZES
+def test_a_deferred_constraint_that_fails_at_commit_fails_only_its_own_job(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The certificate, or the check of a shared batch, sees what COMMIT would have refused; neighbours run once."""
+    app.calls.clear()
+    with sessions.begin() as session:
+        session.add(Account(id=1))
+        session.add_job(app.orphan, parent_id=1)
+        session.add_job(app.orphan, parent_id=999)
+        session.add_job(app.record, name="neighbour")
+    drain(batch_size=batch_size, slots_per_queue=1)
+    with Session(engine) as session:
+        assert session.scalars(select(Child.parent_id)).all() == [1]
+    assert effects(engine) == {"neighbour": 1}
+    assert app.calls == ["neighbour"]
+    ((kind, reason),) = dead(engine)
+    assert (kind, reason) == ("orphan", "gave up after 3 of 3 attempts: psycopg.errors.ForeignKeyViolation")
+
+
+@BATCH_SIZES
+def test_a_failed_attempt_leaves_no_rows_and_its_redacted_history(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Failures are retried up to the limit, then buried with every error; payload values are left out."""
+    with sessions.begin() as session:
+        session.add_job(app.fail, name="secret-name")
+        session.add_job(app.record, name="neighbour")
+    events = drain(batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == {"neighbour": 1}
+    with engine.connect() as connection:
+        (row,) = connection.execute(text("SELECT attempt, reason, errors FROM outboxq.dead_job")).all()
+    assert row.attempt == 3
+    assert row.reason == "gave up after 3 of 3 attempts: ValueError"
+    assert [error["attempt"] for error in row.errors] == [1, 2, 3]
+    assert {error["message"] for error in row.errors} == {"no luck with <name>"}
+    assert all("app.py" in error["where"][-1] and error["at"] for error in row.errors)
+    assert "secret-name" not in repr(events)
+    assert [type(event) for event in events if isinstance(event, JobRetried | JobDied)] == [
+        JobRetried,
+        JobRetried,
+        JobDied,
+    ]
+
+
+@BATCH_SIZES
+def test_returned_outcomes_settle_the_job_and_undo_its_rows(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Retry counts attempts, Snooze does not, DeadLetter gives up, Discard drops."""
+    with sessions.begin() as session:
+        for how in ("retry", "snooze", "dead", "discard", "done"):
+            session.add_job(app.end, how=how)
+    events = drain(batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == {"end-done": 1}
+    assert waiting(engine) == [("end", "scheduled", 0)]
+    assert sorted(reason for _, reason in dead(engine)) == [
+        "cannot be done",
+        "gave up after 3 of 3 attempts: outboxq.Retry",
+    ]
+    counted = Counter(type(event) for event in events)
+    assert (counted[JobDone], counted[JobSnoozed], counted[JobDiscarded]) == (1, 1, 1)
+
+
+def test_arguments_that_do_not_fit_fail_the_attempt_of_that_job_alone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A payload that another version, or another language, wrote is a failed attempt, never a stuck queue."""
+    with engine.begin() as connection:
+        for args in ('{"name": 7}', '{"unknown": 1, "name": "x"}', "{}", '{"name": 1e400}'):
+            connection.execute(text("SELECT outboxq.add_job('record', CAST(:args AS jsonb), 'ledger')"), {"args": args})
+    with sessions.begin() as session:
+        session.add_job(app.record, name="good")
+    drain(batch_size=10)
+    assert effects(engine) == {"good": 1}
+    assert {reason for _, reason in dead(engine)} == {"gave up after 3 of 3 attempts: outboxq.errors.PayloadError"}
+    assert len(dead(engine)) == 4
+
+
+def test_an_entity_argument_is_loaded_in_the_handlers_session_or_fails_when_gone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Stored as its key; a deleted row is a failed attempt that says so."""
+    with sessions.begin() as session:
+        kept, gone = Account(id=1, balance=5), Account(id=2)
+        session.add_all([kept, gone])
+        session.add_job(app.credit, account=kept, cents=10)
+        session.add_job(app.credit, account=gone, cents=10)
+        session.flush()
+        session.delete(gone)
+    drain()
+    with Session(engine) as session:
+        assert session.get_one(Account, 1).balance == 15
+    assert dead(engine) == [("credit", "gave up after 3 of 3 attempts: outboxq.errors.EntityGone")]
+
+
+def test_async_handlers_are_contained_alike(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The same batch code runs under the event loop."""
+    with sessions.begin() as session:
+        session.add_jobs(app.record_async.job(name=f"a{number}") for number in range(20))
+    drain(batch_size=7, slots_per_queue=3)
+    assert effects(engine) == {f"a{number}": 1 for number in range(20)}
+
+
+def test_an_argument_that_looks_like_a_time_and_is_none_can_be_recorded(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Whatever a payload does to the description of an error, the attempt is settled."""
+    with sessions.begin() as session:
+        session.add_job(app.fail, name="2023-02-30T10:00:00")
+    drain()
+    assert dead(engine) == [("fail", "gave up after 3 of 3 attempts: ValueError")]
+
+
+@pytest.mark.parametrize("how", ["close", "invalidate", "driver-close"])
+def test_a_handler_that_closes_its_connection_time_after_time_is_charged(
+    how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A connection may be lost once, for free; a job that always loses it must not be run for ever."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger", retry=Backoff(max_attempts=2, first_seconds=0))
+    def hang_up(ctx: Context) -> None:
+        ctx.session.add(Effect(name=how))
+        ctx.session.flush()
+        if how == "close":
+            ctx.session.connection().close()
+        elif how == "invalidate":
+            ctx.session.invalidate()
+        else:
+            ctx.session.connection().connection.driver_connection.close()
+
+    jobs.add(app.record)
+    with sessions.begin() as session:
+        session.add_job(hang_up)
+        session.add_job(app.record, name="behind it")
+    drain(jobs, slots_per_queue=1)
+    assert effects(engine) == {"behind it": 1}
+    ((kind, reason),) = dead(engine)
+    assert kind == "hang_up"
+    assert reason.startswith("gave up after 2 of 2 attempts")
+
+
+def test_a_connection_lost_after_a_handlers_own_commit_costs_no_other_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """What the relay still has in memory is put back on the next connection, and the culprit is dead."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger")
+    def commit_and_hang_up(ctx: Context) -> None:
+        ctx.session.add(Effect(name="committed"))
+        ctx.session.flush()
+        connection = ctx.session.connection().connection
+        connection.commit()
+        connection.driver_connection.close()
+
+    jobs.add(app.record)
+    with sessions.begin() as session:
+        session.add_job(app.record, name="before")
+        session.add_job(commit_and_hang_up)
+        session.add_job(app.record, name="after")
+    drain(jobs, slots_per_queue=1, batch_size=5)
+    assert effects(engine) == {"before": 1, "committed": 1, "after": 1}
+    assert dead(engine) == [("commit_and_hang_up", COMMITTED_BY_HANDLER)]
+    assert waiting(engine) == []
+
+
+def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A producer that repeats an id after its job died gets one dead letter, the later one."""
+    for _ in range(2):
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "SELECT outboxq.add_job('fail', '{\"name\": \"x\"}', 'ledger', "
+                    "id => '00000000-0000-7000-8000-000000000001')"
+                )
+            )
+        drain()
+    with sessions.begin() as session:
+        session.add_job(app.record, name="behind it")
+    drain()
+    assert effects(engine) == {"behind it": 1}
+    assert len(dead(engine)) == 1
+
+
+def test_a_row_that_cannot_be_settled_is_put_off_and_its_queue_goes_on(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """An attempt count that cannot grow any more: whoever wrote it, the jobs behind it run."""
+    with sessions.begin() as session:
+        poisoned = session.add_job(app.fail, name="x")
+        session.add_job(app.record, name="behind it")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET attempt = 2147483647 WHERE id = :id"), {"id": poisoned.id})
+    drain(slots_per_queue=1)
+    assert effects(engine) == {"behind it": 1}
+    assert waiting(engine) == [("fail", "scheduled", 2147483647)]
+
+
+def test_a_session_that_outlives_its_handler_writes_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """It is closed for good: nothing leaks into the transaction of the next job."""
+    jobs, kept = Jobs(), []
+
+    @jobs.handler(queue="ledger")
+    def keep(ctx: Context) -> None:
+        kept.append(ctx.session)
+
+    @jobs.handler(queue="ledger")
+    def use(ctx: Context) -> None:
+        with pytest.raises(InvalidRequestError, match="permanently closed"):
+            kept[0].execute(text("SELECT 1"))
+
+    with sessions.begin() as session:
+        session.add_job(keep)
+        session.add_job(use)
+    drain(jobs, slots_per_queue=1)
+    assert dead(engine) == []
+    assert waiting(engine) == []
+
+
+def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The jobs that it put back may be done by then: putting them back once more would run them twice."""
+    with sessions.begin() as session:
+        session.add_jobs(app.record.job(name=name) for name in ("culprit", "behind it"))
+    with engine.connect() as connection:
+        with connection.begin():
+            batch = claim(connection, ClaimStatements("outboxq", "ledger").ready(2), 2)
+        assert batch is not None
+        progress = Progress(batch)
+        first = resolve(connection, progress)
+        drain()
+        assert resolve(connection, progress) == first
+    drain()
+    assert effects(engine) == {"behind it": 1}
+    assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]

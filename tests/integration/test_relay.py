@@ -1,0 +1,576 @@
+"""The relay as a whole: queues and slots, starting and stopping, engines, outages and strangers."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, select, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
+from outboxq.errors import ConfigError, RegistryError, SchemaError
+from outboxq.events import (
+    DatabaseBack,
+    DatabaseLost,
+    Event,
+    JobDone,
+    JobRetried,
+    JobsParked,
+    RelayStarted,
+    RelayStopped,
+    RelayStopping,
+)
+from outboxq.postgres import Database, Server, start_embedded
+from tests.conftest import StartRelay
+from tests.support import app
+from tests.support.app import Effect
+from tests.support.waiting import wait_until
+
+
+def effects(engine: Engine) -> Counter[str]:
+    with Session(engine) as session:
+        return Counter(session.scalars(select(Effect.name)))
+
+
+def waiting(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one()
+
+
+def ordering_jobs() -> tuple[Jobs, list[str]]:
+    jobs, order = Jobs(), []
+
+    @jobs.handler(queue="urgent")
+    def urgent(ctx: Context, n: int) -> None:
+        order.append(f"urgent {n}")
+
+    @jobs.handler(queue="normal")
+    def normal(ctx: Context, n: int) -> None:
+        order.append(f"normal {n}")
+
+    return jobs, order
+
+
+def test_an_ordered_group_claims_from_its_first_queue_that_has_a_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """One slot for several queues, in strict precedence."""
+    jobs, order = ordering_jobs()
+    with sessions.begin() as session:
+        for n in range(3):
+            session.add_job(external("normal", queue="normal"), n=n)
+            session.add_job(external("urgent", queue="urgent"), n=n)
+    config = RelayConfig(groups=(SlotGroup(("urgent", "normal")),))
+    Relay(outboxq_database.url, jobs, config, hooks=()).drain()
+    assert order == ["urgent 0", "urgent 1", "urgent 2", "normal 0", "normal 1", "normal 2"]
+
+
+@pytest.mark.parametrize("queues", [("normal",), ("urgent", "normal")])
+def test_neither_ready_nor_due_jobs_starve_the_other(
+    queues: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """A slot takes turns between the two indexes of each of its queues, whatever the others hold."""
+    jobs, order = ordering_jobs()
+    normal = external("normal", queue="normal")
+    with sessions.begin() as session:
+        session.add_jobs(normal.job(n=n) for n in range(6))
+        session.add_jobs(normal.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)).job(n=100 + n) for n in range(6))
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(queues),)), hooks=()).drain()
+    due = [int(name.split()[1]) >= 100 for name in order]
+    assert sorted(due) == [False] * 6 + [True] * 6
+    assert all(first != second for first, second in zip(due[::2], due[1::2], strict=True))
+
+
+def test_a_star_stands_for_every_queue_that_no_group_names(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """Both flavours get their slots."""
+    events: list[Event] = []
+    config = RelayConfig(groups=(SlotGroup.parse("*=3"),))
+    with sessions.begin() as session:
+        session.add_job(app.record, name="a")
+        session.add_job(app.record_async, name="b")
+    report = Relay(outboxq_database.url, app.jobs, config, hooks=[events.append]).drain()
+    assert report.done == 2
+    assert RelayStarted(("ledger", "ledger-async"), 6) in events
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (("nowhere=1",), "queue 'nowhere' has no handlers"),
+        (("ledger=1", "ledger=2"), "named by two groups"),
+        (("ledger,ledger-async=1",), "cannot share slots"),
+        (("ledger=0",), "takes 1 to 200 slots"),
+        (("ledger=many",), "takes NAMES=SLOTS"),
+        (("ledger,ledger=1",), "named twice"),
+        (("=1",), "takes 1 to 63 bytes"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_with_the_reason(groups: tuple[str, ...], message: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(ConfigError, match=message):
+        Relay("postgresql://nowhere", app.jobs, RelayConfig(groups=tuple(map(SlotGroup.parse, groups))))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 0}, {"batch_size": 1_001}, {"poll_seconds": 0}, {"drain_seconds": -1}, {"slots_per_queue": 0}],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, int]) -> None:
+    """The message names the setting and its range."""
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"{name} takes .*, got {value}"):
+        RelayConfig(**settings)
+
+
+def test_a_registry_with_both_flavours_in_one_queue_is_refused_with_the_fix() -> None:
+    """A queue is served by threads or by the event loop, not both."""
+    jobs = Jobs()
+
+    @jobs.handler()
+    def one(ctx: Context) -> None: ...
+
+    @jobs.handler()
+    async def other(ctx: AsyncContext) -> None: ...
+
+    with pytest.raises(RegistryError, match=r"queue='default-async'"):
+        Relay("postgresql://nowhere", jobs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_unknown_kinds_are_parked_and_shown_and_known_ones_run(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
+) -> None:
+    """A rolling deploy: the job waits for a relay that knows it, no attempt counted, and blocks nobody."""
+    with sessions.begin() as session:
+        session.add_job(external("from_the_future", queue="ledger"), x=1)
+        session.add_job(app.record, name="known")
+        session.add_job(external("record_async", queue="ledger"), name="in the wrong queue")
+    events = drain(batch_size=batch_size)
+    assert effects(engine) == {"known": 1}
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT kind, state, attempt, parked FROM outboxq.job ORDER BY kind")).all()
+    assert [tuple(row) for row in rows] == [
+        ("from_the_future", "scheduled", 0, 1),
+        ("record_async", "scheduled", 0, 1),
+    ]
+    parked = [event for event in events if isinstance(event, JobsParked)]
+    assert {kind for event in parked for kind in event.kinds} <= {"from_the_future", "record_async"}
+
+
+def test_200_000_jobs_of_an_unknown_kind_at_the_head_hold_the_queue_up_only_while_they_are_parked(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
+) -> None:
+    """They are parked ten thousand at a time: a relay gets past them in some dozen claims, not 200,000."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO outboxq.job (id, queue, kind, args) "
+                "SELECT gen_random_uuid(), 'ledger', 'stranger', '{}' FROM generate_series(1, 200000)"
+            )
+        )
+    with sessions.begin() as session:
+        session.add_jobs(app.record.job(name=f"known {n}") for n in range(100))
+    events = drain(slots_per_queue=1)
+    assert effects(engine) == {f"known {n}": 1 for n in range(100)}
+    assert waiting(engine) == 200_000
+    parked = [event for event in events if isinstance(event, JobsParked)]
+    assert len(parked) <= 100
+    assert sum(event.count for event in parked) >= 200_000
+
+
+def test_lifespan_state_reaches_sync_and_async_handlers(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """Entered once before the first job, left after the last, whatever kind of generator it is."""
+    for asynchronous in (False, True):
+        steps: list[str] = []
+
+        def lifespan_sync(steps: list[str] = steps) -> Iterator[str]:
+            steps.append("entered")
+            yield "state"
+            steps.append("left")
+
+        async def lifespan_async(steps: list[str] = steps) -> AsyncIterator[str]:
+            steps.append("entered")
+            await asyncio.sleep(0)
+            yield "state"
+            steps.append("left")
+
+        jobs = Jobs(lifespan=lifespan_async if asynchronous else lifespan_sync)
+
+        @jobs.handler(queue="s")
+        def look(ctx: Context, steps: list[str] = steps) -> None:
+            steps.append(ctx.state)
+
+        jobs.include(Jobs())
+        looks = steps
+
+        @jobs.handler(queue="a")
+        async def look_async(ctx: AsyncContext) -> None:
+            looks.append(ctx.state)  # noqa: B023  # drained within this round
+
+        with sessions.begin() as session:
+            session.add_job(external("look", queue="s"))
+            session.add_job(external("look_async", queue="a"))
+        Relay(outboxq_database.url, jobs, hooks=()).drain()
+        assert steps == ["entered", "state", "state", "left"]
+
+
+def test_a_handler_chains_jobs_atomically_and_drain_runs_them_too(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """ctx.session.add_job is one with the handler's rows: a failed attempt enqueues nothing."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="first", retry=Backoff(max_attempts=2, first_seconds=0))
+    def first(ctx: Context) -> None:
+        ctx.session.add_job(second, attempt=ctx.job.attempt)
+        # The other queue's slot has looked, found nothing, and ended: only another round can find the new job.
+        wait_until(lambda: relay_connections(engine) == 1, "the other slot's end")
+        if ctx.job.attempt == 1:
+            raise ValueError("not yet")
+
+    @jobs.handler(queue="second")
+    async def second(ctx: AsyncContext, attempt: int) -> None:
+        ctx.session.add(Effect(name=f"second {attempt}"))
+
+    with sessions.begin() as session:
+        session.add_job(first)
+    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1), hooks=()).drain()
+    assert effects(engine) == {"second 2": 1}
+    assert waiting(engine) == 0
+
+
+def relay_connections(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.execute(
+            text(
+                "SELECT count(*) FROM pg_stat_activity "
+                "WHERE application_name = 'outboxq relay' AND datname = current_database()"
+            )
+        ).scalar_one()
+
+
+def test_stop_lets_running_handlers_finish(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """No claim after stop(), and what was running is committed."""
+    config = RelayConfig(groups=(SlotGroup(("ledger",), 1), SlotGroup(("ledger-async",), 1)))
+    with sessions.begin() as session:
+        session.add_jobs(app.record_slowly.job(name=f"sync {n}", seconds=1) for n in range(3))
+        session.add_jobs(app.record_async.job(name=f"async {n}", seconds=1) for n in range(3))
+    with start_relay(config=config) as running:
+        wait_until(lambda: locked(engine) == 2, "both slots at work")
+        running.relay.stop()
+        wait_until(lambda: running.of(RelayStopped), "the end of the relay")
+    assert effects(engine) == {"sync 0": 1, "async 0": 1}
+    assert waiting(engine) == 4
+    assert running.of(RelayStopping) == [RelayStopping(2, 30.0)]
+    assert running.of(RelayStopped) == [RelayStopped(done=2, failed=0, abandoned=0)]
+
+
+def locked(engine: Engine) -> int:
+    """How many jobs some transaction holds."""
+    with engine.connect() as connection:
+        free = connection.execute(text("SELECT id FROM outboxq.job FOR UPDATE SKIP LOCKED")).all()
+        return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one() - len(free)
+
+
+def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Past drain_seconds the relay returns; a handler that comes to its end later cannot commit any more."""
+    jobs, release, ended = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="ledger")
+    def stuck(ctx: Context) -> None:
+        ctx.session.add(Effect(name="stuck"))
+        ctx.session.flush()
+        release.wait(20)
+        ended.set()
+
+    @jobs.handler(queue="ledger-async")
+    async def stuck_async(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="stuck async"))
+        await ctx.session.flush()
+        await asyncio.sleep(60)
+
+    with sessions.begin() as session:
+        session.add_job(stuck)
+        session.add_job(stuck_async)
+    config = RelayConfig(drain_seconds=0.2, slots_per_queue=1)
+    with start_relay(jobs, config) as running:
+        wait_until(lambda: locked(engine) == 2, "both handlers")
+    assert running.of(RelayStopped) == [RelayStopped(done=0, failed=0, abandoned=2)]
+    release.set()
+    assert ended.wait(10)
+    wait_until(lambda: locked(engine) == 0, "the rollback")
+    assert effects(engine) == {}
+    assert waiting(engine) == 2
+
+
+def test_the_relay_survives_a_restart_of_the_database(outboxq_prepare: Callable[[str], None]) -> None:
+    """It says that the database is away and back, and every job is done once."""
+    with start_embedded() as server, server.create_database() as database:
+        outboxq_prepare(database.url)
+        engine = create_engine(database.url)
+        sessions = sessionmaker(engine, class_=OutboxSession)
+        with sessions.begin() as session:
+            session.add_jobs(app.record_slowly.job(name=f"sync {n}", seconds=0.05) for n in range(30))
+            session.add_jobs(app.record_async.job(name=f"async {n}", seconds=0.05) for n in range(30))
+        events: list[Event] = []
+        relay = Relay(database.url, app.jobs, RelayConfig(slots_per_queue=2), hooks=[events.append])
+        thread = threading.Thread(target=relay.run)
+        thread.start()
+        try:
+            wait_until(lambda: sum(isinstance(event, JobDone) for event in events) > 10, "some work")
+            server.stop_immediately()
+            wait_until(lambda: any(isinstance(event, DatabaseLost) for event in events), "the loss to be noticed")
+            server.start_again()
+            wait_until(lambda: any(isinstance(event, DatabaseBack) for event in events), "the way back")
+            engine.dispose()
+            wait_until(lambda: waiting(engine) == 0, "the rest of the work", 60)
+        finally:
+            relay.stop()
+            thread.join(60)
+        names = [f"{flavour} {n}" for flavour in ("sync", "async") for n in range(30)]
+        assert effects(engine) == dict.fromkeys(names, 1)
+        engine.dispose()
+
+
+def test_an_outage_is_waited_out_with_growing_pauses(outboxq_prepare: Callable[[str], None]) -> None:
+    """Idle slots, sync and async, do not spin while the database is away; the listener's bell does not shorten it."""
+    with start_embedded() as server, server.create_database() as database:
+        outboxq_prepare(database.url)
+        lost: list[tuple[float, DatabaseLost]] = []
+
+        def hook(event: Event) -> None:
+            if isinstance(event, DatabaseLost):
+                lost.append((time.monotonic(), event))
+
+        started = threading.Event()
+        relay = Relay(
+            database.url,
+            app.jobs,
+            RelayConfig(slots_per_queue=1, poll_seconds=30),
+            hooks=[hook, lambda event: started.set() if isinstance(event, RelayStarted) else None],
+        )
+        thread = threading.Thread(target=relay.run)
+        thread.start()
+        try:
+            assert started.wait(20)
+            own = create_engine(database.url)
+            wait_until(lambda: sleep_flags(own) == 2, "both slots asleep")
+            own.dispose()
+            server.stop_immediately()
+            wait_until(lambda: any(event.retry_seconds > 1 for _, event in lost), "a pause of over a second")
+        finally:
+            relay.stop()
+            thread.join(60)
+            server.start_again()
+        assert lost[-1][0] - lost[0][0] > 0.7, "the pauses before it were kept"
+
+
+def sleep_flags(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.execute(
+            text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted")
+        ).scalar_one()
+
+
+def test_a_relay_waits_for_a_database_that_is_down_at_its_start(outboxq_prepare: Callable[[str], None]) -> None:
+    """It retries and says so, without the URL in the message."""
+    with start_embedded() as server, server.create_database() as database:
+        outboxq_prepare(database.url)
+        server.stop_immediately()
+        events: list[Event] = []
+        relay = Relay(database.url, app.jobs, hooks=[events.append])
+        thread = threading.Thread(target=relay.run)
+        thread.start()
+        try:
+            wait_until(lambda: any(isinstance(event, DatabaseLost) for event in events), "the first try")
+            assert not any(isinstance(event, RelayStarted) for event in events)
+            server.start_again()
+            wait_until(lambda: any(isinstance(event, RelayStarted) for event in events), "the start")
+        finally:
+            relay.stop()
+            thread.join(60)
+        assert "127.0.0.1" not in repr(events)
+
+
+@pytest.mark.parametrize("to", [None, 1])
+def test_missing_or_older_tables_end_the_relay_with_the_command(outboxq_server: Server, to: int | None) -> None:
+    """At once, not in a loop: waiting would not mend it."""
+    from outboxq.migrations.runner import migrate
+
+    with outboxq_server.create_database() as database:
+        if to is not None:
+            engine = create_engine(database.url)
+            with engine.begin() as connection:
+                migrate(connection, to=to)
+            engine.dispose()
+        with pytest.raises(SchemaError, match="outboxq migrate"):
+            Relay(database.url, app.jobs).run()
+
+
+def test_the_relay_works_on_the_users_own_engines(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """Engine events run (tokens, connectors), and no session setting of the relay stays in the pool."""
+    own = create_engine(outboxq_database.url, pool_size=6)
+    own_async = create_async_engine(outboxq_database.url, pool_size=6)
+    connects: list[object] = []
+    event.listen(own, "do_connect", lambda *arguments: connects.append(arguments))
+    event.listen(own_async.sync_engine, "do_connect", lambda *arguments: connects.append(arguments))
+    with sessions.begin() as session:
+        session.add_job(app.record, name="a")
+        session.add_job(app.record_async, name="b")
+    report = Relay(own, app.jobs, async_engine=own_async, hooks=()).drain()
+    assert report.done == 2
+    assert len(connects) >= 4
+    with own.connect() as connection:
+        assert connection.execute(text("SHOW plan_cache_mode")).scalar() == "auto"
+    own.dispose()
+    asyncio.run(own_async.dispose())
+
+
+def test_engines_that_do_not_fit_are_refused_with_the_remedy(outboxq_database: Database) -> None:
+    """A missing flavour, another driver, a pool that is too small."""
+    url = outboxq_database.url
+    with pytest.raises(ConfigError, match="async_engine="):
+        Relay(create_engine(url), app.jobs)
+    with pytest.raises(ConfigError, match="there is no sync engine"):
+        Relay(create_async_engine(url), app.jobs)
+    with pytest.raises(ConfigError, match="the relay needs psycopg, and this engine uses asyncpg"):
+        Relay(create_async_engine(url.replace("+psycopg", "+asyncpg")), app.jobs)
+    with pytest.raises(ConfigError, match="pool holds 2"):
+        Relay(create_engine(url, pool_size=1, max_overflow=1), app.jobs, async_engine=create_async_engine(url))
+    with pytest.raises(ConfigError, match="outboxq needs postgresql"):
+        Relay("sqlite://", app.jobs)
+
+
+@pytest.mark.parametrize("spelling", ["postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg2"])
+def test_a_url_may_be_spelled_in_any_way(
+    spelling: str, outboxq_database: Database, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """The relay makes psycopg engines of it."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="a")
+    url = outboxq_database.url.replace("postgresql+psycopg", spelling)
+    assert Relay(url, app.jobs, hooks=()).drain().done == 1
+
+
+def test_a_hook_that_fails_breaks_no_job(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the next hook is called."""
+    events: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise RuntimeError("hook")
+
+    with sessions.begin() as session:
+        session.add_job(app.record, name="a")
+    assert Relay(outboxq_database.url, app.jobs, hooks=[broken, events.append]).drain().done == 1
+    assert any(isinstance(event, JobDone) for event in events)
+    assert "a hook failed" in caplog.text
+
+
+def test_default_logging_names_the_job_and_never_its_payload(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One record per event, fields in `extra`."""
+    caplog.set_level("DEBUG", "outboxq")
+    with sessions.begin() as session:
+        handle = session.add_job(app.fail, name="4242-4242")
+    Relay(outboxq_database.url, app.jobs).drain()
+    assert f"job failed and will run again: kind=fail queue=ledger id={handle.id} attempt=1" in caplog.text
+    assert "job moved to the dead letters" in caplog.text
+    assert "4242" not in caplog.text
+    assert any(getattr(record, "outboxq_kind", None) == "fail" for record in caplog.records)
+
+
+def test_deadlocks_are_retried_for_free(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """40P01 is nobody's fault: the job runs again at once, and no attempt is charged."""
+    jobs, calls, first_locked = Jobs(), [], threading.Event()
+
+    @jobs.handler(queue="ledger", retry=Backoff(max_attempts=1))
+    def lock_both(ctx: Context) -> None:
+        calls.append(ctx.job.attempt)
+        ctx.session.execute(text("SET LOCAL deadlock_timeout = '50ms'"))
+        ctx.session.execute(text("UPDATE account SET balance = 1 WHERE id = 1"))
+        first_locked.set()
+        ctx.session.execute(text("UPDATE account SET balance = 1 WHERE id = 2"))
+        ctx.session.add(Effect(name="both"))
+
+    with sessions.begin() as session:
+        session.add_all([app.Account(id=1), app.Account(id=2)])
+        session.add_job(lock_both)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        with engine.begin() as connection:
+            connection.execute(text("SET LOCAL deadlock_timeout = '60s'"))
+            connection.execute(text("UPDATE account SET balance = 2 WHERE id = 2"))
+            assert first_locked.wait(10)
+            connection.execute(text("UPDATE account SET balance = 2 WHERE id = 1"))
+        wait_until(lambda: running.of(JobDone), "the job")
+        assert not running.of(JobRetried)
+    assert len(calls) >= 2
+    assert set(calls) == {1}
+    assert effects(engine) == {"both": 1}
+
+
+def test_a_terminated_backend_costs_a_reconnect_and_no_attempt(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The claim died with its connection: the job waits as it was, and runs again."""
+    with sessions.begin() as session:
+        session.add_job(app.record_slowly, name="sync", seconds=1.0)
+        session.add_job(app.record_async, name="async", seconds=1.0)
+    with start_relay(config=RelayConfig(slots_per_queue=1)) as running:
+        wait_until(lambda: locked(engine) == 2, "both claims")
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() AND datname = current_database()"
+                )
+            )
+        wait_until(lambda: len(running.of(JobDone)) == 2, "both jobs")
+        assert [event.job.attempt for event in running.of(JobDone)] == [1, 1]
+    assert effects(engine) == {"sync": 1, "async": 1}
+
+
+def test_an_operational_error_of_the_handler_itself_is_a_failed_attempt(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """Only the loss of the relay's own connection is free."""
+    jobs = Jobs()
+
+    @jobs.handler(retry=Backoff(max_attempts=1))
+    def connects_elsewhere(ctx: Context) -> None:
+        raise OperationalError("SELECT 1", {"secret": "value"}, Exception("no route"))
+
+    with sessions.begin() as session:
+        session.add_job(connects_elsewhere)
+    assert Relay(outboxq_database.url, jobs, hooks=()).drain().died == 1
+    with engine.connect() as connection:
+        errors = str(connection.execute(text("SELECT errors FROM outboxq.dead_job")).scalar())
+    assert "secret" not in errors
+
+
+def test_idle_slots_end_quickly_when_the_relay_stops(start_relay: StartRelay, engine: Engine) -> None:
+    """Sleeping for 30 seconds, stopping at once."""
+    with start_relay(config=RelayConfig(poll_seconds=30)) as running:
+        wait_until(lambda: running.of(RelayStarted), "the start")
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 3

@@ -1,0 +1,329 @@
+"""Sleeping and waking: no wake is missed, and nothing is notified while nobody sleeps.
+
+Every relay here polls once in 30 seconds, so what happens sooner happened by waking.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.events import Emitter, JobDone, RelayStarted
+from outboxq.execute import SyncInvoker
+from outboxq.listener import Listener, Sleeper
+from outboxq.postgres import Database
+from outboxq.slot import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, Shared, Slot, Tally
+from tests.conftest import RunningRelay, StartRelay
+from tests.support import app
+from tests.support.waiting import wait_until
+
+PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=30)
+FLAGS = """
+SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND classid::bigint = hashtext('outboxq_outboxq')::bigint & 4294967295
+AND objid::bigint = hashtext(:queue)::bigint & 4294967295
+"""
+
+
+def sleeps(engine: Engine, queue: str = "ledger") -> bool:
+    with engine.connect() as connection:
+        return bool(connection.execute(text(FLAGS), {"queue": queue}).scalar())
+
+
+def wait_until_asleep(engine: Engine, queue: str = "ledger") -> None:
+    wait_until(lambda: sleeps(engine, queue), f"a relay that sleeps on {queue}")
+
+
+@contextmanager
+def listening(database: Database) -> Iterator[Callable[[], list[str]]]:
+    """Collects the payloads that were notified so far."""
+    url = database.url.replace("+psycopg", "")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("LISTEN outboxq_outboxq")
+        heard: list[str] = []
+
+        def collect() -> list[str]:
+            heard.extend(notify.payload for notify in connection.notifies(timeout=0.05))
+            return heard
+
+        yield collect
+
+
+def seconds_until_done(running: RunningRelay, count: int = 1) -> float:
+    begun = time.monotonic()
+    wait_until(lambda: len(running.of(JobDone)) >= count, f"{count} jobs done")
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("kind", "queue"), [(app.record, "ledger"), (app.record_async, "ledger-async")])
+def test_a_sleeping_relay_starts_a_job_within_a_second_of_its_commit(
+    kind: object, queue: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The trigger notifies because the sleep flag is up."""
+    config = RelayConfig(groups=(SlotGroup((queue,)),), poll_seconds=30)
+    with start_relay(config=config) as running:
+        for count in (1, 2, 3):
+            wait_until_asleep(engine, queue)
+            with sessions.begin() as session:
+                session.add_job(kind, name=f"job {count}")
+            assert seconds_until_done(running, count) < 1
+
+
+def test_a_relay_on_an_async_engine_alone_is_woken_too(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The listener works on whichever engine there is."""
+    jobs = Jobs()
+    jobs.add(app.record_async)
+    config = RelayConfig(poll_seconds=30)
+    with start_relay(jobs, config, engine=create_async_engine(outboxq_database.url)) as running:
+        wait_until_asleep(engine, "ledger-async")
+        with sessions.begin() as session:
+            session.add_job(app.record_async, name="job")
+        assert seconds_until_done(running) < 1
+
+
+def test_a_producer_whose_transaction_is_open_while_the_relay_falls_asleep_loses_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its uncommitted insert keeps the flag down, and a relay without the flag keeps looking."""
+    with sessions() as session:
+        session.add_job(app.record, name="late commit")
+        session.flush()
+        with start_relay(config=PATIENT) as running:
+            wait_until(lambda: running.of(RelayStarted), "the relay's start")
+            # Long enough to have looked, to have tried the flag, and to have gone to rest without it.
+            time.sleep(0.5)
+            assert not sleeps(engine)
+            session.commit()
+            assert seconds_until_done(running) < 2
+
+
+def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody notified for it, so the relay looks once more after it has raised the flag."""
+    raise_flag, inserted = Listener.fall_asleep, []
+
+    def insert_then_raise_flag(listener: Listener, sleeper: Sleeper) -> "Future[bool]":
+        if not inserted:
+            inserted.append(True)
+            with sessions.begin() as session:
+                session.add_job(app.record, name="in between")
+        return raise_flag(listener, sleeper)
+
+    monkeypatch.setattr(Listener, "fall_asleep", insert_then_raise_flag)
+    with start_relay(config=PATIENT) as running:
+        wait_until(lambda: inserted, "the moment in between")
+        assert seconds_until_done(running) < 1
+
+
+def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """NOTIFY takes a database-wide lock at COMMIT, so a busy system must not send any."""
+    jobs, release = Jobs(), threading.Event()
+
+    @jobs.handler(queue="ledger")
+    def block(ctx: Context) -> None:
+        release.wait(20)
+
+    def add_block() -> None:
+        with sessions.begin() as session:
+            session.add_job(block)
+
+    with listening(outboxq_database) as heard:
+        add_block()
+        assert heard() == [], "no relay runs"
+        with start_relay(jobs, PATIENT) as running:
+            try:
+                release.set()
+                seconds_until_done(running, 1)
+                wait_until_asleep(engine)
+                release.clear()
+                add_block()
+                wait_until(lambda: heard() == ["ledger"], "the notification for a sleeper")
+                wait_until(lambda: not sleeps(engine), "the flag to go down, as the only slot has work")
+                for _ in range(20):
+                    add_block()
+                assert heard() == ["ledger"]
+            finally:
+                release.set()
+            seconds_until_done(running, 22)
+
+
+def waiting(engine: Engine) -> bool:
+    """Whether a job can be claimed: one that a relay is running is locked."""
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT FROM outboxq.job FOR UPDATE SKIP LOCKED")).first() is not None
+
+
+def test_a_relay_whose_listener_was_cut_listens_again(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """A lost connection costs one full look, then waking works as before."""
+    with start_relay(config=PATIENT) as running:
+        for count in (1, 2):
+            wait_until_asleep(engine)
+            with engine.begin() as connection:
+                terminated = connection.execute(
+                    text(
+                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                        "WHERE datname = current_database() AND query LIKE '%pg_try_advisory_lock%' "
+                        "AND pid <> pg_backend_pid()"
+                    )
+                ).all()
+            assert terminated
+            wait_until(lambda: not sleeps(engine), "the flag to go with its process")
+            wait_until_asleep(engine)
+            with sessions.begin() as session:
+                session.add_job(app.record, name="job")
+            assert seconds_until_done(running, count) < 1
+
+
+def test_a_second_relay_takes_the_flag_over_from_one_that_stopped(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Only one relay can hold a flag; the others look every second until they get it."""
+    with start_relay(config=PATIENT) as survivor:
+        with start_relay(config=PATIENT):
+            wait_until_asleep(engine)
+        wait_until_asleep(engine)
+        with sessions.begin() as session:
+            session.add_job(app.record, name="job")
+        assert seconds_until_done(survivor) < 1
+
+
+def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """A relay sleeps no longer than until the next scheduled job of its queues."""
+    with start_relay(config=PATIENT) as running:
+        wait_until_asleep(engine)
+        with sessions.begin() as session:
+            session.add_job(app.record.options(delay=timedelta(seconds=1)), name="job")
+        assert 0.8 < seconds_until_done(running) < 2.5
+
+
+def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay) -> None:
+    """With the flag up it sleeps for its whole poll interval: idle relays cost nothing."""
+    last_statement = text(
+        "SELECT max(state_change) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with start_relay(config=PATIENT):
+        wait_until_asleep(engine)
+        with engine.connect() as connection:
+
+            def moments() -> tuple[object, object]:
+                connection.rollback()
+                first = connection.execute(last_statement).scalar()
+                connection.execute(text("SELECT pg_sleep(0.5)"))
+                connection.rollback()
+                return first, connection.execute(last_statement).scalar()
+
+            wait_until(lambda: len(set(moments())) == 1, "half a second without a statement", 5)
+
+
+def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """A paused queue, or a handler that runs a job that was scheduled: the pauses grow all the same."""
+    with sessions.begin() as session:
+        session.add_job(app.record.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)), name="due")
+        session.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('ledger', now())"))
+    shared = Shared(
+        registry=app.jobs.resolve(),
+        state=None,
+        schema="outboxq",
+        batch_size=1,
+        poll_seconds=30,
+        until_empty=False,
+        emit=Emitter([], lambda *_: None),
+        listener=None,
+        stopping=threading.Event(),
+        abandoned=threading.Event(),
+        tally=Tally(),
+        lock=threading.Lock(),
+    )
+    slot = Slot(shared, "sync", ("ledger",), lambda: None)
+    with engine.connect() as connection:
+        assert not slot.work_once(connection, slot.prepare(connection, SyncInvoker()))
+        pauses = [slot.pause_seconds(connection, flagged=True) for _ in range(10)]
+    assert pauses[0] == FIRST_PAUSE_SECONDS
+    assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS
+
+
+def test_every_slot_of_a_queue_is_woken_by_one_commit_of_many_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Notifications of one transaction are folded into one, so it wakes all sleepers."""
+    config = RelayConfig(groups=(SlotGroup(("ledger",), 4),), poll_seconds=30)
+    with start_relay(config=config) as running:
+        wait_until_asleep(engine)
+        with sessions.begin() as session:
+            session.add_jobs(app.record_slowly.job(name=f"job {n}", seconds=0.5) for n in range(4))
+        assert seconds_until_done(running, 4) < 1.7
+
+
+def test_blocking_sync_handlers_do_not_delay_async_ones(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Sync handlers have threads of their own, and never the event loop."""
+    config = RelayConfig(slots_per_queue=2, poll_seconds=30)
+    with start_relay(config=config) as running:
+        wait_until_asleep(engine, "ledger")
+        wait_until_asleep(engine, "ledger-async")
+        with sessions.begin() as session:
+            session.add_jobs(app.record_slowly.job(name=f"slow {n}", seconds=3) for n in range(2))
+        wait_until(lambda: not waiting(engine), "the blocking handlers' start")
+        with sessions.begin() as session:
+            session.add_jobs(app.record_async.job(name=f"async {n}") for n in range(10))
+        assert seconds_until_done(running, 10) < 1.5
+        done = [event.job.kind for event in running.of(JobDone)]
+        assert done == ["record_async"] * 10
+
+
+def test_a_relay_without_listening_finds_jobs_by_polling(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Polling is the truth; listening is a shortcut."""
+    with start_relay(config=RelayConfig(listen=False, poll_seconds=0.2)) as running:
+        wait_until(lambda: running.of(RelayStarted), "the relay's start")
+        with sessions.begin() as session:
+            session.add_job(app.record, name="job")
+        assert seconds_until_done(running) < 2
+        assert not sleeps(engine)
+
+
+def test_a_listen_url_is_used_for_listening(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """For a relay whose own URL leads to a transaction pooler."""
+    config = RelayConfig(poll_seconds=30, listen_url=outboxq_database.url)
+    own = create_engine(outboxq_database.url, pool_size=10)
+    only_sync = Jobs()
+    only_sync.add(app.record)
+    with start_relay(only_sync, config, engine=own) as running:
+        wait_until_asleep(engine)
+        with engine.connect() as connection:
+            names = connection.execute(
+                text("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()")
+            ).scalars()
+            assert "outboxq listener" in list(names)
+        with sessions.begin() as session:
+            session.add_job(app.record, name="job")
+        assert seconds_until_done(running) < 1
+    own.dispose()

@@ -1,0 +1,167 @@
+"""A downgrade never drops a job: it refuses, and everything stays where it was."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
+
+from outboxq import migrations
+from outboxq.migrations.runner import migrate
+from outboxq.postgres import Database
+from outboxq.statements.version import schema_version
+from tests.migrations.catalog import read_catalog, schema_exists
+from tests.migrations.project import run_psql
+from tests.support.waiting import wait_until
+
+ADD_JOB = text("SELECT outboxq.add_job('greet', '{\"secret\": \"hunter2\"}')")
+# As Python's add_job does it, which needs no step 2.
+INSERT_JOB = text("INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'mail', 'greet', '{}')")
+ADD_DEAD_LETTER = text(
+    "INSERT INTO outboxq.dead_job "
+    "(id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at) VALUES "
+    "(gen_random_uuid(), 'mail', 'greet', '{\"secret\": \"hunter2\"}', '{}', 0, 8, 0, '[]', 'gave up', now())"
+)
+
+
+@pytest.fixture
+def installed(empty_engine: Engine) -> Engine:
+    """The empty database, with the tables in it."""
+    with empty_engine.begin() as connection:
+        migrate(connection)
+    return empty_engine
+
+
+def downgrade(engine: Engine, to: int = 0) -> None:
+    with engine.begin() as connection:
+        migrations.downgrade(_operations(connection), to=to)
+
+
+@pytest.mark.parametrize(("row", "named"), [(ADD_JOB, "jobs"), (ADD_DEAD_LETTER, "dead letters")])
+@pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "AUTOCOMMIT"])
+def test_it_refuses_while_there_is_something_to_lose(
+    database: Database, installed: Engine, row: object, named: str, isolation_level: str
+) -> None:
+    """The message names what is there and what to do, no payload, and every step is still in place."""
+    with installed.begin() as connection:
+        connection.execute(row)
+    before = read_catalog(database.url)
+    with pytest.raises(DBAPIError) as refused:
+        downgrade(installed.execution_options(isolation_level=isolation_level))
+    message = str(refused.value.orig)
+    assert f'outboxq: the downgrade would drop {named} in schema "outboxq"' in message
+    assert "HINT:  Let a relay work them off, or cancel and discard them" in message
+    assert "hunter2" not in message
+    assert read_catalog(database.url) == before
+    with installed.connect() as connection:
+        assert schema_version(connection, "outboxq") == migrations.LATEST
+
+
+def test_it_goes_through_once_the_work_is_done(database: Database, installed: Engine) -> None:
+    """What was refused works as soon as the tables are empty."""
+    with installed.begin() as connection:
+        connection.execute(ADD_JOB)
+    with pytest.raises(DBAPIError, match="would drop jobs"):
+        downgrade(installed)
+    with installed.begin() as connection:
+        connection.execute(text("DELETE FROM outboxq.job"))
+    downgrade(installed)
+    assert not schema_exists(database.url)
+
+
+def test_going_back_to_a_step_that_keeps_the_tables_keeps_the_jobs(installed: Engine) -> None:
+    """Only what would lose jobs is refused."""
+    with installed.begin() as connection:
+        connection.execute(ADD_JOB)
+    downgrade(installed, to=1)
+    with installed.connect() as connection:
+        assert schema_version(connection, "outboxq") == 1
+        assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
+
+
+def test_the_offline_sql_refuses_too(database: Database, installed: Engine, tmp_path: Path) -> None:
+    """The guard is part of the SQL, not of the program that wrote it."""
+    with installed.begin() as connection:
+        connection.execute(ADD_JOB)
+    before = read_catalog(database.url)
+    blocks = [migrations.check_downgrade_sql(0, "outboxq"), migrations.downgrade_sql(2, "outboxq")]
+    with pytest.raises(AssertionError, match="would drop jobs"):
+        run_psql(database.url, ";\n".join(["BEGIN", *blocks, "COMMIT;"]), tmp_path)
+    assert read_catalog(database.url) == before
+    # Also each block by itself, as a frozen file may hold only one.
+    with pytest.raises(AssertionError, match="would drop jobs"):
+        run_psql(
+            database.url,
+            ";\n".join(
+                ["BEGIN", migrations.downgrade_sql(2, "outboxq"), migrations.downgrade_sql(1, "outboxq"), "COMMIT;"]
+            ),
+            tmp_path,
+        )
+    assert read_catalog(database.url) == before
+
+
+@pytest.mark.parametrize("step", range(1, migrations.LATEST + 1))
+def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, installed: Engine, step: int) -> None:
+    """A producer that has inserted but not committed cannot lose its job to the drop, whichever step is first."""
+    downgrade(installed, to=step)
+    before = read_catalog(database.url)
+    with _downgrade_that_waits(installed) as (producer, waiting):
+        producer.commit()
+        with pytest.raises(DBAPIError, match="would drop jobs"):
+            waiting.result(timeout=30)
+    assert read_catalog(database.url) == before
+    with installed.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
+
+
+def test_it_goes_on_when_the_open_transaction_rolls_back(database: Database, installed: Engine) -> None:
+    """A job that never came to be is no reason to refuse."""
+    with _downgrade_that_waits(installed) as (producer, waiting):
+        producer.rollback()
+        waiting.result(timeout=30)
+    assert not schema_exists(database.url)
+
+
+@pytest.mark.parametrize("isolation_level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_it_refuses_a_transaction_whose_snapshot_may_be_too_old(
+    database: Database, installed: Engine, isolation_level: str
+) -> None:
+    """Behind an old snapshot the guard would not see a job that was committed meanwhile, so it does not start."""
+    before = read_catalog(database.url)
+    engine = installed.execution_options(isolation_level=isolation_level)
+    with pytest.raises(DBAPIError, match=f"needs READ COMMITTED, this transaction is {isolation_level}"):
+        downgrade(engine)
+    assert read_catalog(database.url) == before
+    # Nothing to lose: any transaction will do.
+    downgrade(engine, to=1)
+    assert read_catalog(database.url)["functions"] == []
+
+
+@contextmanager
+def _downgrade_that_waits(engine: Engine) -> Iterator[tuple[Connection, "Future[None]"]]:
+    """A producer with an uncommitted job, and a downgrade that waits for its table lock."""
+    waits_for_lock = text(
+        "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted "
+        "AND mode = 'AccessExclusiveLock' AND wait_event_type = 'Lock' AND datname = current_database()"
+    )
+    with ThreadPoolExecutor() as pool, engine.connect() as producer:
+        producer.execute(INSERT_JOB)
+        waiting = pool.submit(downgrade, engine)
+        try:
+            # In one transaction, pg_stat_activity would stay what it was at the first look.
+            with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as watcher:
+                wait_until(lambda: watcher.execute(waits_for_lock).scalar() == 1, "the downgrade to wait")
+            assert not waiting.done()
+            yield producer, waiting
+        finally:
+            # Whatever failed: the thread must come free.
+            producer.close()
+
+
+def _operations(connection: Connection) -> Operations:
+    return Operations(MigrationContext.configure(connection))

@@ -1,0 +1,126 @@
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+"""What type checkers accept of the public names, and the types that they infer. Checked, never run."""
+
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, assert_type
+from uuid import UUID
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+
+from outboxq import (
+    AsyncContext,
+    AsyncOutboxSession,
+    Backoff,
+    Context,
+    DeadLetter,
+    Discard,
+    Done,
+    Handler,
+    JobHandle,
+    JobKind,
+    Jobs,
+    NewJob,
+    OutboxSession,
+    Outcome,
+    Retry,
+    Snooze,
+    add_job,
+    add_jobs,
+    external,
+)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Account(Base):
+    __tablename__ = "account"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class State:
+    name: str
+
+
+@contextmanager
+def lifespan() -> Generator[State]:
+    yield State()
+
+
+jobs = Jobs(lifespan=lifespan)
+ship = external("ship", queue="depot")
+
+
+@jobs.handler(queue="accounts", retry=Backoff(max_attempts=8), aliases=["old"])
+def credit(ctx: Context, account: Account, cents: int, *, note: str = "") -> None:
+    assert_type(ctx.session, OutboxSession)
+    assert_type(ctx.headers, dict[str, str])
+    assert_type(ctx.job.id, UUID)
+    ctx.session.add_job(credit, account=account, cents=cents)
+
+
+@jobs.handler(kind="mail.send")
+async def mail(ctx: AsyncContext[State], account_id: int) -> Outcome:
+    assert_type(ctx.state, State)
+    assert_type(ctx.session, AsyncOutboxSession)
+    ctx.session.add_job(credit, Account(), 1)
+    return Done() if account_id else Retry(timedelta(seconds=5), reason="no account")
+
+
+@jobs.handler()
+def settle(ctx: Context[State], day: datetime) -> Snooze | DeadLetter | Discard | None:
+    return Snooze(timedelta(hours=1)) if day else DeadLetter("no day")
+
+
+@jobs.handler()
+def no_arguments(ctx: Context) -> None: ...
+
+
+is_a_handler: Handler[[int], AsyncContext[Any], Awaitable[Outcome]] = mail
+is_a_kind: JobKind[[datetime]] = settle
+
+
+def produce(session: OutboxSession, account: Account) -> None:
+    assert_type(session.add_job(credit, account, 500), JobHandle)
+    assert_type(session.add_job(credit, account=account, cents=500, note="x"), JobHandle)
+    assert_type(session.add_job(credit.options(delay=timedelta(hours=1), priority=5), account, cents=1), JobHandle)
+    assert_type(session.add_job(mail, account_id=account.id).id, UUID)
+    assert_type(session.add_job(no_arguments), JobHandle)
+    assert_type(session.add_job(ship, order_id=7, anything="goes"), JobHandle)
+    assert_type(session.add_job(ship.options(headers={"a": "b"}), order_id=7), JobHandle)
+    assert_type(credit.job(account, cents=1), NewJob)
+    assert_type(session.add_jobs(credit.job(account, cents) for cents in range(5)), list[JobHandle])
+    assert_type(session.add_jobs([ship.job(order_id=1), mail.job(2)]), list[JobHandle])
+
+
+async def produce_async(session: AsyncOutboxSession, account: Account) -> None:
+    assert_type(session.add_job(credit, account=account, cents=500), JobHandle)
+    assert_type(session.add_jobs([mail.job(5)]), list[JobHandle])
+
+
+def produce_elsewhere(
+    session: Session,
+    async_session: AsyncSession,
+    scoped: scoped_session[Session],
+    async_scoped: async_scoped_session[AsyncSession],
+    account: Account,
+) -> None:
+    for any_session in (session, async_session, scoped, async_scoped):
+        assert_type(add_job(any_session, credit, account, cents=1), JobHandle)
+        assert_type(add_jobs(any_session, [credit.job(account, 1)]), list[JobHandle])
+
+
+def factories(engine: Engine, async_engine: AsyncEngine) -> None:
+    assert_type(sessionmaker(engine, class_=OutboxSession)(), OutboxSession)
+    assert_type(async_sessionmaker(async_engine, class_=AsyncOutboxSession)(), AsyncOutboxSession)
+
+
+async def call_plainly(ctx: Context, async_ctx: AsyncContext[State], account: Account) -> None:
+    credit(ctx, account, 5)
+    assert_type(settle(ctx, datetime.now()), Snooze | DeadLetter | Discard | None)
+    assert_type(await mail(async_ctx, account_id=5), Outcome)

@@ -1,0 +1,67 @@
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+"""What type checkers refuse: each `type: ignore` below is an error that must be there. Checked, never run."""
+
+from datetime import timedelta
+
+from sqlalchemy.orm import Session
+
+from outboxq import AsyncContext, Context, Jobs, OutboxSession, Retry, Snooze, add_job, external
+
+jobs = Jobs()
+ship = external("ship", queue="depot")
+
+
+@jobs.handler()
+def credit(ctx: Context, account_id: int, cents: int = 0) -> None: ...
+
+
+@jobs.handler()
+async def mail(ctx: AsyncContext, address: str) -> None: ...
+
+
+def wrong_arguments(session: OutboxSession, plain: Session) -> None:
+    session.add_job(credit)  # type: ignore[call-arg]
+    session.add_job(credit, "one")  # type: ignore[arg-type]
+    session.add_job(credit, 1, 2, 3)  # type: ignore[call-arg]
+    session.add_job(credit, account_id=1, cent=5)  # type: ignore[call-arg]
+    session.add_job(credit, account_id=1, cents="5")  # type: ignore[arg-type]
+    session.add_job(mail, 5)  # type: ignore[arg-type]
+    session.add_job(credit.options(priority=5), account_id="x")  # type: ignore[arg-type]
+    session.add_jobs([credit.job("x")])  # type: ignore[arg-type]
+    session.add_jobs([credit])  # type: ignore[list-item]
+    add_job(plain, credit, account_id="x")  # type: ignore[arg-type]
+    add_job(plain, mail)  # type: ignore[call-arg]
+
+
+def wrong_kinds(session: OutboxSession, plain: Session) -> None:
+    session.add_job("credit", account_id=1)  # type: ignore[arg-type]
+    session.add_job(wrong_kinds, session, plain)  # type: ignore[arg-type]
+    plain.add_job(credit, 1)  # type: ignore[attr-defined]
+    add_job(object(), credit, 1)  # type: ignore[arg-type]
+
+
+def wrong_options() -> None:
+    credit.options(delay=5)  # type: ignore[arg-type]
+    credit.options(priority="high")  # type: ignore[arg-type]
+    credit.options(dealy=timedelta(1))  # type: ignore[call-arg]
+    ship.options(headers={"a": 1})  # type: ignore[dict-item]
+    external("ship")  # type: ignore[call-arg]
+    Retry(5)  # type: ignore[arg-type]
+    Snooze()  # type: ignore[call-arg]
+
+
+def wrong_handlers() -> None:
+    jobs.handler("credit")  # type: ignore[call-arg]
+
+    @jobs.handler()  # type: ignore[arg-type]
+    def no_context(address: str) -> None: ...
+
+    @jobs.handler()  # type: ignore[type-var]
+    def returns_a_number(ctx: Context) -> int:
+        return 5
+
+
+def wrong_calls(ctx: Context, async_ctx: AsyncContext) -> None:
+    credit(ctx, "x")  # type: ignore[arg-type]
+    credit(async_ctx, 5)  # type: ignore[arg-type]
+    credit(5)  # type: ignore[arg-type, call-arg]

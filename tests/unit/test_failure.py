@@ -1,0 +1,272 @@
+"""What is remembered of a failed attempt never shows the payload, and can always be stored."""
+
+import json
+from datetime import UTC, datetime
+from uuid import UUID
+
+import psycopg
+import psycopg.errors
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, StatementError
+
+from outboxq.errors import EntityGone, PayloadError
+from outboxq.failure import (
+    KEPT_ERRORS,
+    MAX_MESSAGE_CHARACTERS,
+    ErrorRecord,
+    describe_failure,
+    describe_reason,
+    kept_errors,
+    redact,
+)
+from outboxq.job import Job
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def job_with(args: object) -> Job:
+    stored = json.dumps(args, ensure_ascii=False)
+    return Job(UUID(int=7), "accounts", "credit", stored, "{}", 0, 3, None, 0, 0, None, None, "[]", NOW, NOW, 1)
+
+
+def message_of(error: BaseException, args: object = None) -> str:
+    return describe_failure(error, job_with(args or {})).record.message
+
+
+class Diagnosed(psycopg.errors.UniqueViolation):
+    """As the server sends it; the driver's own object cannot be made without one."""
+
+    sqlstate = "23505"
+
+    class diag:  # noqa: N801  # psycopg's name
+        message_primary = 'duplicate key value violates unique constraint "person_email_key"'
+        message_detail = "Key (email)=(ann@example.org) already exists."
+
+    def __str__(self) -> str:
+        return f"{self.diag.message_primary}\nDETAIL:  {self.diag.message_detail}"
+
+
+class DataError(psycopg.errors.InvalidTextRepresentation):
+    sqlstate = "22P02"
+
+    class diag:  # noqa: N801  # psycopg's name
+        message_primary = 'invalid input syntax for type integer: "ann@example.org"'
+
+    def __str__(self) -> str:
+        return f"{self.diag.message_primary}\nLINE 1: SELECT 'ann@example.org'::int"
+
+
+def wrapped(original: BaseException, kind: type[DBAPIError] = DBAPIError) -> DBAPIError:
+    return kind("INSERT INTO person VALUES (%(email)s)", {"email": "ann@example.org"}, original)
+
+
+def _raised_from(original: BaseException) -> BaseException:
+    try:
+        try:
+            raise wrapped(original)
+        except DBAPIError as error:
+            raise RuntimeError(f"could not save: {error}") from error
+    except RuntimeError as error:
+        return error
+
+
+def _pending_rollback(original: BaseException) -> BaseException:
+    return PendingRollbackError(
+        "This Session's transaction has been rolled back due to a previous exception during flush. To begin a new "
+        f"transaction with this Session, first issue Session.rollback(). Original exception was: {wrapped(original)}"
+    )
+
+
+@pytest.mark.parametrize("original", [Diagnosed("x"), DataError("x")], ids=lambda e: e.sqlstate)
+@pytest.mark.parametrize(
+    "wrap", [lambda e: e, wrapped, _raised_from, _pending_rollback], ids=["bare", "sqlalchemy", "own", "pending"]
+)
+def test_a_database_error_shows_no_row_and_no_parameter(original: psycopg.Error, wrap) -> None:
+    """DETAIL, the texts of class 22 and SQLAlchemy's parameters are left out, also where a user's text took them over.
+
+    The values are not the job's own arguments, so that nothing else would take them out.
+    """
+    error = wrap(original)
+    assert "ann@example.org" in str(error), "there is something to leave out"
+    record = describe_failure(error, job_with({})).record
+    assert "ann@example.org" not in record.as_json()
+    assert record.message
+
+
+def test_a_constraint_is_named() -> None:
+    """What is left is enough to find the fault."""
+    record = describe_failure(wrapped(Diagnosed("x"), IntegrityError), job_with({})).record
+    assert record.type.endswith("Diagnosed")
+    assert record.message == 'duplicate key value violates unique constraint "person_email_key" (SQLSTATE 23505)'
+
+
+def test_errors_of_other_drivers_are_treated_alike() -> None:
+    """asyncpg and psycopg2 put DETAIL into the text; both name the SQLSTATE."""
+
+    class FromAsyncpg(Exception):
+        sqlstate = "22P02"
+
+    class FromPsycopg2(Exception):
+        pgcode = "23505"
+
+    data = message_of(StatementError("x", "SELECT", {}, FromAsyncpg('invalid input: "ann@example.org"')))
+    assert data == "SQLSTATE 22P02 (its text is withheld, because it may quote data)"
+    assert message_of(FromPsycopg2("duplicate key\nDETAIL:  Key (email)=(ann@example.org)")) == "duplicate key"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"email": "ann@example.org"},
+        {"data": {"deep": [{"email": "ann@example.org"}]}},
+        {"data": {"ann@example.org": 1}},
+        {"data": ["x", ["ann@example.org"]]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("text", ["no such person: ann@example.org", "'ann@example.org'", "xann@example.orgx"])
+def test_argument_values_are_replaced_by_their_names(args: dict[str, object], text: str) -> None:
+    """Wherever they stand in the arguments, and inside other words too."""
+    (name,) = args
+    assert message_of(ValueError(text), args) == text.replace("ann@example.org", f"<{name}>")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('it\'s\na "secret"', repr('it\'s\na "secret"')),
+        ("línea\tsecreta", ascii("línea\tsecreta")),
+        ("back\\slash", json.dumps("back\\slash")),
+        ("2026-03-04T05:06:07Z", str(datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC))),
+        ("2026-03-04T05:06:07.089Z", repr(datetime(2026, 3, 4, 5, 6, 7, 89_000, tzinfo=UTC))),
+        (-12_345, "balance is -12345"),
+        (123.75, "123.75 is too much"),
+        (10**30, f"{10**30}!"),
+    ],
+)
+def test_values_are_found_in_the_spellings_of_python(value: object, text: str) -> None:
+    """A repr, an escape or a datetime's own text is the value all the same."""
+    message = message_of(ValueError(text), {"value": value})
+    assert "<value>" in message
+    assert all(piece not in message for piece in ("secret", "slash", "05:06", "5, 6", "12345", "123.75", "000000"))
+
+
+def test_a_short_value_leaves_longer_words_alone() -> None:
+    """An argument "order" does not eat into "ordered"; a single character identifies nothing."""
+    args = {"what": "order", "state": "x", "flag": True, "n": 7}
+    assert message_of(ValueError("the order was ordered, 7 x True"), args) == "the <what> was ordered, 7 x True"
+
+
+def test_a_longer_value_is_replaced_before_a_shorter_one_inside_it() -> None:
+    """Nothing of the longer one is left standing."""
+    assert redact("ann.example.org", json.dumps({"host": "example", "full": "ann.example.org"})) == "<full>"
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8, max_size=30)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), words, min_size=1), st.data())
+@example({"a": "\\\\\\\\\\\\\\\\"}, None)
+def test_no_long_value_survives(args: dict[str, str], data: st.DataObject | None) -> None:
+    """Whatever stands around it. Only the names that were put in could spell it again, and those are known."""
+    value = data.draw(st.sampled_from(sorted(args.values()))) if data else next(iter(args.values()))
+    message = redact(f"before{value}after", json.dumps(args, ensure_ascii=False))
+    assert value not in message.replace("<a>", "").replace("<b>", "").replace("<c>", "")
+
+
+def test_our_own_errors_are_left_as_they_are() -> None:
+    """They never quote a value, and the names in them are needed."""
+    args = {"account": "account", "Account": "missing"}
+    assert "argument 'account'" in message_of(EntityGone("account", "Account"), args)
+    assert message_of(PayloadError("argument 'account': Expected `int`"), args) == "argument 'account': Expected `int`"
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "x" * 100_000, "\0" * 5000, ""], ids=lambda t: ascii(t[:4]))
+def test_every_text_can_be_stored(text: str) -> None:
+    """NUL and lone surrogates would make jsonb refuse the record, and the job would never be settled."""
+    record = describe_failure(ValueError(text), job_with({})).record
+    stored = json.loads(record.as_json())["message"]
+    assert len(stored) <= MAX_MESSAGE_CHARACTERS
+    assert "\0" not in stored
+    stored.encode()
+
+
+def test_an_error_whose_text_cannot_be_read_is_still_recorded() -> None:
+    """A broken __str__ must not take the relay with it."""
+
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("broken")
+
+    record = describe_failure(Broken(), job_with({})).record
+    assert record.message == "(the text of this Broken cannot be read)"
+    assert record.type.endswith("Broken")
+
+
+def test_errors_that_cause_each_other_are_read_once() -> None:
+    """A chain of causes may be a circle."""
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert message_of(first) == "first"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kept"), [("no ann@example.org", "no <email>"), ("a\0b", "a\ufffdb"), (5, "5"), (None, "None")]
+)
+def test_a_reason_is_redacted_and_can_be_stored(reason: object, kept: str) -> None:
+    """What a handler returns with a retry, a dead letter or a discard."""
+    assert describe_reason(reason, job_with({"email": "ann@example.org"})) == kept
+    assert len(describe_reason("x" * 100_000, job_with({}))) == MAX_MESSAGE_CHARACTERS
+
+
+def test_the_users_frames_are_kept_and_ours_are_not() -> None:
+    """The innermost five, without libraries: where the fault is."""
+
+    def fail(depth: int) -> None:
+        if depth:
+            fail(depth - 1)
+        redact(None, "{}")  # type: ignore[arg-type]
+        json.loads("{")
+
+    try:
+        fail(8)
+    except json.JSONDecodeError as error:
+        where = describe_failure(error, job_with({})).record.where
+    assert len(where) == 5
+    assert any(frame.startswith("tests/unit/test_failure.py:") and frame.endswith(" in fail") for frame in where)
+    assert not any("outboxq/failure.py" in frame for frame in where)
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "transient"), [("40001", True), ("40P01", True), ("23505", False), ("57014", False)]
+)
+def test_deadlocks_and_serialization_failures_are_nobodys_fault(sqlstate: str, transient: bool) -> None:
+    """Bare or wrapped by SQLAlchemy."""
+    original = psycopg.errors.lookup(sqlstate)("x")
+    assert describe_failure(original, job_with({})).transient is transient
+    assert describe_failure(wrapped(original), job_with({})).transient is transient
+
+
+@given(st.integers(0, 60))
+def test_the_history_keeps_the_last_25(length: int) -> None:
+    """What is stored plus one more is never longer, and the oldest go first."""
+    stored = json.dumps([{"attempt": n} for n in range(length)])
+    kept = json.loads(kept_errors(stored))
+    assert len(kept) == min(length, KEPT_ERRORS - 1) == min(length, 24)
+    assert kept == json.loads(stored)[-24:]
+
+
+@pytest.mark.parametrize("stored", ["{}", "null", "nonsense", '"x"'])
+def test_a_broken_history_is_begun_again(stored: str) -> None:
+    """It never stops a job from being settled."""
+    assert kept_errors(stored) == "[]"
+
+
+def test_a_record_is_plain_json() -> None:
+    """The database adds the time."""
+    record = ErrorRecord(3, "ValueError", "bad", ("app.py:1 in f",))
+    assert json.loads(record.as_json()) == {
+        "attempt": 3, "type": "ValueError", "message": "bad", "where": ["app.py:1 in f"]
+    }  # fmt: skip

@@ -21,6 +21,7 @@ from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobEvent, JobRetried, JobSnoozed, JobsParked
 from outboxq.execute import FREE_RETRIES, Abandoned, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
 from outboxq.failure import ErrorRecord, Failed, describe_failure, describe_reason
+from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
 
@@ -82,6 +83,7 @@ def run_batch(
         ConnectionLost, psycopg.Error, SQLAlchemyError: what stands of the batch is to be found out.
     """
     progress: Progress | None = None
+    fault_point("before-claim")
     try:
         with connection.begin():
             batch = claim(connection, script, limit)
@@ -89,6 +91,7 @@ def run_batch(
                 return None
             progress = Progress(batch)
             started(progress)
+            fault_point("after-claim")
             # Committed by the certificate inside; leaving the block only tells SQLAlchemy.
             return _work_off(connection, progress, work)
     except TransactionEscaped as escaped:
@@ -189,9 +192,11 @@ def _work_off(connection: Connection, progress: Progress, work: Work) -> BatchRe
 
 
 def _certify(connection: Connection, progress: Progress) -> None:
+    fault_point("before-commit")
     progress.certifying = True
     try:
         settle.certify(connection, progress.batch.savepoint)
+        fault_point("after-commit")
     except psycopg.Error:
         # An answer that is an error: nothing was committed. Without an answer, nobody knows.
         progress.certifying = is_lost(connection)

@@ -23,6 +23,7 @@ from outboxq.driver import is_lost, transaction_status
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import EntityGone, HandlerError, HandlerRolledBack, OutboxqError, TransactionEndedByHandler
 from outboxq.failure import Failed, describe_failure
+from outboxq.fault_points import fault_point
 from outboxq.guard import Guard
 from outboxq.handlers import AnyHandler, Flavour, Registry
 from outboxq.job import Job
@@ -168,6 +169,7 @@ def _attempt(connection: Connection, handler: AnyHandler, job: Job, work: Work, 
         if isinstance(result, Done):
             _keep(connection, session, savepoint, shared_xid)
             kept = True
+            fault_point("after-handler")
     except asyncio.CancelledError as error:
         if _being_cancelled():
             raise
@@ -193,6 +195,7 @@ def _run(
 ) -> Outcome:
     arguments = handler.signature().decode(job.args)
     loaded = {name: _load(session, name, value) for name, value in arguments.items()}
+    fault_point("before-handler")
     returned = work.invoker.call(handler, session, job, work.state, loaded)
     if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
         return returned

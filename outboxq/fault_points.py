@@ -1,0 +1,35 @@
+"""Fault points: named steps of a job's way at which a test may kill, stop or cut. Free when unused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, get_args
+
+FaultPoint: TypeAlias = Literal[
+    "before-claim",
+    "after-claim",
+    "before-handler",
+    "after-handler",
+    "before-commit",
+    "after-commit",
+]
+# In the order in which a job passes them. In lease mode the claim is committed at "after-claim".
+FAULT_POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
+
+_action: Callable[[FaultPoint], None] | None = None
+
+
+def fault_point(name: FaultPoint) -> None:
+    """Pass a step of the way: run what a test asked for, if any."""
+    if _action is not None:
+        _action(name)
+
+
+@contextmanager
+def fault_action(action: Callable[[FaultPoint], None]) -> Iterator[None]:
+    """Within the block, every slot of this process calls `action` with the name of each step that it passes."""
+    global _action
+    previous, _action = _action, action
+    try:
+        yield
+    finally:
+        _action = previous

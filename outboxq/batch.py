@@ -1,32 +1,42 @@
-"""A batch on its way: claimed, executed, settled, certified, in one transaction on one connection.
+"""A batch on its way: claimed, executed, settled, certified.
 
-Written once: a thread calls it on its `Connection`, an event loop through `run_sync`.
+In transaction mode in one transaction on one connection; under a lease the claim is committed first. Written once: a
+thread calls it on its `Connection`, an event loop through `run_sync`.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import assert_never
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq import settle
-from outboxq.claim import Batch, claim, claim_one
+from outboxq.claim import Anchor, anchor, claim
 from outboxq.driver import is_lost, run_script, transaction_status
-from outboxq.errors import TransactionEndedByHandler
-from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobEvent, JobRetried, JobSnoozed, JobsParked
+from outboxq.events import (
+    Event,
+    JobDied,
+    JobDiscarded,
+    JobDone,
+    JobEvent,
+    JobRetried,
+    JobSnoozed,
+    JobsParked,
+    JobsSuspected,
+)
 from outboxq.execute import FREE_RETRIES, Abandoned, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
 from outboxq.failure import ErrorRecord, Failed, describe_failure, describe_reason
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
-
-PUT_OFF = timedelta(minutes=5)
-COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
+from outboxq.statements.claim import ClaimScript
+from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts, local_timeouts_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +51,103 @@ class BatchReport:
         """Whether there were jobs that nobody here can run."""
         return any(isinstance(event, JobsParked) for event in self.events)
 
+    @property
+    def suspected(self) -> bool:
+        """Whether jobs whose claim had died were set aside."""
+        return any(isinstance(event, JobsSuspected) for event in self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedQueue:
+    """A queue, the longest deadline of its handlers, and what its transactions are set to."""
+
+    name: str
+    timeout_seconds: float | None
+
+    @property
+    def settings(self) -> str:
+        """Sent in front of the claim, in one string."""
+        return LOCAL_SETTINGS + local_timeouts(self.timeout_seconds)
+
 
 @dataclass(slots=True)
 class Progress:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
-    `position` is the job that runs, `events` what becomes of those before it, should the transaction commit;
-    `certifying` says that COMMIT was sent by us.
+    `anchor` is None until the transaction has begun. `position` is the job that runs, until `deadline` (monotonic) if
+    it has one; `epoch` is the run of the server that knows the transaction. `events` is what becomes of the jobs before
+    it, should the transaction commit. `certifying` says that COMMIT was sent by us, `seized` that the relay took the
+    batch away from its slot: never both, whoever comes first.
     """
 
-    batch: Batch
+    queue: str
+    jobs: tuple[Job, ...]
+    anchor: Anchor | None
+    moved: int = 0
+    timeout_seconds: float | None = None
+    epoch: str = ""
     position: int = 0
+    deadline: float | None = None
     events: list[JobEvent] = field(default_factory=list)
     unknown: list[Job] = field(default_factory=list)
     certifying: bool = False
+    seized: bool = False
     recovery_xid: str | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def job(self) -> Job:
+        """The job that runs."""
+        return self.jobs[self.position]
 
     @property
     def lone_job(self) -> Job | None:
         """The job, if it is the only one of its batch."""
-        return self.batch.jobs[0] if len(self.batch.jobs) == 1 else None
+        return self.jobs[0] if len(self.jobs) == 1 else None
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether its claim is committed already."""
+        return self.jobs[0].lease_token is not None
+
+    def begin(self, connection: Connection) -> Anchor:
+        """The transaction of the batch, begun if it has not been."""
+        if self.seized:
+            raise Abandoned("the relay does not wait for this job any more")
+        if self.anchor is None:
+            self.anchor = anchor(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
+        return self.anchor
+
+    def begin_commit(self) -> None:
+        """From here on the outcome is the server's alone."""
+        with self._lock:
+            if self.seized:
+                raise Abandoned("the relay does not wait for this job any more")
+            self.certifying = True
+
+    def seize(self) -> bool:
+        """Take the batch away from its slot; False where its COMMIT is under way."""
+        with self._lock:
+            self.seized = not self.certifying
+            return self.seized
 
     def report(self) -> BatchReport:
         """What the batch came to, once its transaction is known to be committed."""
-        if not self.unknown:
-            return BatchReport(len(self.batch.jobs), tuple(self.events))
-        kinds = tuple(sorted({job.kind for job in self.unknown}))
-        parked = JobsParked(self.unknown[0].queue, kinds, len(self.unknown))
-        return BatchReport(len(self.batch.jobs), (*self.events, parked))
+        events: list[Event] = list(self.events)
+        if self.unknown:
+            events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
+        if self.moved:
+            events.append(JobsSuspected(self.queue, self.moved))
+        return BatchReport(len(self.jobs), tuple(events))
 
 
 def run_batch(
-    connection: Connection, script: str, limit: int, work: Work, started: Callable[[Progress], None]
+    connection: Connection,
+    queue: ClaimedQueue,
+    script: ClaimScript,
+    limit: int,
+    work: Work,
+    started: Callable[[Progress], None],
 ) -> BatchReport | None:
     """Claim up to `limit` jobs with `script`, run them, and commit; None where nothing waited.
 
@@ -81,67 +156,30 @@ def run_batch(
 
     Raises:
         ConnectionLost, psycopg.Error, SQLAlchemyError: what stands of the batch is to be found out.
+        TransactionEscaped: a handler ended the transaction: `recover` what it left.
+        LeaseLost: nothing was committed, and another relay may have the job.
+        Abandoned: the relay has taken the batch away.
     """
-    progress: Progress | None = None
     fault_point("before-claim")
-    try:
-        with connection.begin():
-            batch = claim(connection, script, limit)
-            if batch is None:
-                return None
-            progress = Progress(batch)
+    with connection.begin():
+        claimed = claim(connection, script, limit, queue.settings)
+        if claimed.anchor is not None:
+            progress = Progress(
+                queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch
+            )
             started(progress)
             fault_point("after-claim")
             # Committed by the certificate inside; leaving the block only tells SQLAlchemy.
             return _work_off(connection, progress, work)
-    except TransactionEscaped as escaped:
-        failure = escaped
-    assert progress is not None
-    end_transaction(connection)
-    return _recover(connection, progress, work, failure)
-
-
-def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
-    """Find out what stands of a batch that ended in an error, on a connection that works; None where nothing does.
-
-    Committed by our certificate, whose answer was lost: everything stands. Committed although we never sent COMMIT: a
-    handler did it, and the jobs behind it are put back.
-
-    Raises:
-        ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
-    """
-    # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
-    if progress.recovery_xid is not None and _was_committed(connection, progress.recovery_xid):
-        return _recovered(progress)
-    if not _was_committed(connection, progress.batch.xid):
-        return None
-    if progress.certifying:
-        return progress.report()
-    job = progress.batch.jobs[progress.position]
-    return _recover_committed(connection, progress, describe_failure(TransactionEndedByHandler(), job))
-
-
-def charge(connection: Connection, job: Job, error: BaseException, work: Work) -> BatchReport:
-    """Count an attempt of a job that fails outside its handler, or takes its connection with it, time after time.
-
-    Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead, so that it does
-    not hold up its queue.
-    """
-    try:
-        with connection.begin():
-            again = claim_one(connection, work.schema, str(job.id))
-            if again is None:
-                return BatchReport(0, ())
-            event = settle_result(connection, again.jobs[0], describe_failure(error, again.jobs[0]), work, 0.0)
-            settle.certify(connection, again.savepoint)
-        return BatchReport(1, (event,))
-    except (psycopg.Error, SQLAlchemyError):
-        if is_lost(connection):
-            raise
-        end_transaction(connection)
-        with connection.begin():
-            settle.put_off(connection, job, PUT_OFF)
-        return BatchReport(1, ())
+    if not claimed.jobs:
+        return BatchReport(0, (JobsSuspected(queue.name, claimed.moved),)) if claimed.moved else None
+    # The lease is committed. Were COMMIT's answer lost, the relay's sweep would find a job that nobody runs.
+    progress = Progress(queue.name, claimed.jobs, None, epoch=work.epoch)
+    started(progress)
+    fault_point("after-claim")
+    # The driver sends BEGIN with the first statement: none, while a handler works outside the database.
+    with connection.begin():
+        return _work_off(connection, progress, work)
 
 
 def end_transaction(connection: Connection) -> None:
@@ -159,11 +197,13 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
 
     Raises:
         ConnectionLost, TransactionEscaped: see `execute`.
+        LeaseLost: another relay may have the job.
     """
-    for position, job in enumerate(progress.batch.jobs):
+    for position, job in enumerate(progress.jobs):
         progress.position = position
         begun = time.perf_counter()
-        result = execute(connection, job, work, shared_xid=progress.batch.xid if shared else None)
+        result = _execute_one(connection, progress, job, work, shared=shared)
+        progress.begin(connection)
         if isinstance(result, Unknown):
             progress.unknown.append(job)
             settle.park(connection, job)
@@ -171,12 +211,27 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
             progress.events.append(settle_result(connection, job, result, work, time.perf_counter() - begun))
 
 
+def _execute_one(connection: Connection, progress: Progress, job: Job, work: Work, *, shared: bool) -> Result:
+    handler = work.handler_of(job)
+    seconds = None if handler is None else handler.timeout_seconds
+    if seconds != progress.timeout_seconds and handler is not None:
+        # The transaction was set up for the longest deadline of its queue, or the last job's.
+        if progress.anchor is not None:
+            run_script(connection, local_timeouts(seconds) or local_timeouts_off())
+        progress.timeout_seconds = seconds
+    progress.deadline = None if seconds is None else time.monotonic() + seconds
+    try:
+        xid = progress.anchor.xid if shared and progress.anchor is not None else None
+        begin = None if progress.anchor is not None else partial(progress.begin, connection)
+        return execute(connection, job, work, shared_xid=xid, begin=begin)
+    finally:
+        progress.deadline = None
+
+
 def _work_off(connection: Connection, progress: Progress, work: Work) -> BatchReport:
     alone = progress.lone_job is not None
     for tries_left in range(FREE_RETRIES, -1, -1):
         execute_all(connection, progress, work, shared=not alone)
-        if work.abandoned():
-            raise Abandoned(f"{len(progress.batch.jobs)} jobs were not done within the time to drain")
         try:
             _certify(connection, progress)
         except psycopg.Error as error:
@@ -193,14 +248,15 @@ def _work_off(connection: Connection, progress: Progress, work: Work) -> BatchRe
 
 def _certify(connection: Connection, progress: Progress) -> None:
     fault_point("before-commit")
-    progress.certifying = True
+    progress.begin_commit()
+    assert progress.anchor is not None
     try:
-        settle.certify(connection, progress.batch.savepoint)
-        fault_point("after-commit")
+        settle.certify(connection, progress.anchor.savepoint)
     except psycopg.Error:
         # An answer that is an error: nothing was committed. Without an answer, nobody knows.
         progress.certifying = is_lost(connection)
         raise
+    fault_point("after-commit")
 
 
 def _refused_at_commit(
@@ -211,19 +267,21 @@ def _refused_at_commit(
     Returns:
         False where it is to run once more, for free: a deadlock or a serialization failure.
     """
-    job = progress.batch.jobs[0]
-    failed = describe_failure(error, job)
+    assert progress.anchor is not None
+    failed = describe_failure(error, progress.job)
     progress.events.clear()
     progress.unknown.clear()
     try:
-        run_script(connection, f"ROLLBACK TO SAVEPOINT {progress.batch.savepoint}")
+        run_script(connection, f"ROLLBACK TO SAVEPOINT {progress.anchor.savepoint}")
     except psycopg.Error as gone:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
-        raise TransactionEscaped(job, failed) from gone
+        raise TransactionEscaped(progress.job, failed) from gone
+    # Gone with the savepoint: what was set for the handler alone.
+    progress.timeout_seconds = work.registry.timeout_seconds(progress.queue)
     if failed.transient and not last:
         return False
-    progress.events.append(settle_result(connection, job, failed, work, 0.0))
+    progress.events.append(settle_result(connection, progress.job, failed, work, 0.0))
     _certify(connection, progress)
     return True
 
@@ -233,6 +291,7 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
     handler = work.registry.find(job.kind)
     match result:
         case Done():
+            settle.finish(connection, job)
             return JobDone(job, seconds)
         case Failed(record):
             return _retry_or_bury(connection, job, record, handler.retry, None)
@@ -248,6 +307,7 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
             settle.bury(connection, job, described)
             return JobDied(job, described)
         case Discard(reason):
+            settle.finish(connection, job)
             return JobDiscarded(job, describe_reason(reason, job))
         case Unknown():
             raise AssertionError("unknown kinds are parked, not settled")
@@ -265,44 +325,3 @@ def _retry_or_bury(
     delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
     settle.retry(connection, job, record, timedelta(seconds=delay_seconds))
     return JobRetried(job, record.type, record.message, record.where, delay_seconds)
-
-
-def _was_committed(connection: Connection, xid: str) -> bool:
-    with connection.begin():
-        status = run_script(connection, f"SELECT pg_xact_status('{int(xid)}'::xid8)")[0].rows[0][0]
-    if status == "in progress":
-        raise ConnectionLost("it is not known yet whether the last transaction was committed")
-    return status == "committed"
-
-
-def _recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport:
-    """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
-
-    Between that handler's COMMIT and ours the jobs behind it are in no table; only the death of this process in that
-    window loses them, and only a handler that commits on the driver's own connection opens it.
-    """
-    if _was_committed(connection, progress.batch.xid):
-        return _recover_committed(connection, progress, escaped.failed)
-    with connection.begin():
-        # Rolled back: every job waits again, and this one pays. Another relay may have taken it meanwhile.
-        again = claim_one(connection, work.schema, str(escaped.job.id))
-        if again is None:
-            return BatchReport(len(progress.batch.jobs), ())
-        event = settle_result(connection, again.jobs[0], escaped.failed, work, 0.0)
-        settle.certify(connection, again.savepoint)
-    return BatchReport(len(progress.batch.jobs), (event,))
-
-
-def _recover_committed(connection: Connection, progress: Progress, failed: Failed) -> BatchReport:
-    jobs, position = progress.batch.jobs, progress.position
-    with connection.begin():
-        settle.bury(connection, jobs[position], COMMITTED_BY_HANDLER, failed.record)
-        for job in jobs[position + 1 :]:
-            settle.give_back(connection, job)
-        progress.recovery_xid = str(settle.current_xid(connection))
-    return _recovered(progress)
-
-
-def _recovered(progress: Progress) -> BatchReport:
-    jobs = progress.batch.jobs
-    return BatchReport(len(jobs), (*progress.events, JobDied(jobs[progress.position], COMMITTED_BY_HANDLER)))

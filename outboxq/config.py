@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError as SQLAlchemyArgumentError
@@ -15,6 +16,7 @@ LISTEN_URL_VARIABLE = "OUTBOXQ_LISTEN_URL"
 TEST_DATABASE_URL_VARIABLE = "OUTBOXQ_TEST_DATABASE_URL"
 PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
+HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
 
 MAX_SLOTS = 200
 MAX_BATCH_SIZE = 1_000
@@ -56,26 +58,93 @@ def local_binaries() -> str | None:
 
 
 def parent_pipe() -> int | None:
-    """The pipe at whose end a supervised relay stops, if a supervisor started it."""
-    given = os.environ.get(PARENT_PIPE_VARIABLE, "")
-    return int(given) if given.isdecimal() else None
+    """The pipe at whose end a supervised relay stops, if a supervisor started it. To be asked once."""
+    return _inherited_pipe(PARENT_PIPE_VARIABLE)
+
+
+def heartbeat_pipe() -> int | None:
+    """The pipe that a supervised relay tells of its life, if its supervisor wants to know. To be asked once."""
+    return _inherited_pipe(HEARTBEAT_PIPE_VARIABLE)
+
+
+def _inherited_pipe(variable: str) -> int | None:
+    # Taken out: the processes that handlers start have neither the pipe nor its number.
+    given = os.environ.pop(variable, "")
+    try:
+        pipe = int(given)
+        os.set_inheritable(pipe, False)
+    except (ValueError, OSError):
+        return None
+    return pipe
 
 
 def psycopg_url(url: str | URL) -> URL:
     """Any spelling of a PostgreSQL URL (`postgres://`, `postgresql+asyncpg://`, ...) as SQLAlchemy's psycopg one.
 
+    Several hosts may be named as libpq does (`//h1:5432,h2:5433/db`) or as SQLAlchemy does (`?host=h1:5432&host=h2`);
+    they come out as the parameters `host=h1,h2` and `port=5432,5433`, which both understand.
+
     Raises:
         ConfigError: not a PostgreSQL URL. The message never holds the URL, which may hold a password.
     """
     try:
-        parsed = make_url(url)
+        parsed = _parse_hosts(url) if isinstance(url, str) else url
     except (SQLAlchemyArgumentError, ValueError) as error:
         raise ConfigError(
-            "the database URL cannot be parsed: expected postgresql://user:password@host/database"
+            "the database URL cannot be parsed: expected postgresql://user:password@host/database, or "
+            "postgresql://user:password@host1:5432,host2:5432/database"
         ) from error
     if parsed.drivername.split("+")[0] not in ("postgres", "postgresql"):
         raise ConfigError(f"the database URL is for {parsed.drivername!r}: outboxq needs postgresql://...")
-    return parsed.set(drivername="postgresql+psycopg")
+    return _join_hosts(parsed.set(drivername="postgresql+psycopg"))
+
+
+def host_names(url: URL) -> tuple[str, ...]:
+    """The hosts that a URL of `psycopg_url` names; none where libpq's default is meant."""
+    given = url.query.get("host") or url.host or ()
+    return tuple(given.split(",")) if isinstance(given, str) else given
+
+
+def _parse_hosts(url: str) -> URL:
+    """SQLAlchemy's parser refuses a comma between hosts: they move to where it accepts them."""
+    scheme, separator, rest = url.partition("://")
+    authority_length = next((place for place, letter in enumerate(rest) if letter in "/?"), len(rest))
+    user, at, hosts = rest[:authority_length].rpartition("@")
+    if "," not in hosts:
+        return make_url(url)
+    parsed = make_url(f"{scheme}{separator}{user}{at}{rest[authority_length:]}")
+    # As in libpq, the parameter wins over what stands before the path.
+    return parsed if "host" in parsed.query else parsed.update_query_dict({"host": hosts.split(",")})
+
+
+def _join_hosts(url: URL) -> URL:
+    given, ports = url.query.get("host"), url.query.get("port")
+    if isinstance(given, tuple):
+        if ports is not None:
+            raise ConfigError("the database URL names its ports twice: give host=h1:5432&host=h2:5433, without port=")
+        pairs = [_host_and_port(each) for each in given]
+        given, ports = ",".join(host for host, _ in pairs), ",".join(port for _, port in pairs)
+    if not isinstance(given, str) or "," not in given:
+        return url
+    listed = ports.split(",") if isinstance(ports, str) else list(ports or [""])
+    hosts = given.count(",") + 1
+    if len(listed) not in (1, hosts):
+        raise ConfigError(f"the database URL names {hosts} hosts and {len(listed)} ports: give each host its port")
+    # libpq takes one port for all hosts, SQLAlchemy does not.
+    ports = ",".join(listed * hosts if len(listed) == 1 else listed)
+    return url.update_query_dict({"host": given, **({"port": ports} if ports.strip(",") else {})})
+
+
+def _host_and_port(given: str) -> tuple[str, str]:
+    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory`; the port is "" where libpq's default is meant."""
+    host, bracket, rest = given.partition("]") if given.startswith("[") else ("", "", given)
+    name, colon, port = rest.rpartition(":")
+    if not colon:
+        name, port = port, ""
+    if colon and port and not port.isdecimal():
+        # Not shown: in a URL that was put together badly it may be a piece of the password.
+        raise ConfigError("the database URL has a port that is not a number")
+    return unquote(host.removeprefix("[") if bracket else name), port
 
 
 def check_schema(schema: str) -> str:
@@ -140,10 +209,18 @@ class RelayConfig:
         poll_seconds: The longest pause between two looks at an empty queue; the pauses grow from 10 ms to it. A
             sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
+        lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to
+            3600. Shorter means that others take over sooner, longer that a paused relay may still complete.
+        heartbeat_seconds: How often the lease is extended, and expired ones are looked for; by default a sixth of
+            `lease_seconds`, and at most a third.
+        max_crashes: How often a job may take its relay or its connection with it, while it runs alone, before it is
+            moved to the dead letters.
         listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
             drops LISTEN without a word, or give `listen_url`.
         listen_url: A direct URL for LISTEN where the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
+        allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
+            server may then undo what was just reported as done, rows and all, and the job runs again.
     """
 
     groups: tuple[SlotGroup, ...] = field(default=())
@@ -151,9 +228,13 @@ class RelayConfig:
     batch_size: int = 1
     poll_seconds: float = 1.0
     drain_seconds: float = 30.0
+    lease_seconds: float = 30.0
+    heartbeat_seconds: float | None = None
+    max_crashes: int = 3
     listen: bool = True
     listen_url: str | None = None
     schema: str = "outboxq"
+    allow_asynchronous_commit: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots_per_queue <= MAX_SLOTS:
@@ -164,7 +245,21 @@ class RelayConfig:
             raise ConfigError(f"poll_seconds takes 0.01 to 3600, got {self.poll_seconds}")
         if not 0 <= self.drain_seconds <= 86_400:
             raise ConfigError(f"drain_seconds takes 0 to 86400, got {self.drain_seconds}")
+        if not 1 <= self.lease_seconds <= 3600:
+            raise ConfigError(f"lease_seconds takes 1 to 3600, got {self.lease_seconds}")
+        if not 0.05 <= self.beat_seconds <= self.lease_seconds / 3:
+            raise ConfigError(
+                f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
+                f"beat costs no lease, got {self.beat_seconds:g}: raise lease_seconds, or leave heartbeat_seconds out"
+            )
+        if not 1 <= self.max_crashes <= 1_000:
+            raise ConfigError(f"max_crashes takes 1 to 1000, got {self.max_crashes}")
         check_schema(self.schema)
+
+    @property
+    def beat_seconds(self) -> float:
+        """The interval between two heartbeats."""
+        return self.lease_seconds / 6 if self.heartbeat_seconds is None else self.heartbeat_seconds
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

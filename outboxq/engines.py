@@ -1,16 +1,23 @@
 """The engines that a relay works on: the user's own, or ones made from a URL."""
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import psycopg
-from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine
+from psycopg.pq import Conninfo
+from sqlalchemy import URL, Connection, Dialect, Engine, NullPool, QueuePool, create_engine, event
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outboxq.config import psycopg_url
+from outboxq.config import host_names, psycopg_url
 from outboxq.driver import DriverConnection
 from outboxq.errors import ConfigError
+from outboxq.statements.durability import synchronous_commit
+
+T = TypeVar("T")
 
 AnyEngine = str | URL | Engine | AsyncEngine
 
@@ -29,15 +36,76 @@ class Engines:
             self.sync.dispose()
 
 
+# A connection whose other end vanished without a word is given up after 10 + 3 * 5 seconds, on both sides: the relay
+# stops waiting for a server that is gone, and the server frees the jobs of a relay that is gone.
+_IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
+_GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
+_CONNECT_SECONDS = 10
+
+_CLIENT_SETTINGS: Mapping[str, str | int] = {
+    "connect_timeout": _CONNECT_SECONDS,
+    "keepalives": 1,
+    "keepalives_idle": _IDLE_SECONDS,
+    "keepalives_interval": _INTERVAL_SECONDS,
+    "keepalives_count": _PROBES,
+    # The keepalives are silent while sent data waits for its acknowledgement; this is not.
+    "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
+}
+_SERVER_SETTINGS: Mapping[str, int] = {
+    "tcp_keepalives_idle": _IDLE_SECONDS,
+    "tcp_keepalives_interval": _INTERVAL_SECONDS,
+    "tcp_keepalives_count": _PROBES,
+    "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
+    # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
+    "client_connection_check_interval": _IDLE_SECONDS * 1000,
+}
+# What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
+# hold a host, a user or a value.
+_OUTAGE_REASONS = (
+    "too many connections",
+    "too many clients",
+    "remaining connection slots are reserved",
+    "no more connections allowed",
+    "starting up",
+    "shutting down",
+    "not yet accepting connections",
+    "in recovery mode",
+    "session is read-only",
+    "server is in hot standby mode",
+    "password authentication failed",
+    "Connection refused",
+    "timeout expired",
+    "could not translate host name",
+    "closed the connection unexpectedly",
+    "No space left on device",
+)
+_SERVER_OPTIONS = " ".join(f"-c {name}={value}" for name, value in _SERVER_SETTINGS.items())
+
+
 def make_engine(url: str | URL, *, application_name: str = "outboxq") -> Engine:
-    """A psycopg engine without a pool and with parameters hidden from error texts.
+    """A psycopg engine without a pool, with parameters hidden from error texts, that notices a vanished server.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
     """
     parsed = psycopg_url(url)
-    arguments = _connect_arguments(parsed, application_name)
-    return create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    arguments = connect_arguments(parsed, application_name)
+    engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    _do_without_options_where_refused(engine, parsed)
+    return engine
+
+
+def make_async_engine(url: str | URL, *, application_name: str = "outboxq") -> AsyncEngine:
+    """As `make_engine`.
+
+    Raises:
+        ConfigError: not a PostgreSQL URL.
+    """
+    parsed = psycopg_url(url)
+    arguments = connect_arguments(parsed, application_name)
+    engine = create_async_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    _do_without_options_where_refused(engine.sync_engine, parsed)
+    return engine
 
 
 def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engines:
@@ -47,12 +115,9 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
         ConfigError: a driver other than psycopg, or two async engines.
     """
     if isinstance(given, str | URL):
-        parsed = psycopg_url(given)
-        arguments = _connect_arguments(parsed, "outboxq relay")
         return Engines(
-            make_engine(parsed, application_name="outboxq relay"),
-            async_engine
-            or create_async_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments),
+            make_engine(given, application_name="outboxq relay"),
+            async_engine or make_async_engine(given, application_name="outboxq relay"),
             owned=True,
         )
     if isinstance(given, AsyncEngine):
@@ -70,10 +135,77 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
     return engines
 
 
-def _connect_arguments(url: URL, application_name: str) -> dict[str, str | int]:
-    """Our defaults, without what the URL itself says: SQLAlchemy would let them win over it."""
-    defaults: dict[str, str | int] = {"application_name": application_name, "connect_timeout": 10}
-    return {name: value for name, value in defaults.items() if name not in url.query}
+def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | None]:
+    """Our defaults for psycopg, without what the URL itself says: SQLAlchemy would let them win over it.
+
+    Raises:
+        ConfigError: a `prepare_threshold` that is neither a number nor "none".
+    """
+    defaults: dict[str, str | int | None] = {"application_name": application_name, **_CLIENT_SETTINGS}
+    if len(host_names(url)) > 1:
+        # Neither a claim nor LISTEN works on a standby.
+        defaults["target_session_attrs"] = "read-write"
+    chosen = {name: value for name, value in defaults.items() if name not in url.query}
+    if "prepare_threshold" in url.query:
+        # psycopg's own, and the only one that must not come as text.
+        chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
+    # A service file may hold options of its own, which these would replace.
+    return (
+        chosen if "service" in url.query else {**chosen, "options": f"{_SERVER_OPTIONS} {_given_options(url)}".strip()}
+    )
+
+
+def _prepare_threshold(given: str | tuple[str, ...]) -> int | None:
+    if isinstance(given, str) and given.lower() == "none":
+        return None
+    if isinstance(given, str) and given.isdecimal():
+        return int(given)
+    raise ConfigError(f"prepare_threshold in the database URL takes a number, or none behind a pooler, got {given!r}")
+
+
+def _given_options(url: URL) -> str:
+    """The user's own startup options, which follow ours and therefore win: the URL's, else those of PGOPTIONS."""
+    in_url = url.query.get("options")
+    if in_url is not None:
+        return in_url if isinstance(in_url, str) else " ".join(in_url)
+    defaults = {option.keyword: option.val for option in Conninfo.get_defaults()}
+    return (defaults.get(b"options") or b"").decode()
+
+
+def _do_without_options_where_refused(engine: Engine, url: URL) -> None:
+    """Connect without our startup options where a pooler or an old server refuses them; the user's own stay."""
+    refused = threading.Event()
+
+    def connect(dialect: Dialect, _record: object, arguments: list[str], parameters: dict[str, Any]) -> object:
+        return _connect(lambda **given: dialect.connect(*arguments, **given), parameters, url, refused)
+
+    event.listen(engine, "do_connect", connect)
+
+
+def _connect(connect: Callable[..., T], parameters: Mapping[str, Any], url: URL, refused: threading.Event) -> T:
+    if not refused.is_set():
+        try:
+            return connect(**parameters)
+        except psycopg.OperationalError as error:
+            if not _refuses_options(error):
+                raise
+    # A pooler, most likely: behind one, a statement that was prepared on one connection is executed on another.
+    connection = connect(**{"prepare_threshold": None, **_without_our_options(parameters, url)})
+    refused.set()
+    return connection
+
+
+def _without_our_options(parameters: Mapping[str, Any], url: URL) -> dict[str, Any]:
+    kept = {name: value for name, value in parameters.items() if name != "options"}
+    theirs = _given_options(url)
+    return {**kept, "options": theirs} if theirs else kept
+
+
+def _refuses_options(error: psycopg.OperationalError) -> bool:
+    # A refused connection has no SQLSTATE in libpq. Names are not translated: pgbouncer says "unsupported startup
+    # parameter: options", PostgreSQL "unrecognized configuration parameter" and its name.
+    text = str(error)
+    return "options" in text or any(name in text for name in _SERVER_SETTINGS)
 
 
 def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
@@ -94,21 +226,12 @@ def listen_connector(
     engines: Engines, listen_url: str | None, loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
     """How the listener opens its connection: by `listen_url`, else through whichever engine there is."""
-
-    def by_url() -> DriverConnection:
-        assert listen_url is not None
-        url = psycopg_url(listen_url).set(drivername="postgresql")
-        arguments = _connect_arguments(url, "outboxq listener")
-        return psycopg.connect(url.render_as_string(hide_password=False), autocommit=True, **arguments)  # type: ignore[arg-type]  # libpq's own
+    if listen_url is not None:
+        return _url_connector(psycopg_url(listen_url))
 
     def by_engine() -> DriverConnection:
         assert engines.sync is not None
-        raw = engines.sync.raw_connection()
-        driver = raw.driver_connection
-        raw.detach()
-        assert isinstance(driver, psycopg.Connection)
-        driver.rollback()
-        return driver
+        return _detached(engines.sync)
 
     async def by_async_engine() -> DriverConnection:
         assert engines.asynchronous is not None
@@ -125,6 +248,47 @@ def listen_connector(
             raise OSError("the relay's event loop is not running yet")
         return asyncio.run_coroutine_threadsafe(by_async_engine(), running).result(timeout=30)
 
-    if listen_url is not None:
-        return by_url
     return by_engine if engines.sync is not None else through_loop
+
+
+def _url_connector(url: URL) -> Callable[[], DriverConnection]:
+    """Without an engine, whose first questions to a new connection have no time limit."""
+    _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
+    parameters = {**in_url, **connect_arguments(url, "outboxq listener"), "autocommit": True}
+    refused = threading.Event()
+    return lambda: _connect(psycopg.connect, parameters, url, refused)
+
+
+def _detached(engine: Engine) -> DriverConnection:
+    raw = engine.raw_connection()
+    driver = raw.driver_connection
+    raw.detach()
+    assert isinstance(driver, psycopg.Connection)
+    driver.rollback()
+    return driver
+
+
+def check_durability(connection: Connection, *, allowed: bool) -> None:
+    """Refuse sessions whose COMMIT answers before it is on the disk, unless `allowed`.
+
+    Raises:
+        ConfigError: `synchronous_commit` is off; the message says where and what to do.
+    """
+    if allowed:
+        return
+    setting, source = synchronous_commit(connection)
+    if setting == "off":
+        raise ConfigError(
+            f"synchronous_commit is off on the relay's sessions (set by: {source}), so a crash of the server could "
+            "undo jobs that were reported as done: ALTER ROLE <the relay's role> SET synchronous_commit = on, or "
+            "allow it by name with --allow-asynchronous-commit (RelayConfig(allow_asynchronous_commit=True))"
+        )
+
+
+def outage_reason(error: BaseException) -> str | None:
+    """Why nobody gets in, in words that are safe to log; None where the error says nothing that is known.
+
+    A refused connection has no SQLSTATE in libpq. Where several hosts were tried, the first known reason of any.
+    """
+    said = str(error)
+    return next((reason for reason in _OUTAGE_REASONS if reason in said), None)

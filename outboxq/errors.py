@@ -74,6 +74,29 @@ class TransactionEndedByHandler(HandlerError):
         )
 
 
+class HandlerTimedOut(HandlerError):
+    """The handler did not end within its deadline; where its connection had to be ended, its rows are gone."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        super().__init__(
+            f"the handler did not end within its timeout_seconds={timeout_seconds:g}: make it faster, split it, or "
+            "give @jobs.handler(timeout_seconds=...) more"
+        )
+        self.timeout_seconds = timeout_seconds
+
+
+class LeaseLost(OutboxqError):
+    """A job's lease ran out, or was taken, while its handler ran: nothing of that run was committed."""
+
+    def __init__(self, job_id: UUID) -> None:
+        super().__init__(f"the lease of job {job_id} was lost while its handler ran")
+        self.job_id = job_id
+
+
+class RelayStuck(OutboxqError):
+    """A handler could not be freed within its deadline: this process must be replaced."""
+
+
 class EntityGone(HandlerError):
     """An entity argument's row no longer exists; annotate it `Entity | None` to receive None instead."""
 

@@ -6,6 +6,7 @@ Job events are sent after the commit that made them true. A job's payload is not
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
+from uuid import UUID
 
 from outboxq.job import Job
 
@@ -61,6 +62,46 @@ class JobsParked:
     queue: str
     kinds: tuple[str, ...]
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobsSuspected:
+    """Jobs whose last claim died: they run alone, one at a time, so that one that kills its relay is found out."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobCrashed:
+    """A job was taken from a relay that died, stalled or lost its connection; it runs alone, or is dead (`died`)."""
+
+    id: UUID
+    queue: str
+    kind: str
+    crashes: int
+    died: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobLeaseLost:
+    """A handler ended after its job's lease was lost: its rows were rolled back, and another run counts."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class JobInterrupted:
+    """A stopping relay did not wait any longer for this job: it was rolled back, and waits again, uncharged."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExtensionFailed:
+    """The relay could not extend its lease; others may take its jobs when `lease_seconds` have passed."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +162,30 @@ class ChildDied:
     restart_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ChildStuck:
+    """A relay process of the supervisor could not free a handler and asked to be replaced; another starts at once."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSilent:
+    """A relay process of the supervisor showed no life for `silent_seconds`; it is killed, and dies of that."""
+
+    pid: int
+    silent_seconds: float
+
+
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
 Event: TypeAlias = (
     JobEvent
     | JobsParked
+    | JobsSuspected
+    | JobCrashed
+    | JobLeaseLost
+    | JobInterrupted
+    | LeaseExtensionFailed
     | RelayStarted
     | RelayStopping
     | RelayStopped
@@ -132,6 +193,8 @@ Event: TypeAlias = (
     | DatabaseBack
     | BatchRolledBack
     | ChildDied
+    | ChildStuck
+    | ChildSilent
 )
 Hook: TypeAlias = Callable[[Event], None]
 

@@ -5,13 +5,14 @@ Whatever a handler does, its rows are either all in the transaction or none of t
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, NestedTransaction
+from sqlalchemy import Connection, Engine, NestedTransaction, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
@@ -19,9 +20,16 @@ from sqlalchemy.util import await_only
 
 from outboxq.codec import EntityKey
 from outboxq.context import AsyncContext, Context
-from outboxq.driver import is_lost, transaction_status
+from outboxq.driver import is_lost, sqlstate_of, transaction_status
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
-from outboxq.errors import EntityGone, HandlerError, HandlerRolledBack, OutboxqError, TransactionEndedByHandler
+from outboxq.errors import (
+    EntityGone,
+    HandlerError,
+    HandlerRolledBack,
+    HandlerTimedOut,
+    OutboxqError,
+    TransactionEndedByHandler,
+)
 from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard
@@ -32,6 +40,7 @@ from outboxq.settle import check_shared, current_xid
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
+_QUERY_CANCELED = "57014"
 
 
 class ConnectionLost(OutboxqError):
@@ -39,7 +48,7 @@ class ConnectionLost(OutboxqError):
 
 
 class Abandoned(OutboxqError):
-    """The relay stopped waiting for this batch: it is rolled back, and its jobs wait again."""
+    """The relay took this batch away from its slot: nothing of it may be committed there any more."""
 
 
 class TransactionEscaped(OutboxqError):
@@ -59,13 +68,24 @@ class Unknown:
 Result: TypeAlias = Outcome | Failed | Unknown
 
 
+class LazySession(OutboxSession):
+    """Calls `opener` before it first uses its connection."""
+
+    opener: Callable[[], None]
+
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        """SQLAlchemy's hook before every use of a connection."""
+        self.opener()
+        return super().get_bind(*args, **kwargs)
+
+
 class Invoker(Protocol):
     """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
 
     flavour: Flavour
 
-    def open_session(self, connection: Connection) -> Session:
-        """A fresh session that joins the connection's savepoint."""
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
+        """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
 
     def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
@@ -86,9 +106,11 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
-    def open_session(self, connection: Connection) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        return OutboxSession(bind=connection, **SESSION_OPTIONS)
+        session = LazySession(bind=connection, **SESSION_OPTIONS)
+        session.opener = opener
+        return session
 
     def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
         """Run the handler to its end."""
@@ -105,18 +127,37 @@ class AsyncInvoker:
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
 
-    def open_session(self, connection: Connection) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
         del connection
-        self._session = AsyncOutboxSession(bind=self._connection, **SESSION_OPTIONS)
-        return self._session.sync_session
+        self._session = AsyncOutboxSession(bind=self._connection, sync_session_class=LazySession, **SESSION_OPTIONS)
+        session = self._session.sync_session
+        assert isinstance(session, LazySession)
+        session.opener = opener
+        return session
 
     def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
         """Await the handler to its end."""
         opened, self._session = self._session, None
         assert opened is not None
         assert opened.sync_session is session
-        return await_only(handler.function(AsyncContext(job, state, opened), **args))
+        running = handler.function(AsyncContext(job, state, opened), **args)
+        return await_only(_within(handler.timeout_seconds, running))
+
+
+async def _within(seconds: float | None, running: Awaitable[object]) -> object:
+    """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            returned = await running
+    except TimeoutError as error:
+        if deadline.expired() and seconds is not None:
+            raise HandlerTimedOut(seconds) from error
+        raise
+    if deadline.expired() and seconds is not None:
+        raise HandlerTimedOut(seconds)
+    return returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +169,8 @@ class Work:
     invoker: Invoker
     guard: Guard
     schema: str
-    abandoned: Callable[[], bool]
+    max_crashes: int
+    epoch: str
 
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if it is one for this slot."""
@@ -136,12 +178,49 @@ class Work:
         return handler if handler is not None and handler.flavour == self.invoker.flavour else None
 
 
-def execute(connection: Connection, job: Job, work: Work, *, shared_xid: str | None) -> Result:
+class Place:
+    """Where the rows of one attempt go: a savepoint in the relay's transaction.
+
+    With `begin` both begin when the handler first uses its session, so that a long call outside the database holds no
+    transaction open.
+    """
+
+    def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], object] | None) -> None:
+        self.savepoint: NestedTransaction | None = None
+        self._root: RootTransaction | None = None
+        self._connection = connection
+        self._guard = guard
+        self._begin = begin
+        if begin is None:
+            self.open()
+
+    def open(self) -> None:
+        """Begin, unless that was done."""
+        if self.savepoint is not None:
+            return
+        if self._begin is not None:
+            self._begin()
+        self._root = self._connection.get_transaction()
+        self.savepoint = self._guard.savepoint = self._connection.begin_nested()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether SQLAlchemy still knows the relay's transaction as it was."""
+        if self.savepoint is None:
+            return True
+        root = self._root
+        return root is not None and root.is_active and self._connection.get_transaction() is root
+
+
+def execute(
+    connection: Connection, job: Job, work: Work, *, shared_xid: str | None, begin: Callable[[], object] | None = None
+) -> Result:
     """Run the job's handler; afterwards the transaction holds all of its rows if it is done, else none.
 
     Args:
         shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
             deferred constraints would raise at COMMIT; a job alone meets them in the certificate.
+        begin: Called before the handler's session is first used, where the transaction has not begun.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -151,38 +230,46 @@ def execute(connection: Connection, job: Job, work: Work, *, shared_xid: str | N
     if handler is None:
         return Unknown()
     for _ in range(FREE_RETRIES):
-        result = _attempt(connection, handler, job, work, shared_xid)
+        result = _attempt(connection, handler, job, work, shared_xid, begin)
         if not (isinstance(result, Failed) and result.transient):
             return result
-    return _attempt(connection, handler, job, work, shared_xid)
+    return _attempt(connection, handler, job, work, shared_xid, begin)
 
 
-def _attempt(connection: Connection, handler: AnyHandler, job: Job, work: Work, shared_xid: str | None) -> Result:
-    root = connection.get_transaction()
-    savepoint = connection.begin_nested()
-    session = work.invoker.open_session(connection)
-    work.guard.savepoint = savepoint
+def _attempt(
+    connection: Connection,
+    handler: AnyHandler,
+    job: Job,
+    work: Work,
+    shared_xid: str | None,
+    begin: Callable[[], object] | None,
+) -> Result:
+    place = Place(connection, work.guard, begin)
+    session = work.invoker.open_session(connection, place.open)
+    begun = time.monotonic()
     result: Result
     kept = False
     try:
-        result = _run(connection, handler, job, work, session, savepoint)
+        result = _run(connection, handler, job, work, session, place)
         if isinstance(result, Done):
-            _keep(connection, session, savepoint, shared_xid)
+            _keep(connection, session, place, shared_xid)
             kept = True
             fault_point("after-handler")
     except asyncio.CancelledError as error:
         if _being_cancelled():
             raise
         result = describe_failure(error, job)
+    except Abandoned:
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
-        result = describe_failure(error, job)
+        result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
         work.guard.savepoint = None
     closed = _closed(session)
     if kept and closed:
         return result
-    intact = closed and root is not None and root.is_active and connection.get_transaction() is root
-    if not (_undone(connection, savepoint, intact=intact) and _is_still(connection, shared_xid)):
+    intact = closed and place.is_intact
+    if not (_undone(connection, place.savepoint, intact=intact) and _is_still(connection, shared_xid)):
         # SQLAlchemy's own account of it is better than ours, where SQLAlchemy saw it.
         if intact or not isinstance(result, Failed):
             result = describe_failure(TransactionEndedByHandler(), job)
@@ -190,9 +277,15 @@ def _attempt(connection: Connection, handler: AnyHandler, job: Job, work: Work, 
     return result
 
 
-def _run(
-    connection: Connection, handler: AnyHandler, job: Job, work: Work, session: Session, savepoint: NestedTransaction
-) -> Outcome:
+def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) -> BaseException:
+    """The error, named for what it is where the server cancelled a statement because of the handler's deadline."""
+    limit = handler.timeout_seconds
+    if limit is None or sqlstate_of(error) != _QUERY_CANCELED or seconds < limit * 0.99:
+        return error
+    return HandlerTimedOut(limit).with_traceback(error.__traceback__)
+
+
+def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, session: Session, place: Place) -> Outcome:
     arguments = handler.signature().decode(job.args)
     loaded = {name: _load(session, name, value) for name, value in arguments.items()}
     fault_point("before-handler")
@@ -203,7 +296,7 @@ def _run(
         raise HandlerError(
             f"the handler returned {_described(returned)}: return None when done, or an outcome such as Retry(delay)"
         )
-    if not savepoint.is_active:
+    if place.savepoint is not None and not place.savepoint.is_active:
         raise HandlerRolledBack(
             "the handler rolled its session back, then returned as if done: raise instead, "
             "or use session.begin_nested() for the part that may fail"
@@ -232,19 +325,22 @@ def _load(session: Session, name: str, value: object) -> object:
     return entity
 
 
-def _keep(connection: Connection, session: Session, savepoint: NestedTransaction, shared_xid: str | None) -> None:
+def _keep(connection: Connection, session: Session, place: Place, shared_xid: str | None) -> None:
     # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined by
     # "rollback_only", it commits nothing.
     session.commit()
     if shared_xid is not None:
         check_shared(connection, shared_xid)
-    savepoint.commit()
+    if place.savepoint is not None:
+        place.savepoint.commit()
 
 
-def _undone(connection: Connection, savepoint: NestedTransaction, *, intact: bool) -> bool:
+def _undone(connection: Connection, savepoint: NestedTransaction | None, *, intact: bool) -> bool:
     """Go back to before the handler; False where the transaction is not there any more, or not as we left it."""
     if is_lost(connection):
         raise ConnectionLost("the connection was lost while a handler ran")
+    if savepoint is None:
+        return intact
     if not intact or transaction_status(connection) == TransactionStatus.IDLE:
         return False
     if savepoint.is_active:

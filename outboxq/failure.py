@@ -7,7 +7,7 @@ alone are values of one character, which identify nothing, and what a handler ma
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -55,15 +55,19 @@ class Failed:
     transient: bool = False
 
 
-def describe_failure(error: BaseException, job: Job) -> Failed:
-    """The redacted record of an exception that ended an attempt of `job`."""
+def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.FrameSummary] | None = None) -> Failed:
+    """The redacted record of an exception that ended an attempt of `job`.
+
+    Args:
+        stack: Where the handler stands, if it did not raise the error itself.
+    """
     original = _original(error)
     kind = type(original)
     record = ErrorRecord(
         attempt=job.attempt,
         type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         message=_described(lambda: _message(error, job.args)),
-        where=tuple(_frames(error)),
+        where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
     return Failed(record, transient=_sqlstate(original) in _TRANSIENT)
 
@@ -194,12 +198,12 @@ def _spellings(value: str) -> Iterator[str]:
             yield from (str(written), repr(written), written.isoformat())
 
 
-def _frames(error: BaseException) -> Iterator[str]:
+def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
     """The user's innermost frames, without ours and those of libraries: `app/jobs.py:12 in credit`."""
     own = str(PurePath(__file__).parent)
     frames = [
         frame
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in stack
         if not frame.filename.startswith(own) and "site-packages" not in PurePath(frame.filename).parts
     ]
     for frame in frames[-_KEPT_FRAMES:]:

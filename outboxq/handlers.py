@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, overload
 
 from outboxq.annotations import declared_signature
 from outboxq.codec import Signature, build_signature, check_name
@@ -20,6 +20,9 @@ R = TypeVar("R")
 R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 
 Flavour: TypeAlias = Literal["sync", "async"]
+ClaimMode: TypeAlias = Literal["transaction", "lease"]
+DEFAULT_TIMEOUT_SECONDS = 300.0
+MAX_TIMEOUT_SECONDS = 7 * 86_400.0
 Lifespan: TypeAlias = Callable[
     [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
 ]
@@ -29,12 +32,22 @@ class Handler(JobKind[P], Generic[P, C, R]):
     """A registered handler. Name it in `add_job`; call it like the plain function that it wraps."""
 
     def __init__(
-        self, function: Callable[Concatenate[C, P], R], kind: str, queue: str, aliases: tuple[str, ...], retry: Backoff
+        self,
+        function: Callable[Concatenate[C, P], R],
+        kind: str,
+        queue: str,
+        aliases: tuple[str, ...],
+        retry: Backoff,
+        *,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__(kind, queue)
         self.function = function
         self.aliases = tuple(check_name("kind", alias) for alias in aliases)
         self.retry = retry
+        self.claim: ClaimMode = _check_claim(claim)
+        self.timeout_seconds = _check_timeout(timeout_seconds)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
         functools.update_wrapper(self, function, updated=())
@@ -58,7 +71,16 @@ AnyHandler: TypeAlias = Handler[Any, Any, Any]
 class HandlerDecorator:
     """What `jobs.handler(...)` returns."""
 
-    def __init__(self, registry: "Jobs", kind: str | None, queue: str, aliases: Iterable[str], retry: Backoff) -> None:
+    def __init__(
+        self,
+        registry: "Jobs",
+        kind: str | None,
+        queue: str,
+        aliases: Iterable[str],
+        retry: Backoff,
+        claim: ClaimMode,
+        timeout_seconds: float | None,
+    ) -> None:
         self._registry = registry
         self._kind = kind
         self._queue = queue
@@ -66,6 +88,8 @@ class HandlerDecorator:
             raise RegistryError(f"aliases takes a tuple or a list of names, got the text {aliases!r}")
         self._aliases = tuple(aliases)
         self._retry = retry
+        self._claim: ClaimMode = _check_claim(claim)
+        self._timeout_seconds = _check_timeout(timeout_seconds)
 
     @overload
     def __call__(
@@ -89,7 +113,13 @@ class HandlerDecorator:
                 f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`"
             )
         handler: AnyHandler = Handler(
-            function, self._kind or function.__name__, self._queue, self._aliases, self._retry
+            function,
+            self._kind or function.__name__,
+            self._queue,
+            self._aliases,
+            self._retry,
+            claim=self._claim,
+            timeout_seconds=self._timeout_seconds,
         )
         self._registry.add(handler)
         return handler
@@ -114,6 +144,8 @@ class Jobs:
         queue: str = "default",
         aliases: Iterable[str] = (),
         retry: Backoff | None = None,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
     ) -> HandlerDecorator:
         """Register a handler.
 
@@ -122,12 +154,17 @@ class Jobs:
             queue: Where its jobs wait. A queue holds sync handlers or async ones.
             aliases: Earlier names whose jobs this handler still runs.
             retry: When a failed job runs again, and how often.
+            claim: "transaction": the handler runs in the transaction that removed the job. "lease": the claim is
+                committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
+                lost; for handlers that are long or reach outside the database. A queue holds handlers of one mode.
+            timeout_seconds: The deadline of one attempt. A statement, then the handler, is cancelled; what cannot be
+                cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline.
 
         Raises:
-            RegistryError: the kind or an alias is taken.
+            RegistryError: the kind or an alias is taken, an unknown claim mode, or a timeout that is not positive.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        return HandlerDecorator(self, kind, queue, aliases, retry or Backoff())
+        return HandlerDecorator(self, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds)
 
     def add(self, handler: AnyHandler) -> None:
         """Register a handler that was made elsewhere.
@@ -167,34 +204,48 @@ class Jobs:
         """
         if not self._handlers:
             raise RegistryError("this registry has no handlers: is the module that defines them imported?")
-        flavours: dict[str, AnyHandler] = {}
+        firsts: dict[str, AnyHandler] = {}
         for handler in dict.fromkeys(self._handlers.values()):
             handler.signature()
-            first = flavours.setdefault(handler.queue, handler)
+            first = firsts.setdefault(handler.queue, handler)
             if first.flavour != handler.flavour:
                 raise RegistryError(
                     f"queue {handler.queue!r} has {first.flavour} handlers ({first.kind}) and {handler.flavour} ones "
                     f"({handler.kind}): put one flavour into a queue of its own, "
                     f"such as @jobs.handler(queue={handler.queue + '-' + handler.flavour!r})"
                 )
+            if first.claim != handler.claim:
+                raise RegistryError(
+                    f"queue {handler.queue!r} has handlers with claim={first.claim!r} ({first.kind}) and with "
+                    f"claim={handler.claim!r} ({handler.kind}): put one mode into a queue of its own, "
+                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.claim!r}, claim={handler.claim!r})"
+                )
         return Registry(
             MappingProxyType(dict(self._handlers)),
-            MappingProxyType({queue: handler.flavour for queue, handler in flavours.items()}),
+            MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
+            MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
             self.lifespan,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A checked registry: handlers by kind and alias, and the flavour of each queue."""
+    """A checked registry: handlers by kind and alias, and the flavour and the claim mode of each queue."""
 
     handlers: Mapping[str, AnyHandler]
     flavours: Mapping[str, Flavour]
+    claims: Mapping[str, ClaimMode]
     lifespan: Lifespan | None
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""
         return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
+
+    def timeout_seconds(self, queue: str) -> float | None:
+        """The longest deadline of a queue's handlers; None where one has none."""
+        timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
+        finite = [seconds for seconds in timeouts if seconds is not None]
+        return max(finite) if len(finite) == len(timeouts) else None
 
     def find(self, kind: str) -> AnyHandler:
         """The handler of a kind.
@@ -210,3 +261,21 @@ class Registry:
 
 def _where(handler: AnyHandler) -> str:
     return f"{handler.function.__module__}.{handler.function.__qualname__}"
+
+
+def _check_claim(claim: ClaimMode) -> ClaimMode:
+    if claim not in get_args(ClaimMode):
+        raise RegistryError(f"claim takes 'transaction' or 'lease', got {claim!r}")
+    return claim
+
+
+def _check_timeout(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    # Not `not >`: NaN compares false either way.
+    if not (is_number and 0.001 <= seconds <= MAX_TIMEOUT_SECONDS):
+        raise RegistryError(
+            f"timeout_seconds takes 0.001 to {MAX_TIMEOUT_SECONDS:,.0f}, or None for no deadline, got {seconds!r}"
+        )
+    return float(seconds)

@@ -31,7 +31,8 @@ class Job:
     """A claimed job, as its handler sees it in `ctx.job`.
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
-    `max_attempts` is None where the handler's own retry policy decides. Times are the database's, in UTC.
+    `max_attempts` is None where the handler's own retry policy decides. `crashes` is how often its relay died while it
+    ran alone, before this run. `lease_token` is None in transaction mode. Times are the database's, in UTC.
     """
 
     id: UUID
@@ -50,3 +51,4 @@ class Job:
     run_at: datetime
     created_at: datetime
     seq: int
+    lease_token: int | None = None

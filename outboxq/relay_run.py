@@ -18,21 +18,27 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
+from uuid import uuid4
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outboxq.batch import BatchReport
 from outboxq.config import RelayConfig, SlotGroup
-from outboxq.engines import Engines, listen_connector
+from outboxq.engines import Engines, check_durability, listen_connector
 from outboxq.errors import ConfigError, SchemaError
-from outboxq.events import DatabaseLost, Emitter, RelayStarted, RelayStopped, RelayStopping
+from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.handlers import Flavour, Lifespan, Registry
+from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
-from outboxq.slot import Shared, Slot, Tally, describe_error, is_outage, serve_in_loop, serve_in_thread
+from outboxq.serve import serve_in_loop, serve_in_thread
+from outboxq.slot import Shared, Slot, Tally, describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
+from outboxq.watch import Runner, Watch
 
 _LOOP_STOP_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
 
 T = TypeVar("T")
 AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextManager[object]
@@ -40,11 +46,15 @@ AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextMa
 
 @dataclass(frozen=True, slots=True)
 class RelayReport:
-    """What a relay did: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too)."""
+    """What a relay did: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
+
+    `leases_lost` counts handlers that ended after another relay had taken their job: their rows were rolled back.
+    """
 
     done: int
     failed: int
     died: int
+    leases_lost: int = 0
 
 
 class RelayRun:
@@ -68,7 +78,7 @@ class RelayRun:
         self._stopping = stopping
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_ends: asyncio.Event | None = None
-        self._slots: list[Slot] = []
+        self._runners: list[Runner] = []
         self._failures: list[BaseException] = []
         self._abandoned = 0
         listens = config.listen and not until_empty
@@ -77,6 +87,23 @@ class RelayRun:
             if listens
             else None
         )
+        self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
+        suspects = Suspects()
+        lease = Lease(
+            # Not by `listen_url`: through a pooler is as good.
+            listen_connector(engines, None, lambda: self._loop),
+            config.schema,
+            uuid4(),
+            self._queues,
+            suspects,
+            self._leased,
+            emit,
+            self._reaped,
+            lease_seconds=config.lease_seconds,
+            beat_seconds=config.beat_seconds,
+            max_crashes=config.max_crashes,
+        )
+        self._watch = Watch(engines, config.schema, lambda: self._loop, self._replace, self._failed)
         self._shared = Shared(
             registry=registry,
             state=None,
@@ -86,8 +113,10 @@ class RelayRun:
             until_empty=until_empty,
             emit=emit,
             listener=listener,
+            lease=lease,
+            suspects=suspects,
+            max_crashes=config.max_crashes,
             stopping=stopping,
-            abandoned=threading.Event(),
             tally=Tally(),
             lock=threading.Lock(),
         )
@@ -105,16 +134,31 @@ class RelayRun:
             if self._shared.listener is not None:
                 self._shared.listener.start()
                 stack.callback(self._shared.listener.stop)
+            self._shared.lease.start()
+            stack.callback(self._shared.lease.stop)
+            if any(self._shared.registry.claims[name] == "lease" for name in self._queues):
+                self._shared.lease.ensure()
             self._serve_to_the_end()
         tally = self._shared.tally
         if self._failures:
             raise self._failures[0]
-        return RelayReport(tally.done, tally.failed, tally.died)
+        return RelayReport(tally.done, tally.failed, tally.died, tally.leases_lost)
 
     def wake_all(self) -> None:
         """Ring every slot, so that it sees that the relay is stopping."""
-        for slot in self._slots:
-            slot.sleeper.wake()
+        for runner in list(self._runners):
+            runner.slot.sleeper.wake()
+
+    def _leased(self) -> set[tuple[str, int]]:
+        """The jobs that run here under the lease, with their tokens."""
+        progresses = [runner.slot.progress for runner in list(self._runners)]
+        jobs = [progress.job for progress in progresses if progress is not None]
+        return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
+
+    def _reaped(self, event: JobCrashed) -> None:
+        with self._shared.lock:
+            self._shared.tally.add(BatchReport(0, (event,)))
+        self._emit(event)
 
     def _needs_loop(self, lifespan: object) -> bool:
         return (
@@ -180,17 +224,20 @@ class RelayRun:
     def _read_version(self) -> int | None:
         if self._engines.sync is not None:
             with self._engines.sync.connect() as connection:
-                return schema_version(connection, self._config.schema)
+                return self._examine(connection)
         return self._in_loop(self._read_version_async())
+
+    def _examine(self, connection: Connection) -> int | None:
+        check_durability(connection, allowed=self._config.allow_asynchronous_commit)
+        return schema_version(connection, self._config.schema)
 
     async def _read_version_async(self) -> int | None:
         assert self._engines.asynchronous is not None
         async with self._engines.asynchronous.connect() as connection:
-            return await connection.run_sync(schema_version, self._config.schema)
+            return await connection.run_sync(self._examine)
 
     def _serve_to_the_end(self) -> None:
-        queues = tuple(dict.fromkeys(name for group, _ in self._groups for name in group.queues))
-        self._emit(RelayStarted(queues, sum(group.slots for group, _ in self._groups)))
+        self._emit(RelayStarted(self._queues, sum(group.slots for group, _ in self._groups)))
         tally = self._shared.tally
         while not self._stopping.is_set():
             before = tally.claimed
@@ -201,12 +248,19 @@ class RelayRun:
         self._emit(RelayStopped(tally.done, tally.failed, self._abandoned))
 
     def _serve(self) -> None:
-        runners = [self._start_slot(group, flavour) for group, flavour in self._groups for _ in range(group.slots)]
-        for runner in runners:
-            while runner.is_alive() and not self._stopping.is_set():
-                # In slices, so that the main thread sees signals on every platform.
-                runner.join(0.5)
-        self._let_finish(runners)
+        self._runners = [
+            self._start_slot(group, flavour) for group, flavour in self._groups for _ in range(group.slots)
+        ]
+        while not self._stopping.is_set() and self._wait_a_moment():
+            self._watch.look(self._runners)
+        self._let_finish()
+
+    def _wait_a_moment(self) -> bool:
+        """Wait for a slot, in slices, so that signals and deadlines are seen; False where all have ended."""
+        alive = next((runner for runner in self._runners if runner.is_alive()), None)
+        if alive is not None:
+            alive.join(_LOOK_SECONDS)
+        return alive is not None
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> "_SlotThread | _SlotTask":
         if flavour == "sync":
@@ -216,28 +270,32 @@ class RelayRun:
             assert self._engines.asynchronous is not None
             assert self._loop is not None
             runner = _SlotTask(self._shared, group, self._engines.asynchronous, self._loop, self._failed)
-        self._slots.append(runner.slot)
         return runner
 
+    def _replace(self, runner: Runner) -> None:
+        """Start another in the place of a slot that was cut off."""
+        self._runners.remove(runner)
+        if not self._stopping.is_set():
+            self._runners.append(self._start_slot(SlotGroup(runner.slot.queues), runner.slot.flavour))
+
     def _failed(self, error: BaseException) -> None:
-        """A slot met an error that is none of the database's: end the relay instead of limping on."""
+        """A slot met an error that is none of the database's, or is stuck: end the relay instead of limping on."""
         self._failures.append(error)
         self._stopping.set()
 
-    def _let_finish(self, runners: "list[_SlotThread | _SlotTask]") -> None:
-        if self._stopping.is_set():
-            running = sum(slot.running for slot in self._slots)
-            self._emit(RelayStopping(running, self._config.drain_seconds))
-            self.wake_all()
-        self._slots.clear()
+    def _let_finish(self) -> None:
+        if not self._stopping.is_set():
+            return
+        running = sum(runner.slot.running for runner in self._runners)
+        self._emit(RelayStopping(running, self._config.drain_seconds))
+        self.wake_all()
         deadline = time.monotonic() + self._config.drain_seconds
-        for runner in runners:
-            runner.join(max(0.0, deadline - time.monotonic()))
-        self._abandoned = sum(runner.slot.running for runner in runners if runner.is_alive())
-        # Whoever is not done by now rolls back instead of committing.
-        if self._stopping.is_set():
-            self._shared.abandoned.set()
-        for runner in runners:
+        while time.monotonic() < deadline and self._wait_a_moment():
+            self._watch.look(self._runners)
+        # Whoever is not done by now is rolled back.
+        late = [runner for runner in self._runners if runner.is_alive()]
+        self._abandoned = sum(self._watch.interrupt(runner) for runner in late)
+        for runner in late:
             runner.abandon()
 
 
@@ -267,7 +325,10 @@ class _SlotThread:
         self._thread.join(timeout_seconds)
 
     def abandon(self) -> None:
-        """Nothing can stop a thread; it will not commit."""
+        """Nothing can stop a thread; it cannot commit."""
+
+    def stands_at(self) -> int | None:
+        return self._thread.ident
 
 
 class _SlotTask:
@@ -283,11 +344,13 @@ class _SlotTask:
     ) -> None:
         self._bell = asyncio.Event()
         self._loop = loop
+        self._loop_thread: int | None = None
         self._failed = failed
         self.slot = Slot(shared, "async", group.queues, self._wake)
         self._future = asyncio.run_coroutine_threadsafe(self._run(engine), loop)
 
     async def _run(self, engine: AsyncEngine) -> None:
+        self._loop_thread = threading.get_ident()
         try:
             await serve_in_loop(self.slot, engine, self._bell)
         except asyncio.CancelledError:
@@ -309,6 +372,9 @@ class _SlotTask:
     def abandon(self) -> None:
         """Cancel the handler; its transaction is rolled back as the task ends."""
         self._future.cancel()
+
+    def stands_at(self) -> int | None:
+        return self._loop_thread
 
 
 def check_version(version: int | None, schema: str) -> None:

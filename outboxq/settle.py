@@ -1,47 +1,64 @@
-"""Settle: what becomes of a claimed job after its attempt, written in the transaction that claimed it.
+"""Settle: what becomes of a claimed job after its attempt, written in the transaction of its handler's rows.
 
-Success writes nothing: the claim's delete stands. Then `certify` commits, and knows that it did.
+In transaction mode success writes nothing: the claim's delete stands. Under a lease each of these is refused once the
+lease was lost. Then `certify` commits, and knows that it did.
 """
 
 from datetime import timedelta
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Delete, Insert, Update
 
 from outboxq.driver import run_script
-from outboxq.errors import TransactionEndedByHandler
+from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.failure import ErrorRecord, kept_errors
 from outboxq.job import Job
 from outboxq.statements import settle as statements
-from outboxq.statements.settle import errors_with, insert_again, insert_dead, insert_parked
+from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
 CURRENT_XID = "SELECT pg_current_xact_id_if_assigned()::text"
+
+
+def finish(connection: Connection, job: Job) -> None:
+    """The job is over. In transaction mode its claim has removed it already.
+
+    Raises:
+        LeaseLost: another relay may have the job by now; nothing of this run may be committed.
+    """
+    if job.lease_token is not None:
+        _write(connection, job, remove(job))
 
 
 def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta) -> None:
     """Put the job back to run after `delay`, with this attempt counted and its error recorded."""
     errors = errors_with(kept_errors(job.errors), record.as_json())
-    connection.execute(insert_again(job, attempt=job.attempt, errors=errors, delay=delay))
+    _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay))
 
 
 def snooze(connection: Connection, job: Job, delay: timedelta) -> None:
     """Put the job back to run after `delay`, without counting the attempt."""
-    connection.execute(insert_again(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
 
 
 def give_back(connection: Connection, job: Job) -> None:
     """Put the job back as it was, to run at once."""
-    connection.execute(insert_again(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
 
 
 def park(connection: Connection, job: Job) -> None:
     """Put a job of an unknown kind back for later, without counting an attempt."""
-    connection.execute(insert_parked(job))
+    _write(connection, job, put_back_parked(job))
 
 
 def bury(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
     """Move the job to the dead letters."""
+    finish(connection, job)
     errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
     connection.execute(insert_dead(job, reason=reason, errors=errors))
+
+
+def is_unchanged(connection: Connection, job: Job) -> bool:
+    """Whether the row is still there as the claim found it, or, under a lease, as the claim left it."""
+    return connection.execute(unchanged(job)).first() is not None
 
 
 def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
@@ -85,3 +102,9 @@ def check_shared(connection: Connection, xid: str) -> None:
 def current_xid(connection: Connection) -> object:
     """The id of the open transaction, or None where it has written nothing."""
     return run_script(connection, CURRENT_XID)[0].rows[0][0]
+
+
+def _write(connection: Connection, job: Job, statement: Insert | Update | Delete) -> None:
+    # The fence: without the row that has this job's token, nothing of this run may be committed.
+    if connection.execute(statement).rowcount != 1 and job.lease_token is not None:
+        raise LeaseLost(job.id)

@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT, and the death of a parent: what asks a process to stop."""
+"""SIGTERM and SIGINT, and the death of a parent: what asks a process to stop.
+
+The first signal asks; the second ends the process at once, by that signal. Whatever transactions were open then are
+rolled back by the server.
+"""
 
 import os
 import signal
@@ -7,30 +11,67 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 @contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT call `stop`, in the main thread; elsewhere they are the program's own."""
+def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
+    """Within the block the first SIGTERM or SIGINT calls `stop`, and the next one ends the process by that signal.
+
+    Only in the main thread; elsewhere they are the program's own.
+
+    Args:
+        before_death: Called between the second signal and the end. Without it the kernel ends the process by itself,
+            also where Python code does not get to run any more.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        stop()
+    read_end, write_end = os.pipe()
+    # In a thread: the handler runs in the middle of whatever the main thread does, which may hold a lock that `stop`
+    # takes.
+    _call_at_word(read_end, stop)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL if before_death is None else end)
+        os.write(write_end, b"!")
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        assert before_death is not None
+        try:
+            before_death()
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    previous = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        os.close(write_end)
+
+
+def _call_at_word(read_end: int, stop: Callable[[], None]) -> None:
+    """Call `stop` when a word comes through the pipe, and not at its end."""
+
+    def watch() -> None:
+        word = os.read(read_end, 1)
+        os.close(read_end)
+        if word:
+            stop()
+
+    threading.Thread(target=watch, name="outboxq-signal-watch", daemon=True).start()
 
 
 def stop_when_parent_dies(read_end: int, stop: Callable[[], None]) -> None:
     """Call `stop` at the end of the pipe `read_end`, whose writer is the parent."""
 
     def watch() -> None:
-        # Nothing is ever written: this returns when the last writer has died.
+        # Nothing is ever written: this returns when the last writer has died, or has closed its end.
         os.read(read_end, 1)
         stop()
 

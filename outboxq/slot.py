@@ -1,45 +1,47 @@
 """A slot: one connection that claims and runs one batch at a time, and sleeps where nothing waits.
 
-`Slot` is the part both worlds share, on a sync `Connection`; `serve_in_thread` and `serve_in_loop` are the thin loops.
+On a sync `Connection`, for both worlds; the thin loops around it are in `serve.py`.
 """
 
-import asyncio
 import concurrent.futures
 import logging
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-from uuid import UUID
 
 import psycopg
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.batch import BatchReport, Progress, charge, end_transaction, resolve, run_batch
-from outboxq.claim import park_unknown
+from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batch
+from outboxq.claim import clear_marks, park_unknown
 from outboxq.driver import is_lost, run_script, sqlstate_of
+from outboxq.errors import LeaseLost
 from outboxq.events import (
     BatchRolledBack,
     DatabaseBack,
     DatabaseLost,
     Emitter,
+    JobCrashed,
     JobDied,
     JobDone,
+    JobLeaseLost,
     JobRetried,
     JobsParked,
 )
-from outboxq.execute import Abandoned, AsyncInvoker, ConnectionLost, Invoker, SyncInvoker, Work
+from outboxq.execute import ConnectionLost, Invoker, TransactionEscaped, Work
+from outboxq.failure import describe_failure
 from outboxq.guard import Guard
 from outboxq.handlers import Flavour, Registry
+from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
-from outboxq.statements.claim import ClaimStatements
+from outboxq.recover import charge, lost_with, recover, resolve
+from outboxq.statements.claim import ClaimScript, ClaimStatements
+from outboxq.statements.durability import server_epoch
+from outboxq.statements.lease import suspect_queues
 from outboxq.statements.listen import next_due_seconds
-from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -48,20 +50,6 @@ FIRST_PAUSE_SECONDS = 0.01
 UNFLAGGED_PAUSE_SECONDS = 1.0
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
-
-# force_custom_plan: a claim prepared while its queue was empty, an idle relay's normal state, would sort whatever
-# arrives later.
-# DateStyle: psycopg reads ISO alone, whatever the database's default.
-SESSION_SETTINGS = "SET plan_cache_mode = force_custom_plan; SET datestyle = 'ISO'"
-
-
-def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
-    """READ COMMITTED, and this installation's tables for whatever a slot or a handler writes through SQLAlchemy."""
-    options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
-    mapped: dict[str | None, str | None] = engine.get_execution_options().get("schema_translate_map") or {}
-    if mapped.get(SCHEMA, SCHEMA) != schema:
-        options["schema_translate_map"] = {**mapped, SCHEMA: schema}
-    return options
 
 
 @dataclass(slots=True)
@@ -72,13 +60,17 @@ class Tally:
     done: int = 0
     failed: int = 0
     died: int = 0
+    leases_lost: int = 0
 
     def add(self, report: BatchReport) -> None:
         """Count the events of one committed batch."""
         self.claimed += report.claimed
         self.done += sum(isinstance(event, JobDone) for event in report.events)
-        self.failed += sum(isinstance(event, JobRetried | JobDied) for event in report.events)
-        self.died += sum(isinstance(event, JobDied) for event in report.events)
+        self.failed += sum(isinstance(event, JobRetried | JobDied | JobCrashed) for event in report.events)
+        self.died += sum(
+            isinstance(event, JobDied) or (isinstance(event, JobCrashed) and event.died) for event in report.events
+        )
+        self.leases_lost += sum(isinstance(event, JobLeaseLost) for event in report.events)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +85,10 @@ class Shared:
     until_empty: bool
     emit: Emitter
     listener: Listener | None
+    lease: Lease
+    suspects: Suspects
+    max_crashes: int
     stopping: threading.Event
-    abandoned: threading.Event
     tally: Tally
     lock: threading.Lock
 
@@ -107,10 +101,9 @@ class Slot:
         self.flavour: Flavour = flavour
         self.queues = queues
         self.sleeper = Sleeper(queues, wake)
-        self.running = 0
-        self._statements = {name: ClaimStatements(shared.schema, name) for name in queues}
-        self._progress: Progress | None = None
-        self._lost_with: UUID | None = None
+        self.progress: Progress | None = None
+        self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
+        self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
         self._due_first = dict.fromkeys(queues, False)
         self._asleep = False
         self._alone_for = 0
@@ -118,56 +111,114 @@ class Slot:
         self._lost_since: float | None = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
 
+    @property
+    def running(self) -> int:
+        """How many jobs are claimed here."""
+        progress = self.progress
+        return 0 if progress is None else len(progress.jobs)
+
+    def is_seized(self) -> bool:
+        """Whether the relay has taken the batch away from this slot, which then has nothing more to say about it."""
+        progress = self.progress
+        return progress is not None and progress.seized
+
     def prepare(self, connection: Connection, invoker: Invoker) -> Work:
         """Set the connection up for claiming."""
-        with connection.begin():
-            run_script(connection, SESSION_SETTINGS)
+        work = self.work_on(connection, invoker)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
             self._lost_since = None
-        shared = self.shared
-        work = Work(shared.registry, shared.state, invoker, Guard(connection), shared.schema, shared.abandoned.is_set)
         report = self._settle_doubt(connection, work, ConnectionLost("the connection was lost while the job ran"))
         if report is not None:
-            self._tell(report)
+            self.tell(report)
         return work
+
+    def work_on(self, connection: Connection, invoker: Invoker) -> Work:
+        """What executing on this connection needs."""
+        shared = self.shared
+        with connection.begin():
+            epoch = server_epoch(connection)
+        return Work(shared.registry, shared.state, invoker, Guard(connection), shared.schema, shared.max_crashes, epoch)
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""
-        for name in self.queues:
-            for script in self._scripts(name):
-                report = self._run(connection, name, script, work)
-                if report is not None:
-                    self._after(connection, name, report, work)
-                    return True
+        return any(self._work_on_queue(connection, name, work) for name in self.queues)
+
+    def _work_on_queue(self, connection: Connection, name: str, work: Work) -> bool:
+        if name in self.shared.suspects.queues and self._run_suspect(connection, name, work):
+            return True
+        for script in self._scripts(name):
+            report = self._run(connection, name, script, work)
+            if report is not None:
+                self._after(connection, name, report, work)
+                return True
         return False
 
-    def _scripts(self, name: str) -> tuple[Callable[[int], str], ...]:
+    def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
+        """Run one suspect of a queue, if it is this slot's turn; False where none waits."""
+        suspects = self.shared.suspects
+        if not self.shared.lease.ensure() or not suspects.take_turn(self):
+            return False
+        try:
+            report = self._run(connection, name, self._statements[name].lease_suspect, work)
+            if report is not None:
+                self._after(connection, name, report, work)
+            else:
+                suspects.queues.discard(name)
+            return report is not None
+        finally:
+            suspects.end_turn(self)
+
+    def run_suspects_of(self, connection: Connection, work: Work) -> bool:
+        """Look whether suspects wait, and run one."""
+        with connection.begin():
+            rows = run_script(connection, suspect_queues(self.shared.schema, self.queues))[0].rows
+        self.shared.suspects.queues.update(str(row[0]) for row in rows)
+        return any(self._run_suspect(connection, str(row[0]), work) for row in rows)
+
+    def _scripts(self, name: str) -> tuple[ClaimScript, ...]:
         # Alternating, so that neither a backlog of ready jobs nor one of due jobs starves the other.
         statements = self._statements[name]
+        if self.shared.registry.claims[name] == "lease":
+            ready, due = statements.lease_ready, statements.lease_due
+        else:
+            ready, due = statements.ready, statements.due
         self._due_first[name] = not self._due_first[name]
-        return (statements.due, statements.ready) if self._due_first[name] else (statements.ready, statements.due)
+        return (due, ready) if self._due_first[name] else (ready, due)
 
-    def _run(self, connection: Connection, name: str, script: Callable[[int], str], work: Work) -> BatchReport | None:
-        limit = 1 if self._alone_for else self.shared.batch_size
+    def _run(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> BatchReport | None:
+        limit = 1 if self._alone_for or script.leased else self.shared.batch_size
         try:
-            report = run_batch(connection, script(limit), limit, work, self._started)
-        except Abandoned:
-            raise
+            report = self._run_or_recover(connection, name, script, limit, work)
         except (psycopg.Error, SQLAlchemyError) as error:
-            if is_lost(connection) or self._progress is None:
+            if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
             self.shared.emit(BatchRolledBack(name, self.running, describe_error(error)))
             end_transaction(connection)
             report = self._settle_doubt(connection, work, error)
             if report is None:
                 raise
-        self._progress = None
+        self.progress = None
         return report
 
+    def _run_or_recover(
+        self, connection: Connection, name: str, script: ClaimScript, limit: int, work: Work
+    ) -> BatchReport | None:
+        try:
+            return run_batch(connection, self._queues[name], script, limit, work, self._started)
+        except TransactionEscaped as escaped:
+            failure: TransactionEscaped | LeaseLost = escaped
+        except LeaseLost as lost:
+            failure = lost
+        progress = self.progress
+        assert progress is not None
+        end_transaction(connection)
+        if isinstance(failure, LeaseLost):
+            return BatchReport(1, (JobLeaseLost(progress.job),))
+        return recover(connection, progress, work, failure)
+
     def _started(self, progress: Progress) -> None:
-        self._progress = progress
-        self.running = len(progress.batch.jobs)
+        self.progress = progress
         self._pause_seconds = FIRST_PAUSE_SECONDS
         if self._asleep and self.shared.listener is not None:
             self._asleep = False
@@ -175,39 +226,47 @@ class Slot:
 
     def _settle_doubt(self, connection: Connection, work: Work, error: BaseException) -> BatchReport | None:
         """What became of the batch that ended in `error`; None where it waits again as it was."""
-        progress = self._progress
+        progress = self.progress
         if progress is None:
             return None
         report = resolve(connection, progress)
-        self._progress = None
-        if report is not None:
-            return report
+        if report is None:
+            report = self._rolled_back(connection, progress, work, error)
+        self.progress = None
+        return report
+
+    def _rolled_back(
+        self, connection: Connection, progress: Progress, work: Work, error: BaseException
+    ) -> BatchReport | None:
+        if isinstance(error, ConnectionLost):
+            # Whether a job did it is found out where it runs alone: in transaction mode its claim's mark sees to that.
+            return lost_with(connection, progress.job, work) if progress.is_leased else None
+        if not progress.is_leased:
+            with connection.begin():
+                clear_marks(connection, self.shared.schema, progress.jobs)
         # Nobody's fault could be found while they shared a transaction: the next ones run alone.
         self._alone_for = self.shared.batch_size
         job = progress.lone_job
-        if job is None:
-            return None
-        # A connection may be lost for any reason, once. The second time in a row the job itself is the reason.
-        if isinstance(error, ConnectionLost) and self._lost_with != job.id:
-            self._lost_with = job.id
-            return None
-        return charge(connection, job, error, work)
+        return None if job is None else charge(connection, job, describe_failure(error, job), work)
 
     def _after(self, connection: Connection, name: str, report: BatchReport, work: Work) -> None:
-        self.running = 0
-        self._lost_with = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._alone_for = max(0, self._alone_for - report.claimed)
+        if report.suspected:
+            self.shared.suspects.queues.add(name)
         parked = 0
         if report.parked:
             with connection.begin():
                 parked = park_unknown(connection, self.shared.schema, name, work.registry.known_kinds(self.flavour))
-        self._tell(report, parked)
+        self.tell(report, parked)
 
-    def _tell(self, report: BatchReport, parked: int = 0) -> None:
+    def tell(self, report: BatchReport, parked: int = 0) -> None:
+        """Count and emit what was committed."""
         with self.shared.lock:
             self.shared.tally.add(report)
         for event in report.events:
+            if isinstance(event, JobCrashed) and not event.died:
+                self.shared.suspects.queues.add(event.queue)
             self.shared.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 
     def fall_asleep(self) -> "concurrent.futures.Future[bool] | None":
@@ -221,8 +280,13 @@ class Slot:
         """How long to sleep: up to the next scheduled job, and growing up to the poll interval."""
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, self.shared.poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, self.shared.poll_seconds)
+        look = f"{next_due_seconds(self.shared.schema, self.queues)}; {suspect_queues(self.shared.schema, self.queues)}"
         with connection.begin():
-            next_due = run_script(connection, next_due_seconds(self.shared.schema, self.queues))[0].rows[0][0]
+            due, suspected = run_script(connection, look)
+        next_due = due.rows[0][0]
+        if suspected.rows:
+            self.shared.suspects.queues.update(str(row[0]) for row in suspected.rows)
+            return growing
         pause = (self.shared.poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
         if not isinstance(next_due, float):
             return pause
@@ -231,118 +295,12 @@ class Slot:
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection; returns how long to wait before the next try."""
-        self.running = 0
         pause = self._reconnect_seconds * random.uniform(0.5, 1.0)
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
         if is_outage(error):
             self._lost_since = self._lost_since or _now()
             self.shared.emit(DatabaseLost(describe_error(error), pause))
         return pause
-
-
-def serve_in_thread(slot: Slot, engine: Engine, bell: threading.Event) -> None:
-    """The loop of a slot with sync handlers."""
-    stopping = slot.shared.stopping
-    while not stopping.is_set():
-        try:
-            options = connection_options(engine, slot.shared.schema)
-            with engine.connect().execution_options(**options) as connection, _not_returned(connection):
-                work = slot.prepare(connection, SyncInvoker())
-                while not stopping.is_set():
-                    if not slot.work_once(connection, work) and _rest_in_thread(slot, connection, work, bell):
-                        return
-        except Abandoned:
-            return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
-            stopping.wait(slot.lost(error))
-
-
-@contextmanager
-def _not_returned(connection: Connection) -> Iterator[None]:
-    """The slot's session settings must not leak into the pool of the user's engine: close the connection instead."""
-    try:
-        yield
-    finally:
-        connection.invalidate()
-
-
-def _rest_in_thread(slot: Slot, connection: Connection, work: Work, bell: threading.Event) -> bool:
-    """Sleep until woken; True where the slot is finished because it only drains."""
-    if slot.shared.until_empty:
-        return True
-    bell.clear()
-    flagged = False
-    request = slot.fall_asleep()
-    if request is not None:
-        try:
-            flagged = request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
-        except concurrent.futures.TimeoutError:
-            flagged = False
-        # What was committed before the flag was up is visible now; what comes after it rings the bell.
-        if slot.work_once(connection, work):
-            return False
-    pause = slot.pause_seconds(connection, flagged=flagged)
-    if not slot.shared.stopping.is_set():
-        bell.wait(pause)
-    return False
-
-
-async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) -> None:
-    """The loop of a slot with async handlers."""
-    stopping = slot.shared.stopping
-    while not stopping.is_set():
-        try:
-            async with engine.connect() as connection:
-                await connection.execution_options(**connection_options(engine, slot.shared.schema))
-                try:
-                    work = await connection.run_sync(slot.prepare, AsyncInvoker(connection))
-                    while not stopping.is_set():
-                        if not await connection.run_sync(slot.work_once, work) and await _rest_in_loop(
-                            slot, connection.run_sync, work, bell
-                        ):
-                            return
-                finally:
-                    # As in `_not_returned`.
-                    await connection.invalidate()
-        except Abandoned:
-            return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
-            # The listener, which lost its connection too, has rung: without this the slot would spin.
-            bell.clear()
-            pause = slot.lost(error)
-            if not stopping.is_set():
-                await _wait(bell, pause)
-
-
-async def _rest_in_loop(slot: Slot, run_sync: Callable[..., Awaitable[Any]], work: Work, bell: asyncio.Event) -> bool:
-    """As `_rest_in_thread`."""
-    if slot.shared.until_empty:
-        return True
-    bell.clear()
-    flagged = False
-    request = slot.fall_asleep()
-    if request is not None:
-        try:
-            flagged = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(request)), UNFLAGGED_PAUSE_SECONDS)
-        except TimeoutError:
-            flagged = False
-        if await run_sync(slot.work_once, work):
-            return False
-    pause = await run_sync(_pause, slot, flagged)
-    if not slot.shared.stopping.is_set():
-        await _wait(bell, pause)
-    return False
-
-
-def _pause(connection: Connection, slot: Slot, flagged: bool) -> float:
-    return slot.pause_seconds(connection, flagged=flagged)
-
-
-async def _wait(bell: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(bell.wait(), seconds)
-    except TimeoutError:
-        return
 
 
 def is_outage(error: BaseException) -> bool:

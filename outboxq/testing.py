@@ -1,4 +1,4 @@
-"""For users' tests: look at what was enqueued, run it inside the test's own transaction, and find a PostgreSQL.
+"""For users' tests: look at what was enqueued, run it inside the test's own transaction, crash it, find a PostgreSQL.
 
 The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (see `outboxq.pytest_plugin`).
 """
@@ -22,6 +22,9 @@ from outboxq.driver import run_script
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execute import AsyncInvoker, Invoker, SyncInvoker, Work
+from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
+from outboxq.fault_points import FaultPoint as FaultPoint
+from outboxq.fault_points import fault_action as fault_action
 from outboxq.guard import Guard
 from outboxq.handlers import Jobs
 from outboxq.job import Job, JobHandle, uuid7
@@ -32,6 +35,13 @@ from outboxq.postgres import find_server as find_server
 from outboxq.postgres import start_embedded as start_embedded
 from outboxq.statements.claim import ClaimStatements
 from outboxq.tables import job, mapped_schema
+from outboxq.testing_faults import CRASH_STEPS as CRASH_STEPS
+from outboxq.testing_faults import CrashStep as CrashStep
+from outboxq.testing_faults import RelayProcess as RelayProcess
+from outboxq.testing_faults import crash_at_every_step as crash_at_every_step
+from outboxq.testing_proxy import CommitProxy as CommitProxy
+from outboxq.testing_proxy import Trap as Trap
+from outboxq.testing_relay import kill_process_at as kill_process_at
 
 _DRAIN_LIMIT = 10_000
 
@@ -123,7 +133,7 @@ def _drain(session: Session, invoker: Invoker, jobs: Jobs, state: object, allow_
     session.flush()
     connection = session.connection()
     schema = mapped_schema(connection)
-    work = Work(jobs.resolve(), state, invoker, Guard(connection), schema, lambda: False)
+    work = Work(jobs.resolve(), state, invoker, Guard(connection), schema, max_crashes=1, epoch="")
     queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
     # Around everything: each look at an empty queue leaves a savepoint of its own.
     run_script(connection, "SAVEPOINT oq_drain")
@@ -146,12 +156,14 @@ def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
     statements = ClaimStatements(work.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
-        batch = claim(connection, statements.ready(1), 1) or claim(connection, statements.due(1), 1)
-        if batch is None:
+        claimed = claim(connection, statements.ready, 1)
+        if claimed.anchor is None:
+            claimed = claim(connection, statements.due, 1)
+        if claimed.anchor is None:
             return events
-        progress = Progress(batch)
+        progress = Progress(name, claimed.jobs, claimed.anchor)
         execute_all(connection, progress, work, shared=True)
-        run_script(connection, f"RELEASE SAVEPOINT {batch.savepoint}")
+        run_script(connection, f"RELEASE SAVEPOINT {claimed.anchor.savepoint}")
         events += progress.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
 

@@ -4,7 +4,9 @@ Sent as text without parameters, so that claim and savepoint are one string and 
 empty table is ever reused.
 """
 
+from dataclasses import dataclass
 from typing import LiteralString
+from uuid import UUID
 
 from psycopg import sql
 
@@ -13,80 +15,155 @@ RETURNED = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
     "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq",
 )  # fmt: skip
+_COLUMNS = ", ".join(f"claimed.{column}" for column in RETURNED)
+
+# Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
+ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
+
+# Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Widened
+# to 64 bits by its distance from the next id, modulo 2^32; what lies ahead of that is in progress, or a multixact.
+# A hint, never a count: a foreign lock that was rolled back reads the same.
+_DIED = """\
+CASE WHEN job.xmax = '0'::xid THEN false ELSE (
+    SELECT CASE WHEN distance < 2147483648 AND distance < next_xid - 2
+      THEN coalesce(pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
+    FROM (SELECT next_xid, (next_xid - job.xmax::text::bigint) & 4294967295 AS distance
+      FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next_xid) AS now) AS widened
+  ) END"""
 
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
 # row of the other, and then takes more than it asked for. Every eligibility test stands inside.
 # Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
 # newest version of a row, so a job that was finished a moment ago is passed over.
-_CLAIM = (
-    sql.SQL(
-        """\
+_PICKED = """\
 WITH picked AS MATERIALIZED (
-  SELECT id FROM {job}
+  SELECT id{also} FROM {job} AS job
   WHERE queue = {queue} AND {eligible}
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT """
-    ),
-    sql.SQL(
-        """
+
+# The left side has one row, so that the count comes also where nothing was claimed.
+_TRANSACTION = """
   FOR UPDATE SKIP LOCKED
+), moved AS (
+  UPDATE {job} AS job SET state = 'suspect' FROM picked WHERE job.id = picked.id AND picked.died RETURNING job.id
+), claimed AS (
+  DELETE FROM {job} AS claimed USING picked WHERE claimed.id = picked.id AND NOT picked.died
+  RETURNING {columns}, NULL::bigint AS lease_token, {anchor}
 )
-DELETE FROM {job} AS claimed USING picked WHERE claimed.id = picked.id
-RETURNING {returned}, pg_current_xact_id()::text"""
-    ),
+SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
+
+# Attempt and crash are counted with the claim, and returned as they were before it.
+_LEASE = """
+  FOR UPDATE SKIP LOCKED
+), claimed AS (
+  UPDATE {job} AS claimed SET state = 'leased', lease_owner = {owner}, lease_token = lease_token + 1,
+    attempt = attempt + 1, crashes = crashes + {crash}
+  FROM picked WHERE claimed.id = picked.id
+  RETURNING {columns}, claimed.lease_token
 )
+SELECT 0, claimed.* FROM claimed"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimScript:
+    """A claim's text before and after its limit; `leased` where it takes a lease instead of deleting."""
+
+    before: str
+    after: str
+    leased: bool = False
+
+    def text(self, limit: int) -> str:
+        """The claim of up to `limit` jobs."""
+        return f"{self.before}{int(limit)}{self.after}"
 
 
 class ClaimStatements:
-    """The claims of one queue, formatted once for a schema."""
+    """The claims of one queue, formatted once for a schema.
 
-    def __init__(self, schema: str, queue: str) -> None:
+    Args:
+        owner: The relay's lease; None where only transaction mode is asked for.
+    """
+
+    def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
         self._schema = schema
         self._queue = queue
+        self._owner = owner
+        ready = self._ready = ("state = 'ready'", "(-priority), seq")
+        due = self._due = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
         # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
-        self._ready = self._format("state = 'ready'", "(-priority), seq")
+        self.ready = self._format(_TRANSACTION, *ready)
         # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike
         # clock_timestamp(), is stable and can bound the index.
-        self._due = self._format("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
+        self.due = self._format(_TRANSACTION, *due)
+        if owner is not None:
+            self.lease_ready = self._format(_LEASE, *ready)
+            self.lease_due = self._format(_LEASE, *due)
+            # Index job_suspect (queue, seq) WHERE state = 'suspect'.
+            self.lease_suspect = self._format(_LEASE, "state = 'suspect'", "seq", crash=1)
 
-    def _format(self, eligible: LiteralString, order: LiteralString) -> tuple[str, str]:
-        """The claim's text before and after its limit."""
-        before, after = (self._format_part(part, eligible, order) for part in _CLAIM)
-        return before, after
-
-    def _format_part(self, part: sql.SQL, eligible: LiteralString, order: LiteralString) -> str:
-        return part.format(
-            job=sql.Identifier(self._schema, "job"),
-            queue_table=sql.Identifier(self._schema, "queue"),
-            queue=sql.Literal(self._queue),
-            eligible=sql.SQL(eligible),
-            order=sql.SQL(order),
-            returned=sql.SQL(", ".join(f"claimed.{column}" for column in RETURNED)),
-        ).as_string(None)
-
-    def ready(self, limit: int) -> str:
-        """Claim up to `limit` ready jobs: higher priority first, then older first."""
-        return str(int(limit)).join(self._ready)
-
-    def due(self, limit: int) -> str:
-        """Claim up to `limit` scheduled jobs whose time has come, earliest first."""
-        return str(int(limit)).join(self._due)
-
-
-def claim_by_id(schema: str, job_id: str) -> str:
-    """Claim one job by its id, whatever its state; no row where it is gone or another transaction holds it."""
-    return (
-        sql.SQL(
-            "WITH picked AS MATERIALIZED (SELECT id FROM {job} WHERE id = {id} FOR UPDATE SKIP LOCKED) "
-            "DELETE FROM {job} AS claimed USING picked WHERE claimed.id = picked.id "
-            "RETURNING {returned}, pg_current_xact_id()::text"
+    def _format(
+        self, action: LiteralString, eligible: LiteralString, order: LiteralString, crash: int = 0
+    ) -> ClaimScript:
+        leased = action is _LEASE
+        # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
+        alive: LiteralString = (
+            " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""
         )
+        names = {
+            "job": sql.Identifier(self._schema, "job"),
+            "queue_table": sql.Identifier(self._schema, "queue"),
+            "relay": sql.Identifier(self._schema, "relay"),
+            "queue": sql.Literal(self._queue),
+            "owner": sql.Literal(self._owner),
+            "also": sql.SQL("" if leased else f", {_DIED} AS died"),
+            "order": sql.SQL(order),
+            "crash": sql.Literal(crash),
+            "columns": sql.SQL(_counted_before(crash) if leased else _COLUMNS),
+            "anchor": sql.SQL(ANCHOR),
+        }
+        names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
+        before, after = (sql.SQL(part).format(**names).as_string(None) for part in (_PICKED, action))
+        return ClaimScript(before, after, leased)
+
+
+def _counted_before(crash: int) -> str:
+    return _COLUMNS.replace("claimed.attempt", "claimed.attempt - 1").replace(
+        "claimed.crashes", f"claimed.crashes - {crash}"
+    )
+
+
+def claim_by_id(schema: str, job_id: str) -> ClaimScript:
+    """Claim one job by its id; no row where it is gone, another transaction holds it, or a lease does."""
+    picked: LiteralString = (
+        "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} AND state <> 'leased' LIMIT "
+    )
+    before, after = (
+        sql.SQL(part)
         .format(
             job=sql.Identifier(schema, "job"),
             id=sql.Literal(job_id),
-            returned=sql.SQL(", ".join(f"claimed.{column}" for column in RETURNED)),
+            columns=sql.SQL(_COLUMNS),
+            anchor=sql.SQL(ANCHOR),
         )
+        .as_string(None)
+        for part in (picked, _TRANSACTION)
+    )
+    return ClaimScript(before, after)
+
+
+def clear_marks(schema: str, job_ids: list[str]) -> str:
+    """Overwrite the mark that a claim which was rolled back on purpose left in its jobs' rows, once committed.
+
+    Index: the primary key. Locks: the rows, for as long as the caller's transaction; skips what others hold already.
+    """
+    return (
+        sql.SQL(
+            "SELECT count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) AND state IN ('ready', 'scheduled')"
+            " FOR UPDATE SKIP LOCKED) AS cleared"
+        )
+        .format(job=sql.Identifier(schema, "job"), ids=sql.Literal(job_ids))
         .as_string(None)
     )
 

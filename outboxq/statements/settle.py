@@ -1,12 +1,29 @@
-"""Putting a claimed job back, or among the dead letters, in the transaction that claimed it.
+"""Putting a claimed job back, or among the dead letters, in the transaction of its handler's rows.
 
-No lock is waited for: the claim deleted the only other row with this id, in this transaction.
+In transaction mode no lock is waited for: the claim deleted the only other row with this id, in this transaction. Under
+a lease the row is still there, and is changed only by who has its token; whoever waits for the lock of a reaper or an
+operator finds another token, or no row.
 """
 
 from datetime import timedelta
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Insert, Text, Update, cast, func, insert, literal, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Insert,
+    Select,
+    Text,
+    Update,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
@@ -15,23 +32,49 @@ from outboxq.statements.claim import PARKED_UNTIL
 from outboxq.tables import dead_job, job
 
 
-def insert_again(claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None) -> Insert:
-    """The job's row once more, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
+def put_back(
+    claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None
+) -> Insert | Update:
+    """The job waits again, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
 
     Whoever ran it knows its kind, so it is parked no more.
     """
     schedule: dict[str, object] = {"state": "ready"}
     if delay is not None:
         schedule = {"state": "scheduled", "run_at": func.clock_timestamp() + literal(delay)}
-    values = _kept(claimed) | {"parked": 0}
-    return insert(job).values(**values, attempt=attempt, errors=errors, **schedule)
+    return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
 
 
-def insert_parked(claimed: Job) -> Insert:
-    """The job's row once more, for later and without an attempt counted: no handler here knows its kind."""
+def put_back_parked(claimed: Job) -> Insert | Update:
+    """The job waits again, for later and without an attempt counted: no handler here knows its kind."""
     later: ColumnElement[object] = literal_column(PARKED_UNTIL.replace("parked", str(claimed.parked)))
-    values = _kept(claimed) | {"parked": min(claimed.parked + 1, 32_767), "errors": claimed.errors}
-    return insert(job).values(**values, attempt=claimed.attempt - 1, state="scheduled", run_at=later)
+    parked = min(claimed.parked + 1, 32_767)
+    changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": "scheduled"}
+    return _write(claimed, {**changed, "run_at": later})
+
+
+def remove(claimed: Job) -> Delete:
+    """The row of a job under a lease, if it is still under it; its transaction's id, to ask what became of it.
+
+    Index: the primary key. Waits for a reaper or an operator who holds the row, and then finds what they left.
+    """
+    return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
+
+
+def unchanged(claimed: Job) -> Select[tuple[UUID]]:
+    """The row of a claimed job, unless it was removed or came back. Index: the primary key; no locks."""
+    # Whatever puts a job back draws a new seq, and a lease a new token.
+    same = job.c.seq == claimed.seq if claimed.lease_token is None else job.c.lease_token == claimed.lease_token
+    return select(job.c.id).where(job.c.id == claimed.id, same)
+
+
+def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
+    if claimed.lease_token is None:
+        return insert(job).values(**_kept(claimed), **changed)
+    # A crash that was counted with the claim did not happen. A new token: who has the old one is done with this job.
+    fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
+    released = {"lease_owner": None, "lease_token": job.c.lease_token + 1, "seq": literal_column("DEFAULT")}
+    return fenced.values(**changed, **released, crashes=claimed.crashes)
 
 
 def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]") -> Insert:
@@ -40,7 +83,6 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     Otherwise the insert would fail for ever, and the job would hold up its queue.
     """
     values = _kept(claimed) | {"attempt": claimed.attempt, "errors": errors, "reason": reason}
-    del values["parked"]
     statement = postgresql_insert(dead_job).values(**values)
     changed = {name: statement.excluded[name] for name in values if name != "id"}
     return statement.on_conflict_do_update(
@@ -70,7 +112,6 @@ def _kept(claimed: Job) -> dict[str, object]:
         "priority": claimed.priority,
         "max_attempts": claimed.max_attempts,
         "crashes": claimed.crashes,
-        "parked": claimed.parked,
         "unique_key": claimed.unique_key,
         "group_key": claimed.group_key,
         "created_at": claimed.created_at,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -19,6 +20,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import Emitter, JobDone, RelayStarted
 from outboxq.execute import SyncInvoker
+from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
 from outboxq.postgres import Database
 from outboxq.slot import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, Shared, Slot, Tally
@@ -167,7 +169,8 @@ def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
 
 def waiting(engine: Engine) -> bool:
     """Whether a job can be claimed: one that a relay is running is locked."""
-    with engine.connect() as connection:
+    # Committed: a lock that is rolled back would leave the mark of a claim that died.
+    with engine.begin() as connection:
         return connection.execute(text("SELECT FROM outboxq.job FOR UPDATE SKIP LOCKED")).first() is not None
 
 
@@ -237,6 +240,13 @@ def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay)
             wait_until(lambda: len(set(moments())) == 1, "half a second without a statement", 5)
 
 
+def unheld_lease() -> Lease:
+    """A lease whose thread was never started."""
+    settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
+    nothing = Emitter([], lambda *_: None)
+    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), set, nothing, lambda _: None, **settings)
+
+
 def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -253,8 +263,10 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
         until_empty=False,
         emit=Emitter([], lambda *_: None),
         listener=None,
+        lease=unheld_lease(),
+        suspects=Suspects(),
+        max_crashes=3,
         stopping=threading.Event(),
-        abandoned=threading.Event(),
         tally=Tally(),
         lock=threading.Lock(),
     )

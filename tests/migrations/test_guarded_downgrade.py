@@ -89,19 +89,14 @@ def test_the_offline_sql_refuses_too(database: Database, installed: Engine, tmp_
     with installed.begin() as connection:
         connection.execute(ADD_JOB)
     before = read_catalog(database.url)
-    blocks = [migrations.check_downgrade_sql(0, "outboxq"), migrations.downgrade_sql(2, "outboxq")]
+    steps = [migrations.downgrade_sql(step, "outboxq") for step in range(migrations.LATEST, 0, -1)]
+    blocks = [migrations.check_downgrade_sql(0, "outboxq"), steps[0]]
     with pytest.raises(AssertionError, match="would drop jobs"):
         run_psql(database.url, ";\n".join(["BEGIN", *blocks, "COMMIT;"]), tmp_path)
     assert read_catalog(database.url) == before
     # Also each block by itself, as a frozen file may hold only one.
     with pytest.raises(AssertionError, match="would drop jobs"):
-        run_psql(
-            database.url,
-            ";\n".join(
-                ["BEGIN", migrations.downgrade_sql(2, "outboxq"), migrations.downgrade_sql(1, "outboxq"), "COMMIT;"]
-            ),
-            tmp_path,
-        )
+        run_psql(database.url, ";\n".join(["BEGIN", *steps, "COMMIT;"]), tmp_path)
     assert read_catalog(database.url) == before
 
 

@@ -58,6 +58,13 @@ def record(ctx: Context, name: str) -> None:
 
 
 @jobs.handler(queue="ledger", retry=QUICK)
+def record_beside(ctx: Context, name: str) -> None:
+    """What a handler must not do: its row is committed on a connection of its own."""
+    with ctx.session.connection().engine.begin() as beside:
+        beside.execute(text("INSERT INTO effect_ledger (name) VALUES (:name)"), {"name": name})
+
+
+@jobs.handler(queue="ledger", retry=QUICK)
 def record_slowly(ctx: Context, name: str, seconds: float) -> None:
     ctx.session.add(Effect(name=name))
     ctx.session.flush()

@@ -9,7 +9,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    migrations.upgrade(op, to=2)
+    migrations.upgrade(op, to=3)
 
 
 def downgrade() -> None:

@@ -1,0 +1,178 @@
+"""Signs of life: what a relay process tells its supervisor, and what a container's probe reads from a file.
+
+Both are sent by threads of their own. They show that the interpreter runs and what the relay is doing, and cost no
+connection.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from outboxq.errors import ConfigError
+from outboxq.events import DatabaseBack, DatabaseLost, Event, RelayStarted, RelayStopping
+
+State: TypeAlias = Literal["starting", "serving", "waiting_for_database", "stopping"]
+STATES: tuple[State, ...] = get_args(State)
+
+BEAT_SECONDS = 0.5
+WRITE_SECONDS = 1.0
+
+logger = logging.getLogger("outboxq.relay")
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a relay process, or a supervisor and its children, is doing.
+
+    Args:
+        processes: How many relay processes there should be.
+        running: How many there are.
+    """
+
+    state: State
+    processes: int = 1
+    running: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a health file shows a process that lives, and why; `health` is what the file holds, if it can be read."""
+
+    alive: bool
+    why: str
+    health: dict[str, object] | None = None
+
+
+class StateHook:
+    """A hook for events: follows what the relay of this process is doing."""
+
+    def __init__(self) -> None:
+        self.state: State = "starting"
+
+    def __call__(self, event: Event) -> None:
+        """Take note of `event`."""
+        if self.state == "stopping":
+            return
+        match event:
+            case RelayStarted() | DatabaseBack():
+                self.state = "serving"
+            case DatabaseLost():
+                self.state = "waiting_for_database"
+            case RelayStopping():
+                self.state = "stopping"
+            case _:
+                pass
+
+
+def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
+    """Write the state into the supervisor's pipe, a byte each half second, until nobody reads it any more.
+
+    Never blocks: into a pipe that is full, nothing is written.
+    """
+    os.set_blocking(write_end, False)
+
+    def beat() -> None:
+        while True:
+            try:
+                os.write(write_end, bytes([STATES.index(read_state())]))
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+            time.sleep(BEAT_SECONDS)
+
+    threading.Thread(target=beat, name="outboxq-heartbeat", daemon=True).start()
+
+
+def read_beats(read_end: int) -> State | None:
+    """The last state in a non-blocking pipe; None where no beat came since the last look."""
+    try:
+        beats = os.read(read_end, 65_536)
+    except BlockingIOError:
+        return None
+    return STATES[beats[-1] % len(STATES)] if beats else None
+
+
+@contextmanager
+def health_file(path: Path | None, read_health: Callable[[], Health]) -> Iterator[None]:
+    """Within the block, write the file once a second; remove it at the end. None: do nothing.
+
+    Raises:
+        ConfigError: the file cannot be written at the start. Later failures are logged, and the relay goes on.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        _write(path, read_health())
+    except OSError as error:
+        raise ConfigError(
+            f"the health file {str(path)!r} cannot be written ({error.strerror}): name a file in a directory that "
+            "exists and is writable"
+        ) from error
+    done = threading.Event()
+    thread = threading.Thread(
+        target=_keep_writing, args=(path, read_health, done), name="outboxq-health-file", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        # Its directory may be gone by now, or read-only.
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _keep_writing(path: Path, read_health: Callable[[], Health], done: threading.Event) -> None:
+    failing = False
+    while not done.wait(WRITE_SECONDS):
+        try:
+            _write(path, read_health())
+        except OSError as error:
+            if not failing:
+                logger.warning("health file cannot be written, trying again: %s", error)
+            failing = True
+        else:
+            failing = False
+
+
+def _write(path: Path, health: Health) -> None:
+    """Replace the file in one step: a reader sees the old one or the new one."""
+    document = {**asdict(health), "pid": os.getpid(), "at": datetime.now(UTC).isoformat()}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(document) + "\n")
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def judge(path: Path, max_age_seconds: float) -> Verdict:
+    """Read a health file and say whether its writer lives: written lately, and not on its way out."""
+    try:
+        health = json.loads(path.read_text())
+        state, written_at = health["state"], datetime.fromisoformat(health["at"])
+        age_seconds = (datetime.now(UTC) - written_at).total_seconds()
+    except FileNotFoundError:
+        return Verdict(False, f"there is no file {str(path)!r}: no relay with --health-file runs, or it has ended")
+    except OSError as error:
+        return Verdict(False, f"the file {str(path)!r} cannot be read: {error.strerror}")
+    except (ValueError, KeyError, TypeError):
+        return Verdict(False, f"the file {str(path)!r} is no health file of a relay")
+    # Also from the future: a clock that was set back says nothing about now.
+    if abs(age_seconds) > max_age_seconds:
+        return Verdict(False, f"last written {age_seconds:.0f} s ago, over the limit of {max_age_seconds:g} s", health)
+    return Verdict(state in STATES and state != "stopping", str(state), health)

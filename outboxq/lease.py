@@ -1,0 +1,223 @@
+"""The lease: one connection and one thread per relay, through which it stays alive in the eyes of others.
+
+It extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects. It works on libpq below
+psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from uuid import UUID
+
+import psycopg
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGconn
+
+from outboxq.driver import DriverConnection
+from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
+from outboxq.recover import crashed
+from outboxq.statements import lease as statements
+
+logger = logging.getLogger("outboxq.lease")
+
+# Jobs that one sweep takes from dead relays: the next sweep is a heartbeat away.
+REAP_LIMIT = 100
+_FORGET_EVERY_BEATS = 1_000
+_STOP_SECONDS = 5.0
+
+Rows = list[tuple[str | None, ...]]
+
+
+class Suspects:
+    """Which queues are known to have suspects, and whose turn it is.
+
+    One at a time per process: should it kill the process, it takes no other suspect with it.
+    """
+
+    def __init__(self) -> None:
+        self.queues: set[str] = set()
+        self._holder: object | None = None
+        self._lock = threading.Lock()
+
+    def take_turn(self, holder: object) -> bool:
+        """Whether `holder` may run a suspect now; never waits."""
+        with self._lock:
+            if self._holder is None:
+                self._holder = holder
+            return self._holder is holder
+
+    def end_turn(self, holder: object) -> None:
+        """Let another slot run one."""
+        with self._lock:
+            if self._holder is holder:
+                self._holder = None
+
+
+class Lease:
+    """A relay's lease. It is written from the first time that it is needed: a relay without suspects needs none.
+
+    Args:
+        connect: Opens a connection outside a transaction; a transaction pooler will do.
+        owner: Fresh for each run of a relay, so that no restarted one is taken for its predecessor.
+        queues: Where to look for suspects.
+        running: The ids and tokens of the jobs that this relay's slots run under the lease.
+        on_reaped: Given each job that was taken from a dead relay.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], DriverConnection],
+        schema: str,
+        owner: UUID,
+        queues: tuple[str, ...],
+        suspects: Suspects,
+        running: Callable[[], set[tuple[str, int]]],
+        emit: Emitter,
+        on_reaped: Callable[[JobCrashed], None],
+        *,
+        lease_seconds: float,
+        beat_seconds: float,
+        max_crashes: int,
+    ) -> None:
+        self.owner = owner
+        self._connect = connect
+        self._schema = schema
+        self._queues = queues
+        self._suspects = suspects
+        self._running = running
+        self._emit = emit
+        self._on_reaped = on_reaped
+        self._lease_seconds = lease_seconds
+        self._beat_seconds = beat_seconds
+        self._max_crashes = max_crashes
+        self._wanted = False
+        self._held_until = 0.0
+        self._orphans: set[tuple[str, int]] = set()
+        self._beats = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="outboxq-lease", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it connects by itself, and again after every loss."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give the lease up, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(_STOP_SECONDS)
+
+    def ensure(self, seconds: float = 2.0) -> bool:
+        """Ask for the lease, and wait a moment for it; whether it is held. The claim looks for itself once more."""
+        if self._is_held():
+            return True
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._is_held() or self._stopping, seconds) and not self._stopping
+
+    def _is_held(self) -> bool:
+        return time.monotonic() < self._held_until
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                connection = self._connect()
+            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
+                logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
+                self._pause()
+                continue
+            try:
+                self._serve(connection.pgconn)
+            except (psycopg.Error, OSError) as error:
+                logger.debug("the lease's connection was lost", extra={"error_type": type(error).__name__})
+                if self._wanted and not self._stopping:
+                    self._emit(LeaseExtensionFailed(type(error).__name__))
+                self._pause()
+            finally:
+                connection.pgconn.finish()
+
+    def _serve(self, connection: PGconn) -> None:
+        while not self._stopping:
+            self._beat(connection)
+            self._wait(self._beat_seconds)
+        if self._wanted:
+            _execute(connection, statements.end(self._schema, self.owner))
+
+    def _beat(self, connection: PGconn) -> None:
+        if self._wanted:
+            self._extend(connection)
+        self._reap(connection)
+        found = _execute(connection, statements.suspect_queues(self._schema, self._queues))
+        self._suspects.queues.update(str(row[0]) for row in found)
+        if self._beats % _FORGET_EVERY_BEATS == 0:
+            _execute(connection, statements.forget_relays(self._schema))
+        self._beats += 1
+
+    def _extend(self, connection: PGconn) -> None:
+        # Measured from before the statement: what the server adds, we leave out.
+        until = time.monotonic() + self._lease_seconds
+        _execute(
+            connection,
+            statements.extend(self._schema, self.owner, self._lease_seconds, socket.gethostname(), os.getpid()),
+        )
+        with self._changed:
+            self._held_until = until
+            self._changed.notify_all()
+        self._take_back_orphans(connection)
+
+    def _reap(self, connection: PGconn) -> None:
+        while True:
+            rows = _execute(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
+            self._tell(rows)
+            if len(rows) < REAP_LIMIT:
+                return
+
+    def _take_back_orphans(self, connection: PGconn) -> None:
+        """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
+
+        Seen so at two beats in a row, because an answer may be on its way; should it come later still, the token that
+        it brings is worth nothing any more.
+        """
+        before = self._running()
+        rows = _execute(connection, statements.held_jobs(self._schema, self.owner))
+        held = {(str(job_id), int(str(token))) for job_id, token in rows}
+        orphans = held - self._running() - before
+        for job_id, token in orphans & self._orphans:
+            self._tell(_execute(connection, statements.take_back(self._schema, UUID(job_id), token, self._max_crashes)))
+        self._orphans = orphans
+
+    def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:
+        for row in rows:
+            event = crashed(row)
+            if not event.died and event.queue in self._queues:
+                self._suspects.queues.add(event.queue)
+            self._on_reaped(event)
+
+    def _pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, min(self._beat_seconds, 1.0))
+
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            # Wakes early where the lease is asked for the first time.
+            self._changed.wait_for(lambda: self._stopping or (self._wanted and self._held_until == 0.0), seconds)
+
+
+def _execute(connection: PGconn, statement: str) -> Rows:
+    """Run one statement as a transaction of its own; its rows as texts."""
+    result = connection.exec_(statement.encode())
+    if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+        raise psycopg.OperationalError(connection.get_error_message())
+    return [
+        tuple(_text(result.get_value(row, column)) for column in range(result.nfields)) for row in range(result.ntuples)
+    ]
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()

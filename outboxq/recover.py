@@ -1,0 +1,188 @@
+"""Recover: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted."""
+
+from datetime import timedelta
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq import settle
+from outboxq.batch import BatchReport, Progress, end_transaction, settle_result
+from outboxq.claim import anchor, claim_one, clear_marks
+from outboxq.driver import is_lost, run_script
+from outboxq.errors import LeaseLost, TransactionEndedByHandler
+from outboxq.events import JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost
+from outboxq.execute import ConnectionLost, TransactionEscaped, Work
+from outboxq.failure import Failed, describe_failure
+from outboxq.job import Job
+from outboxq.statements.durability import server_epoch
+from outboxq.statements.lease import take_back
+from outboxq.statements.session import end_backend
+
+PUT_OFF = timedelta(minutes=5)
+COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
+
+
+def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
+    """Find out what stands of a batch that ended in an error, on a connection that works; None where nothing does.
+
+    Committed by our certificate, whose answer was lost: everything stands. Committed although we never sent COMMIT: a
+    handler did it, and the jobs behind it are put back.
+
+    Raises:
+        ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
+    """
+    if progress.anchor is not None and _server_epoch(connection) != progress.epoch:
+        return _resolve_by_presence(connection, progress)
+    # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
+    if progress.recovery_xid is not None and _was_committed(connection, progress.recovery_xid):
+        return _recovered(progress)
+    if progress.anchor is None or not _was_committed(connection, progress.anchor.xid):
+        return None
+    if progress.certifying:
+        return progress.report()
+    return _recover_committed(connection, progress, describe_failure(TransactionEndedByHandler(), progress.job))
+
+
+def _resolve_by_presence(connection: Connection, progress: Progress) -> BatchReport | None:
+    """After a crash or a failover, when the number of a lost transaction is given out again: the row is the truth.
+
+    Gone, it was removed by our COMMIT, if we sent it; else another relay has been quicker, and has reported it.
+    """
+    with connection.begin():
+        still_there = settle.is_unchanged(connection, progress.job)
+    if still_there:
+        return None
+    return progress.report() if progress.certifying else BatchReport(len(progress.jobs), ())
+
+
+def _server_epoch(connection: Connection) -> str:
+    with connection.begin():
+        return server_epoch(connection)
+
+
+def charge(connection: Connection, job: Job, failed: Failed, work: Work) -> BatchReport:
+    """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
+
+    Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead, so that it does
+    not hold up its queue.
+    """
+    try:
+        event = _settle_anew(connection, job, failed, work)
+        return BatchReport(1, () if event is None else (event,))
+    except LeaseLost:
+        end_transaction(connection)
+        return BatchReport(1, (JobLeaseLost(job),))
+    except (psycopg.Error, SQLAlchemyError):
+        if is_lost(connection):
+            raise
+        end_transaction(connection)
+        with connection.begin():
+            settle.put_off(connection, job, PUT_OFF)
+        return BatchReport(1, ())
+
+
+def lost_with(connection: Connection, job: Job, work: Work) -> BatchReport:
+    """A leased job lost its connection while its relay lives on: as if the relay had died with it."""
+    assert job.lease_token is not None
+    with connection.begin():
+        rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, work.max_crashes))[0].rows
+    return BatchReport(1, tuple(crashed(row) for row in rows))
+
+
+def crashed(row: tuple[object, ...]) -> JobCrashed:
+    """The event of one row of a reaping statement, from either driver or libpq's texts."""
+    job_id, queue, kind, crashes, died = row
+    return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
+
+
+def cut_off(connection: Connection, progress: Progress, work: Work, failed: Failed | None) -> BatchReport:
+    """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
+
+    Args:
+        failed: The attempt of the job that ran; None where the relay is stopping, and nobody is to blame.
+
+    Raises:
+        ConnectionLost: the server has not ended the transaction yet.
+    """
+    report = resolve(connection, progress)
+    if report is not None:
+        return report
+    if not progress.is_leased:
+        # Before the attempt is recorded: this rollback was on purpose.
+        with connection.begin():
+            clear_marks(connection, work.schema, progress.jobs)
+    if failed is not None:
+        return charge(connection, progress.job, failed, work)
+    if progress.is_leased:
+        try:
+            with connection.begin():
+                settle.give_back(connection, progress.job)
+        except LeaseLost:
+            return BatchReport(0, (JobLeaseLost(progress.job),))
+    return BatchReport(0, (JobInterrupted(progress.job),))
+
+
+def end_other_transaction(connection: Connection, progress: Progress, *, terminate: bool) -> None:
+    """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
+    if progress.anchor is not None:
+        with connection.begin():
+            run_script(connection, end_backend(progress.anchor.pid, progress.anchor.xid, terminate=terminate))
+
+
+def _was_committed(connection: Connection, xid: str) -> bool:
+    with connection.begin():
+        status = run_script(connection, f"SELECT pg_xact_status('{int(xid)}'::xid8)")[0].rows[0][0]
+    if status == "in progress":
+        raise ConnectionLost("it is not known yet whether the last transaction was committed")
+    return status == "committed"
+
+
+def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport:
+    """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
+
+    Between that handler's COMMIT and ours the jobs behind it are in no table; only the death of this process in that
+    window loses them, and only a handler that commits on the driver's own connection opens it.
+    """
+    if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
+        return _recover_committed(connection, progress, escaped.failed)
+    if not progress.is_leased:
+        with connection.begin():
+            clear_marks(connection, work.schema, progress.jobs)
+    # Rolled back: every job waits again, and this one pays.
+    try:
+        event = _settle_anew(connection, escaped.job, escaped.failed, work)
+    except LeaseLost:
+        end_transaction(connection)
+        event = None
+    return BatchReport(len(progress.jobs), () if event is None else (event,))
+
+
+def _settle_anew(connection: Connection, job: Job, failed: Failed, work: Work) -> JobEvent | None:
+    """Settle a job whose own transaction was rolled back; None where another relay has taken it meanwhile."""
+    with connection.begin():
+        if job.lease_token is None:
+            again = claim_one(connection, work.schema, str(job.id))
+            if not again.jobs or again.anchor is None:
+                return None
+            job, savepoint = again.jobs[0], again.anchor.savepoint
+        else:
+            savepoint = anchor(connection).savepoint
+        event = settle_result(connection, job, failed, work, 0.0)
+        settle.certify(connection, savepoint)
+    return event
+
+
+def _recover_committed(connection: Connection, progress: Progress, failed: Failed) -> BatchReport:
+    jobs, position = progress.jobs, progress.position
+    with connection.begin():
+        settle.bury(connection, jobs[position], COMMITTED_BY_HANDLER, failed.record)
+        for job in jobs[position + 1 :]:
+            settle.give_back(connection, job)
+        progress.recovery_xid = str(settle.current_xid(connection))
+    return _recovered(progress)
+
+
+def _recovered(progress: Progress) -> BatchReport:
+    return BatchReport(len(progress.jobs), (*progress.events, JobDied(progress.job, COMMITTED_BY_HANDLER)))

@@ -1,0 +1,150 @@
+"""A least-privilege set of database roles: which rights each part needs, as data and as SQL.
+
+Each role is a group without login that is granted to the roles which log in. The SQL looks at the tables that are
+there, so that it fits every migration step; it only ever grants, and may be run again at any time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from outboxq.config import check_schema
+from outboxq.errors import ConfigError
+from outboxq.migrations.quoting import quote_identifier, quote_literal
+
+Part: TypeAlias = Literal["producer", "relay", "reader", "operator"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_DOLLAR_QUOTE = "$outboxq$"
+# PostgreSQL takes these for a keyword even in double quotes.
+_RESERVED = ("public", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What one part needs.
+
+    Args:
+        purpose: Which commands and calls it is for.
+        tables: Rights by table; a table that a later migration step makes is passed over until it is there.
+        reads_all: SELECT on every table of the schema.
+        calls_functions: EXECUTE on the functions of the schema, for SQL's `add_job`.
+    """
+
+    purpose: str
+    tables: Mapping[str, tuple[str, ...]]
+    reads_all: bool = False
+    calls_functions: bool = False
+
+
+_CHANGE = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+RIGHTS: Mapping[Part, Rights] = {
+    "producer": Rights(
+        "enqueues: add_job in a session, and in SQL",
+        {"job": ("INSERT",)},
+        calls_functions=True,
+    ),
+    "relay": Rights(
+        "runs `outboxq relay`; its handlers need rights on their own tables besides",
+        {
+            "job": _CHANGE,
+            # A job that dies a second time replaces its dead letter: ON CONFLICT DO UPDATE.
+            "dead_job": ("SELECT", "INSERT", "UPDATE"),
+            "queue": ("SELECT",),
+            "migration": ("SELECT",),
+            "relay": _CHANGE,
+        },
+        calls_functions=True,
+    ),
+    "reader": Rights("stats, queues list, jobs list and show, dead list and show", {}, reads_all=True),
+    "operator": Rights(
+        "all that a reader does, and jobs cancel, dead retry and discard, queues pause and resume",
+        {
+            # UPDATE, because PostgreSQL asks for it before it locks a row.
+            "job": ("INSERT", "UPDATE", "DELETE"),
+            "dead_job": ("UPDATE", "DELETE"),
+            "queue": ("INSERT", "UPDATE"),
+        },
+        reads_all=True,
+    ),
+}
+
+_BLOCK = """\
+-- {part}: {purpose}
+DO $outboxq$
+BEGIN
+  IF to_regnamespace({schema_literal}) IS NULL THEN
+    RAISE EXCEPTION USING
+      ERRCODE = 'invalid_schema_name',
+      MESSAGE = 'outboxq: there is no schema ' || {schema_literal},
+      HINT = 'Run `outboxq migrate` first.';
+  END IF;
+  IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {role_literal}) THEN
+    CREATE ROLE {role} NOLOGIN;
+  END IF;
+{grants}
+END
+$outboxq$;
+"""
+
+_GRANT_ON_TABLE = """\
+  IF to_regclass({table_literal}) IS NOT NULL THEN
+    GRANT {rights} ON {table} TO {role};
+  END IF;"""
+
+
+def default_names() -> dict[Part, str]:
+    """The names that are used where none is given."""
+    return {part: f"outboxq_{part}" for part in PARTS}
+
+
+def roles_sql(names: Mapping[Part, str], schema: str = "outboxq") -> str:
+    """The SQL that makes the roles, where they are missing, and gives them their rights.
+
+    To be run by the owner of the tables, who may create roles unless they are there already.
+
+    Args:
+        names: Which parts, and the role of each. Parts may share a role.
+
+    Raises:
+        ConfigError: a name that cannot be a role or a schema.
+    """
+    check_schema(schema)
+    for name in (schema, *names.values()):
+        if _DOLLAR_QUOTE in name:
+            raise ConfigError(f"the name may not hold {_DOLLAR_QUOTE}, got {name!r}")
+    blocks = [_block(part, _check_role(names[part]), schema) for part in PARTS if part in names]
+    return "\n".join(("BEGIN;", *blocks, "COMMIT;")) + "\n"
+
+
+def _check_role(name: str) -> str:
+    if not 1 <= len(name.encode()) <= 63 or not name.isprintable():
+        raise ConfigError(f"a role name takes 1 to 63 bytes without control characters, got {name!r}")
+    if name.startswith("pg_") or name in _RESERVED:
+        raise ConfigError(f"PostgreSQL keeps the role name {name!r} for itself: choose another")
+    return name
+
+
+def _block(part: Part, role: str, schema: str) -> str:
+    return _BLOCK.format(
+        part=part,
+        purpose=RIGHTS[part].purpose,
+        schema_literal=quote_literal(quote_identifier(schema)),
+        role_literal=quote_literal(role),
+        role=quote_identifier(role),
+        grants="\n".join(_grants(RIGHTS[part], quote_identifier(role), quote_identifier(schema))),
+    )
+
+
+def _grants(rights: Rights, role: str, schema: str) -> Iterable[str]:
+    yield f"  GRANT USAGE ON SCHEMA {schema} TO {role};"
+    if rights.reads_all:
+        yield f"  GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role};"
+    if rights.calls_functions:
+        yield f"  GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};"
+    for name, wanted in rights.tables.items():
+        table = f"{schema}.{name}"
+        yield _GRANT_ON_TABLE.format(
+            table_literal=quote_literal(table), rights=", ".join(wanted), table=table, role=role
+        )

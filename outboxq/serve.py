@@ -1,0 +1,136 @@
+"""Serve: the loop around a slot, once for a thread with sync handlers and once for a task with async ones."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outboxq.errors import LeaseLost
+from outboxq.execute import Abandoned, AsyncInvoker, ConnectionLost, SyncInvoker, Work
+from outboxq.slot import UNFLAGGED_PAUSE_SECONDS, Slot
+from outboxq.tables import SCHEMA
+
+
+def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
+    """READ COMMITTED, and this installation's tables for whatever a slot or a handler writes through SQLAlchemy."""
+    options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+    mapped: dict[str | None, str | None] = engine.get_execution_options().get("schema_translate_map") or {}
+    if mapped.get(SCHEMA, SCHEMA) != schema:
+        options["schema_translate_map"] = {**mapped, SCHEMA: schema}
+    return options
+
+
+def serve_in_thread(slot: Slot, engine: Engine, bell: threading.Event) -> None:
+    """The loop of a slot with sync handlers."""
+    stopping = slot.shared.stopping
+    while not (stopping.is_set() or slot.is_seized()):
+        try:
+            options = connection_options(engine, slot.shared.schema)
+            with engine.connect().execution_options(**options) as connection, _not_returned(connection):
+                work = slot.prepare(connection, SyncInvoker())
+                while not stopping.is_set():
+                    if not slot.work_once(connection, work) and _rest_in_thread(slot, connection, work, bell):
+                        return
+        except Abandoned:
+            return
+        except (psycopg.Error, SQLAlchemyError, ConnectionLost, LeaseLost, OSError) as error:
+            if slot.is_seized():
+                return
+            stopping.wait(slot.lost(error))
+
+
+@contextmanager
+def _not_returned(connection: Connection) -> Iterator[None]:
+    """The slot's session settings must not leak into the pool of the user's engine: close the connection instead."""
+    try:
+        yield
+    finally:
+        connection.invalidate()
+
+
+def _rest_in_thread(slot: Slot, connection: Connection, work: Work, bell: threading.Event) -> bool:
+    """Sleep until woken; True where the slot is finished because it only drains."""
+    if slot.shared.until_empty:
+        return not slot.run_suspects_of(connection, work)
+    bell.clear()
+    flagged = False
+    request = slot.fall_asleep()
+    if request is not None:
+        try:
+            flagged = request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            flagged = False
+        # What was committed before the flag was up is visible now; what comes after it rings the bell.
+        if slot.work_once(connection, work):
+            return False
+    pause = slot.pause_seconds(connection, flagged=flagged)
+    if not slot.shared.stopping.is_set():
+        bell.wait(pause)
+    return False
+
+
+async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) -> None:
+    """The loop of a slot with async handlers."""
+    stopping = slot.shared.stopping
+    while not (stopping.is_set() or slot.is_seized()):
+        try:
+            async with engine.connect() as connection:
+                await connection.execution_options(**connection_options(engine, slot.shared.schema))
+                try:
+                    work = await connection.run_sync(slot.prepare, AsyncInvoker(connection))
+                    while not stopping.is_set():
+                        if not await connection.run_sync(slot.work_once, work) and await _rest_in_loop(
+                            slot, connection.run_sync, work, bell
+                        ):
+                            return
+                finally:
+                    # As in `_not_returned`.
+                    await connection.invalidate()
+        except Abandoned:
+            return
+        except (psycopg.Error, SQLAlchemyError, ConnectionLost, LeaseLost, OSError) as error:
+            if slot.is_seized():
+                return
+            # The listener, which lost its connection too, has rung: without this the slot would spin.
+            bell.clear()
+            pause = slot.lost(error)
+            if not stopping.is_set():
+                await _wait(bell, pause)
+
+
+async def _rest_in_loop(slot: Slot, run_sync: Callable[..., Awaitable[Any]], work: Work, bell: asyncio.Event) -> bool:
+    """As `_rest_in_thread`."""
+    if slot.shared.until_empty:
+        return not await run_sync(slot.run_suspects_of, work)
+    bell.clear()
+    flagged = False
+    request = slot.fall_asleep()
+    if request is not None:
+        try:
+            flagged = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(request)), UNFLAGGED_PAUSE_SECONDS)
+        except TimeoutError:
+            flagged = False
+        if await run_sync(slot.work_once, work):
+            return False
+    pause = await run_sync(_pause, slot, flagged)
+    if not slot.shared.stopping.is_set():
+        await _wait(bell, pause)
+    return False
+
+
+def _pause(connection: Connection, slot: Slot, flagged: bool) -> float:
+    return slot.pause_seconds(connection, flagged=flagged)
+
+
+async def _wait(bell: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(bell.wait(), seconds)
+    except TimeoutError:
+        return

@@ -1,0 +1,143 @@
+"""Leases: one row per relay process, and the sweep that takes jobs from owners that are not alive.
+
+Every time is the database's. All are sent as text on the lease's own connection, a transaction each.
+"""
+
+from uuid import UUID
+
+from psycopg import sql
+
+# The newest 24 records and this one.
+_CRASH_RECORD = """\
+jsonb_path_query_array(job.errors, '$[last - 23 to last]') || jsonb_build_array(jsonb_build_object(
+    'attempt', job.attempt, 'type', 'outboxq.RelayDied', 'message', {message}::text, 'where', '[]'::jsonb,
+    'at', clock_timestamp()))"""
+
+
+def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
+    """Hold the lease for `seconds` from now, whether or not it was held before. Index: the primary key; one row.
+
+    Reviving one that had run out is safe: whatever was taken from it meanwhile has another token.
+    """
+    return (
+        sql.SQL(
+            "INSERT INTO {relay} AS lease (id, alive_until, host, pid) "
+            "VALUES ({owner}, clock_timestamp() + make_interval(secs => {seconds}), {host}, {pid}) "
+            "ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until"
+        )
+        .format(
+            relay=sql.Identifier(schema, "relay"),
+            owner=sql.Literal(owner),
+            seconds=sql.Literal(seconds),
+            host=sql.Literal(host),
+            pid=sql.Literal(pid),
+        )
+        .as_string(None)
+    )
+
+
+def end(schema: str, owner: UUID) -> str:
+    """Give the lease up; jobs that are still under it are reaped by whoever sweeps next."""
+    return (
+        sql.SQL("DELETE FROM {relay} WHERE id = {owner}")
+        .format(relay=sql.Identifier(schema, "relay"), owner=sql.Literal(owner))
+        .as_string(None)
+    )
+
+
+def reap(schema: str, max_crashes: int, limit: int) -> str:
+    """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
+
+    Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
+    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as there are slots. Locks:
+    the jobs, skipping one that is just being completed.
+    """
+    lost = sql.SQL(
+        "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
+        "AND owner.alive_until > clock_timestamp())"
+    ).format(relay=sql.Identifier(schema, "relay"))
+    return _take(schema, lost, max_crashes, limit, "its relay died or stalled while the job ran")
+
+
+def take_back(schema: str, job_id: UUID, token: int, max_crashes: int) -> str:
+    """As `reap`, for one job of our own whose connection was lost: its relay lives, its transaction does not."""
+    ours = sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
+        id=sql.Literal(job_id), token=sql.Literal(token)
+    )
+    return _take(schema, ours, max_crashes, 1, "the connection was lost while the job ran")
+
+
+def _take(schema: str, lost: sql.Composable, max_crashes: int, limit: int, message: str) -> str:
+    record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
+    # A new seq, so that it is ahead of no cursor; a new token, so that nobody else can complete it.
+    return (
+        sql.SQL(
+            """\
+WITH lost AS MATERIALIZED (
+  SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
+  WHERE job.state = 'leased' AND {lost}
+  LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
+), back AS (
+  UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = job.lease_token + 1, seq = DEFAULT,
+    attempt = greatest(job.attempt - 1, 0), errors = {record}
+  FROM lost WHERE job.id = lost.id AND NOT lost.over
+  RETURNING job.id, job.queue, job.kind, job.crashes
+), gone AS (
+  DELETE FROM {job} AS job USING lost WHERE job.id = lost.id AND lost.over RETURNING job.*
+), dead AS (
+  INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
+    errors, reason, created_at)
+  SELECT job.id, job.queue, job.kind, job.args, job.headers, job.priority, greatest(job.attempt - 1, 0),
+    job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
+    'crashed ' || job.crashes || ' of ' || {max_crashes} || ' times while it ran alone', job.created_at
+  FROM gone AS job
+  ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, crashes = excluded.crashes, errors = excluded.errors,
+    reason = excluded.reason, args = excluded.args, died_at = clock_timestamp()
+  RETURNING id, queue, kind, crashes
+)
+SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
+        )
+        .format(
+            job=sql.Identifier(schema, "job"),
+            dead=sql.Identifier(schema, "dead_job"),
+            lost=lost,
+            limit=sql.Literal(limit),
+            max_crashes=sql.Literal(max_crashes),
+            record=record,
+        )
+        .as_string(None)
+    )
+
+
+def forget_relays(schema: str) -> str:
+    """Remove the rows of relays that have been dead for a day and under whose lease nothing stands any more."""
+    return (
+        sql.SQL(
+            "DELETE FROM {relay} AS relay WHERE relay.id IN (SELECT id FROM {relay} WHERE alive_until < "
+            "clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
+            "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)"
+        )
+        .format(relay=sql.Identifier(schema, "relay"), job=sql.Identifier(schema, "job"))
+        .as_string(None)
+    )
+
+
+def held_jobs(schema: str, owner: UUID) -> str:
+    """The jobs under a lease and their tokens. Index: job_leased; no locks."""
+    return (
+        sql.SQL("SELECT id::text, lease_token FROM {job} WHERE state = 'leased' AND lease_owner = {owner}")
+        .format(job=sql.Identifier(schema, "job"), owner=sql.Literal(owner))
+        .as_string(None)
+    )
+
+
+def suspect_queues(schema: str, queues: tuple[str, ...]) -> str:
+    """Which of these queues have suspects. Index: job_suspect, a probe a queue; no locks."""
+    return (
+        sql.SQL(
+            "SELECT wanted.name FROM unnest({queues}::text[]) AS wanted (name) "
+            "WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')"
+        )
+        .format(job=sql.Identifier(schema, "job"), queues=sql.Literal(list(queues)))
+        .as_string(None)
+    )

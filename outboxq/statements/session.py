@@ -1,0 +1,46 @@
+"""What a relay's transactions are set to, and how another connection ends one of them."""
+
+from functools import lru_cache
+
+from psycopg import sql
+
+# How much longer the server waits than the relay, which acts on its own deadlines while it can.
+IDLE_GRACE_SECONDS = 10.0
+
+# LOCAL: behind a transaction pooler a session is somebody else's a moment later.
+# force_custom_plan: a statement that was prepared while its table was empty, an idle relay's normal state, would scan
+# or sort whatever arrives later.
+# DateStyle: psycopg reads ISO alone, whatever the database's default.
+LOCAL_SETTINGS = "SET LOCAL plan_cache_mode = force_custom_plan; SET LOCAL datestyle = 'ISO'; "
+
+
+@lru_cache(256)
+def local_timeouts(seconds: float | None) -> str:
+    """The server's own deadlines for the rest of a transaction; with None those of the role and the database stand.
+
+    The statement's is contained by the handler's savepoint. The idle one frees a job whose relay hangs.
+    """
+    if seconds is None:
+        return ""
+    statement, lock, idle = (
+        max(1, int(value * 1000)) for value in (seconds, seconds * 0.9, seconds + IDLE_GRACE_SECONDS)
+    )
+    return (
+        f"SET LOCAL statement_timeout = {statement}; SET LOCAL lock_timeout = {lock}; "
+        f"SET LOCAL idle_in_transaction_session_timeout = {idle}; "
+    )
+
+
+def local_timeouts_off() -> str:
+    """No deadlines for the rest of a transaction but the idle one of the role and the database."""
+    return "SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; "
+
+
+def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
+    """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row where it did."""
+    action = sql.SQL("pg_terminate_backend" if terminate else "pg_cancel_backend")
+    return (
+        sql.SQL("SELECT {action}(pid) FROM pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}")
+        .format(action=action, pid=sql.Literal(pid), xid=sql.Literal(str(int(xid) & 0xFFFF_FFFF)))
+        .as_string(None)
+    )

@@ -1,0 +1,283 @@
+"""Lease mode: the claim is committed first, and only who still has the lease can commit what the handler wrote."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Engine, select, text
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, RelayConfig, Retry, Snooze
+from outboxq.errors import RegistryError
+from outboxq.events import Event, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, RelayStarted
+from tests.conftest import StartRelay
+from tests.support.app import Effect
+from tests.support.waiting import wait_until
+
+Drain = Callable[..., list[Event]]
+QUICK = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
+
+
+def rows(engine: Engine, what: str = "state, attempt, crashes") -> list[tuple[object, ...]]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text(f"SELECT {what} FROM outboxq.job ORDER BY id"))]
+
+
+def effects(engine: Engine) -> list[str]:
+    with Session(engine) as session:
+        return sorted(session.scalars(select(Effect.name)))
+
+
+def leased_jobs() -> tuple[Jobs, dict[str, list[object]]]:
+    """One handler of each flavour, which say what they saw of the database while they ran."""
+    jobs, seen = Jobs(), {}
+
+    @jobs.handler(queue="lease", claim="lease", retry=QUICK)
+    def work(ctx: Context, name: str) -> None:
+        seen[name] = rows(ctx.state) if isinstance(ctx.state, Engine) else [ctx.job.lease_token]
+        ctx.session.add(Effect(name=name))
+
+    @jobs.handler(queue="lease-async", claim="lease", retry=QUICK)
+    async def work_async(ctx: AsyncContext, name: str) -> None:
+        seen[name] = [ctx.job.lease_token]
+        ctx.session.add(Effect(name=name))
+
+    return jobs, seen
+
+
+def test_a_leased_job_is_gone_with_its_handlers_rows(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Sync and async: done once, nothing left, and no row of the relay after its orderly end."""
+    jobs, seen = leased_jobs()
+    with sessions.begin() as session:
+        session.add_job(jobs.resolve().find("work"), name="sync")
+        session.add_job(jobs.resolve().find("work_async"), name="async")
+    events = drain(jobs)
+    assert effects(engine) == ["async", "sync"]
+    assert rows(engine) == []
+    assert seen == {"sync": [1], "async": [1]}
+    assert [event.job.attempt for event in events if isinstance(event, JobDone)] == [1, 1]
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM outboxq.relay")).scalar_one() == 0
+
+
+def test_the_claim_is_committed_before_the_handler_starts(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Others see the job leased and its attempt counted, and no transaction is open while the handler works outside."""
+    jobs, entered, leave = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def outside(ctx: Context) -> None:
+        entered.set()
+        leave.wait(20)
+        ctx.session.add(Effect(name="outside"))
+
+    with sessions.begin() as session:
+        session.add_job(outside)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert entered.wait(10)
+        assert rows(engine, "state, attempt, crashes, lease_token") == [("leased", 1, 0, 1)]
+        open_transactions = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
+        )
+        with engine.connect() as connection:
+            assert connection.execute(open_transactions).scalar_one() == 0
+        leave.set()
+        wait_until(lambda: running.of(JobDone), "the job")
+    assert effects(engine) == ["outside"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (ValueError("no"), [("scheduled", 1, 0)]),
+        (Retry(timedelta(hours=1)), [("scheduled", 1, 0)]),
+        (Snooze(timedelta(hours=1)), [("scheduled", 0, 0)]),
+        (Discard("no"), []),
+        (DeadLetter("no"), []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_outcomes_leave_the_lease_behind(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, outcome: object, expected: object
+) -> None:
+    """The rows are undone, the job waits again or is gone, and whoever had the old token has nothing any more."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=3, first_seconds=3600))
+    def end(ctx: Context):  # it returns what it was told
+        ctx.session.add(Effect(name="undone"))
+        ctx.session.flush()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    with sessions.begin() as session:
+        session.add_job(end)
+    drain(jobs)
+    assert effects(engine) == []
+    assert rows(engine) == expected
+    assert {row[0] for row in rows(engine, "lease_owner")} <= {None}
+    assert {row[0] for row in rows(engine, "lease_token")} <= {2}
+
+
+def test_attempts_are_bounded_in_lease_mode(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The last one moves the job to the dead letters, its errors with it."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="lease", claim="lease", retry=QUICK)
+    def fail(ctx: Context) -> None:
+        raise ValueError("never")
+
+    with sessions.begin() as session:
+        session.add_job(fail)
+    events = drain(jobs)
+    assert [type(event) for event in events if isinstance(event, JobRetried | JobDied)] == [JobRetried, JobDied]
+    with engine.connect() as connection:
+        row = connection.execute(text("SELECT attempt, jsonb_array_length(errors) FROM outboxq.dead_job")).one()
+    assert tuple(row) == (2, 2)
+
+
+@pytest.mark.parametrize("meanwhile", ["reaped", "cancelled"])
+@pytest.mark.parametrize("how", ["sync", "async", "failing"])
+def test_a_handler_that_lost_its_lease_commits_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, how: str, meanwhile: str
+) -> None:
+    """The token in the completion: zero rows mean that another run counts; it is told, and changes nothing."""
+    jobs, entered, leave = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def work(ctx: Context) -> None:
+        ctx.session.add(Effect(name=f"run {ctx.job.lease_token}"))
+        entered.set()
+        leave.wait(20)
+        if how == "failing":
+            raise ValueError("too late")
+
+    @jobs.handler(queue="lease-async", claim="lease")
+    async def work_async(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name=f"run {ctx.job.lease_token}"))
+        entered.set()
+        await asyncio.to_thread(leave.wait, 20)
+
+    with sessions.begin() as session:
+        session.add_job(work_async if how == "async" else work)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)) as running:
+        assert entered.wait(10)
+        with engine.begin() as connection:
+            if meanwhile == "cancelled":
+                connection.execute(text("DELETE FROM outboxq.job"))
+            else:
+                # As a reaper leaves it, and another relay that has claimed it.
+                connection.execute(text("UPDATE outboxq.job SET lease_token = lease_token + 2"))
+        leave.set()
+        wait_until(lambda: running.of(JobLeaseLost), "the loss to be noticed")
+        assert effects(engine) == []
+        assert rows(engine, "state, lease_token") == ([] if meanwhile == "cancelled" else [("leased", 3)])
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM outboxq.job"))
+
+
+def test_a_relay_reaps_what_a_dead_owner_left(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its jobs come back as suspects, without the attempt that never ended, and run under a new token."""
+    jobs, seen = leased_jobs()
+    with sessions.begin() as session:
+        session.add_job(jobs.resolve().find("work"), name="orphan")
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid(), lease_token = 7, attempt = 1"
+            )
+        )
+    with start_relay(jobs, RelayConfig(lease_seconds=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: running.of(JobDone), "the orphan")
+    (crash,) = running.of(JobCrashed)
+    assert (crash.crashes, crash.died) == (0, False)
+    (done,) = running.of(JobDone)
+    assert (done.job.attempt, done.job.crashes) == (1, 0)
+    assert seen["orphan"] == [9]
+
+
+def test_a_relay_leaves_the_jobs_of_the_living_alone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Only an owner whose time has passed is dead."""
+    jobs, _ = leased_jobs()
+    with sessions.begin() as session:
+        session.add_job(jobs.resolve().find("work"), name="held")
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "WITH owner AS (INSERT INTO outboxq.relay (id, alive_until) "
+                "VALUES (gen_random_uuid(), now() + interval '1 hour') RETURNING id) "
+                "UPDATE outboxq.job SET state = 'leased', lease_owner = (SELECT id FROM owner), lease_token = 1"
+            )
+        )
+    with start_relay(jobs, RelayConfig(lease_seconds=1, heartbeat_seconds=0.05, poll_seconds=0.1)) as running:
+        beats = text("SELECT count(*) FROM outboxq.relay WHERE alive_until < now() + interval '10 min'")
+        wait_until(lambda: running.of(RelayStarted), "the start")
+        with engine.connect() as connection:
+            wait_until(lambda: connection.execute(beats).scalar_one(), "its lease")
+        first = rows_of_relay(engine)
+        wait_until(lambda: rows_of_relay(engine) != first, "a few sweeps")
+        assert rows(engine, "state, lease_token") == [("leased", 1)]
+
+
+def rows_of_relay(engine: Engine) -> list[object]:
+    with engine.connect() as connection:
+        return list(connection.execute(text("SELECT alive_until FROM outboxq.relay ORDER BY alive_until")).scalars())
+
+
+def test_a_sweep_is_bounded(engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay) -> None:
+    """However many a dead relay left, one statement takes a bounded number, and all come back in the end."""
+    jobs, _ = leased_jobs()
+    with sessions.begin() as session:
+        session.add_jobs(jobs.resolve().find("work").job(name=str(number)) for number in range(250))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()"))
+    with start_relay(jobs, RelayConfig(lease_seconds=1, slots_per_queue=4, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 250, "every orphan", 40)
+    assert len(running.of(JobCrashed)) == 250
+    assert len(effects(engine)) == 250
+
+
+def test_a_claim_whose_answer_was_lost_is_found_by_its_own_relay(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its owner lives, so nobody reaps it: the owner sees that no slot of its own runs it."""
+    jobs, _ = leased_jobs()
+    with start_relay(jobs, RelayConfig(lease_seconds=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: rows_of_relay(engine), "the lease")
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "INSERT INTO outboxq.job (id, queue, kind, args, state, lease_owner, lease_token, attempt) SELECT "
+                    "gen_random_uuid(), 'lease', 'work', '{\"name\": \"lost\"}', 'leased', id, 1, 1 FROM outboxq.relay"
+                )
+            )
+        wait_until(lambda: running.of(JobDone), "the lost job")
+    assert effects(engine) == ["lost"]
+
+
+def test_a_queue_has_one_claim_mode() -> None:
+    """The message names both handlers and the fix; an unknown mode is refused where it is written."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="mixed")
+    def one(ctx: Context) -> None: ...
+
+    @jobs.handler(queue="mixed", claim="lease")
+    def two(ctx: Context) -> None: ...
+
+    with pytest.raises(RegistryError, match=r"claim='transaction' \(one\) and with claim='lease' \(two\).*mixed-lease"):
+        jobs.resolve()
+    with pytest.raises(RegistryError, match="claim takes 'transaction' or 'lease', got 'leese'"):
+        jobs.handler(claim="leese")  # type: ignore[arg-type]

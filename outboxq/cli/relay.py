@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,9 +11,14 @@ import typer
 from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrl, Schema
 
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     from sqlalchemy import URL
 
     from outboxq.config import RelayConfig
+
+
+_LAST_WORDS_SECONDS = 2.0
 
 
 class LogLevel(StrEnum):
@@ -52,6 +58,42 @@ def relay(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="How long a stopping relay waits for its handlers.")
     ] = 30.0,
+    lease_seconds: Annotated[
+        float,
+        typer.Option(
+            "--lease-seconds",
+            help="How long jobs in lease mode stay this relay's after its last sign of life.",
+        ),
+    ] = 30.0,
+    max_crashes: Annotated[
+        int,
+        typer.Option(
+            "--max-crashes", help="How often a job may take its relay with it, alone, before it is a dead letter."
+        ),
+    ] = 3,
+    allow_asynchronous_commit: Annotated[
+        bool,
+        typer.Option(
+            "--allow-asynchronous-commit",
+            help="Work although synchronous_commit is off: a crash of the server may undo what was reported as done.",
+        ),
+    ] = False,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            "--stall-seconds",
+            help="With several processes: kill and replace one that has shown no life for so long. 0: never.",
+        ),
+    ] = 60.0,
+    health_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--health-file",
+            metavar="PATH",
+            help="Write what the relay is doing into this file, once a second, for `outboxq health`.",
+            show_default=False,
+        ),
+    ] = None,
     listen_url: Annotated[
         str | None,
         typer.Option(
@@ -69,14 +111,16 @@ def relay(
 ) -> None:
     """Claim jobs and run their handlers, until SIGTERM or Ctrl-C.
 
-    A stopping relay lets the running handlers finish. While the database is down it waits and says so. Exit codes: 0
-    it stopped as told or the queues are drained, whatever became of the jobs (see `outboxq dead list`); 1 it failed; 2
-    it could not be started like this.
+    A stopping relay lets the running handlers finish; a second signal ends it at once, and what was open is rolled
+    back. While the database is down it waits and says so. Exit codes: 0 it stopped as told or the queues are drained,
+    whatever became of the jobs (see `outboxq dead list`); 1 it failed; 2 it could not be started like this; 3 a
+    handler could not be freed within its deadline, so that the process must be replaced.
 
     \b
     Examples:
       outboxq relay myapp.jobs:jobs
       outboxq relay myapp.jobs:jobs --queue accounts=4 --queue urgent,normal=2 --processes 2
+      outboxq relay myapp.jobs:jobs --processes 4 --health-file /tmp/relay.json
       outboxq relay myapp.jobs:jobs --drain
     """
     from outboxq import config
@@ -87,58 +131,109 @@ def relay(
         batch_size=batch_size,
         poll_seconds=poll_seconds,
         drain_seconds=drain_seconds,
+        lease_seconds=lease_seconds,
+        max_crashes=max_crashes,
+        allow_asynchronous_commit=allow_asynchronous_commit,
         listen=not no_listen,
         listen_url=config.listen_url(listen_url),
         schema=schema,
     )
     if processes == 1:
-        _run(target, url, settings, drain=drain, level=log_level.value)
+        _run(target, url, settings, drain=drain, level=log_level.value, health_file=health_file)
     else:
-        _supervise(target, url, settings, processes, queue or [], drain=drain, level=log_level.value)
+        command = _child_command(target, settings, queue or [], drain=drain, level=log_level.value)
+        _set_up_logging(log_level.value)
+        _supervise(
+            command,
+            processes,
+            url,
+            settings,
+            drain=drain,
+            stall_seconds=stall_seconds,
+            health_file=health_file,
+        )
 
 
-def _run(target: str, url: "URL", settings: "RelayConfig", *, drain: bool, level: str) -> None:
+def _run(
+    target: str, url: "URL", settings: "RelayConfig", *, drain: bool, level: str, health_file: Path | None
+) -> None:
     """One relay, in this process."""
-    from outboxq import config
+    from outboxq import config, health
     from outboxq.cli.loading import load_jobs
+    from outboxq.errors import RelayStuck
+    from outboxq.logs import log_event
     from outboxq.relay import Relay
-    from outboxq.signals import stop_when_parent_dies
+    from outboxq.signals import stop_signals, stop_when_parent_dies
 
+    # Before the application's code, which may start processes of its own.
+    parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
     jobs = load_jobs(target)
     _set_up_logging(level)
-    relay = Relay(url, jobs, settings)
-    parent = config.parent_pipe()
-    if parent is not None:
-        stop_when_parent_dies(parent, relay.stop)
-    _say_why_it_waits(url)
-    report = relay.drain() if drain else relay.run()
+    state = health.StateHook()
+    relay = Relay(url, jobs, settings, hooks=(log_event, state))
+    with stop_signals(relay.stop), health.health_file(health_file, lambda: health.Health(state.state)):
+        if parent is not None:
+            stop_when_parent_dies(parent, relay.stop)
+        if heartbeat is not None:
+            health.send_beats(heartbeat, lambda: state.state)
+        _say_why_it_waits(url)
+        try:
+            report = relay.drain() if drain else relay.run()
+        except RelayStuck as error:
+            _end_stuck(error)
     if drain:
         typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
 
 
+def _end_stuck(error: Exception) -> "NoReturn":
+    """End without waiting for anybody: the thread that is stuck may be one that Python waits for, or hold any lock."""
+    import logging
+    import os
+    import threading
+
+    from outboxq.supervisor import EXIT_STUCK
+
+    def say() -> None:
+        logging.getLogger("outboxq.relay").critical("%s", error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    speaker = threading.Thread(target=say, name="outboxq-last-words", daemon=True)
+    speaker.start()
+    speaker.join(_LAST_WORDS_SECONDS)
+    os._exit(EXIT_STUCK)
+
+
+def _child_command(target: str, settings: "RelayConfig", queue: list[str], *, drain: bool, level: str) -> list[str]:
+    """This same command line, for one process."""
+    command = [sys.executable, "-m", "outboxq", "relay", target, "--schema", settings.schema, "--log-level", level]
+    command += [part for text in queue for part in ("--queue", text)]
+    command += ["--batch-size", str(settings.batch_size), "--poll-seconds", str(settings.poll_seconds)]
+    command += ["--drain-seconds", str(settings.drain_seconds), "--lease-seconds", str(settings.lease_seconds)]
+    command += ["--max-crashes", str(settings.max_crashes)]
+    command += ["--allow-asynchronous-commit"] if settings.allow_asynchronous_commit else []
+    command += ["--drain"] if drain else []
+    command += [] if settings.listen else ["--no-listen"]
+    return command
+
+
 def _supervise(
-    target: str,
+    command: list[str],
+    processes: int,
     url: "URL",
     settings: "RelayConfig",
-    processes: int,
-    queue: list[str],
     *,
     drain: bool,
-    level: str,
+    stall_seconds: float,
+    health_file: Path | None,
 ) -> None:
-    """Several relays, a process each, started with this same command line."""
+    """Several relays, a process each."""
     from outboxq import config
     from outboxq.events import Emitter
     from outboxq.logs import log_event
     from outboxq.supervisor import supervise
 
-    _set_up_logging(level)
-    command = [sys.executable, "-m", "outboxq", "relay", target, "--schema", settings.schema, "--log-level", level]
-    command += [part for text in queue for part in ("--queue", text)]
-    command += ["--batch-size", str(settings.batch_size), "--poll-seconds", str(settings.poll_seconds)]
-    command += ["--drain-seconds", str(settings.drain_seconds)]
-    command += ["--drain"] if drain else []
-    command += [] if settings.listen else ["--no-listen"]
     exit_code = supervise(
         command,
         processes,
@@ -146,6 +241,8 @@ def _supervise(
         drain_seconds=settings.drain_seconds,
         emit=Emitter((log_event,), lambda _hook, _event: None),
         finite=drain,
+        stall_seconds=stall_seconds,
+        health_path=health_file,
     )
     raise typer.Exit(exit_code)
 

@@ -1,0 +1,341 @@
+"""The roles of `outboxq roles --sql`: each can do what it is for, and is refused the rest."""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import OutboxSession, Relay, RelayConfig, external
+from outboxq.events import Event, JobDied, JobDone, JobRetried, JobSnoozed, JobsParked
+from outboxq.migrations import LATEST
+from outboxq.migrations.runner import migrate
+from outboxq.postgres import Database, Server
+from outboxq.roles import PARTS, Part, roles_sql
+from tests.support import app
+from tests.support.cli import Outcome, call
+from tests.support.waiting import wait_until
+
+
+def libpq_url(url: str) -> str:
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A login role for each part, which has its rights through a group, as users would do it."""
+
+    database: Database
+    groups: Mapping[Part, str]
+    password: str
+
+    def apply(self) -> None:
+        """Run what `outboxq roles --sql` prints."""
+        options = [word for part, name in self.groups.items() for word in (f"--{part}", name)]
+        with psycopg.connect(libpq_url(self.database.url), autocommit=True) as connection:
+            connection.execute(call("roles", "--sql", *options).ok().stdout)
+
+    def url(self, part: Part) -> str:
+        url = make_url(self.database.url).set(username=login(self.groups[part]), password=self.password)
+        return url.render_as_string(hide_password=False)
+
+    def refuses(self, part: Part, *statements: str) -> None:
+        with psycopg.connect(libpq_url(self.url(part)), autocommit=True) as connection:
+            for statement in statements:
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    connection.execute(statement)
+
+    def call(self, part: Part, *words: object) -> Outcome:
+        return call(*words, url=self.url(part))
+
+
+def login(group: str) -> str:
+    return f"{group}_login"
+
+
+@pytest.fixture
+def roles(outboxq_database: Database, outboxq_server: Server) -> Iterator[Cast]:
+    """Groups and logins of this test's own, with the rights that the SQL gives, and no others."""
+    unique = secrets.token_hex(4)
+    cast = Cast(outboxq_database, {part: f'oq_{part}"{unique}' for part in PARTS}, secrets.token_hex(12))
+    with dropped_roles(outboxq_database, cast.groups.values()):
+        cast.apply()
+        with psycopg.connect(libpq_url(outboxq_database.url), autocommit=True) as connection:
+            for group in cast.groups.values():
+                connection.execute(
+                    sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} IN ROLE {}").format(
+                        sql.Identifier(login(group)), sql.Literal(cast.password), sql.Identifier(group)
+                    )
+                )
+        yield cast
+
+
+@contextmanager
+def dropped_roles(database: Database, groups: Iterable[str]) -> Iterator[None]:
+    """Drop groups and their logins at the end, while the database that holds their rights is there."""
+    try:
+        yield
+    finally:
+        with psycopg.connect(libpq_url(database.url), autocommit=True) as connection:
+            for group in groups:
+                for name in (login(group), group):
+                    if connection.execute("SELECT FROM pg_roles WHERE rolname = %s", (name,)).fetchone() is not None:
+                        connection.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(name)))
+                        connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+@contextmanager
+def role_engine(url: str) -> Iterator[Engine]:
+    engine = create_engine(url)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def grant_application(database: Database, group: str) -> None:
+    """The application's own tables: what handlers, and the producers' business transactions, need besides."""
+    with psycopg.connect(libpq_url(database.url), autocommit=True) as connection:
+        for statement in (
+            "GRANT SELECT, INSERT, UPDATE ON ALL TABLES IN SCHEMA public TO {}",
+            "GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {}",
+        ):
+            connection.execute(sql.SQL(statement).format(sql.Identifier(group)))
+
+
+def test_a_producer_enqueues_and_does_nothing_else(roles: Cast, engine: Engine) -> None:
+    """Plain jobs, bulk, jobs that wait for a new entity's key, and SQL's add_job; nothing can be read or taken back."""
+    grant_application(roles.database, roles.groups["producer"])
+    with psycopg.connect(libpq_url(roles.database.url)) as connection:
+        # Where functions are nobody's unless they are granted.
+        connection.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA outboxq FROM PUBLIC")
+    with (
+        role_engine(roles.url("producer")) as producer,
+        sessionmaker(producer, class_=OutboxSession).begin() as session,
+    ):
+        session.add_job(app.record, name="one")
+        session.add_jobs(app.record.job(name=f"many {number}") for number in range(3))
+        account = app.Account()
+        session.add(account)
+        session.add_job(app.credit, account=account, cents=5)
+    with psycopg.connect(libpq_url(roles.url("producer"))) as connection:
+        connection.execute("""SELECT outboxq.add_job('record', '{"name": "by SQL"}', 'ledger')""")
+    assert roles.call("reader", "stats", "--json").json["queues"][0]["ready"] == 6
+    roles.refuses(
+        "producer",
+        "SELECT FROM outboxq.job",
+        "DELETE FROM outboxq.job",
+        "UPDATE outboxq.job SET priority = 1",
+        "SELECT FROM outboxq.dead_job",
+        "SELECT FROM outboxq.queue",
+        "INSERT INTO outboxq.queue VALUES ('x')",
+        "SELECT FROM outboxq.migration",
+        "CREATE TABLE outboxq.mine ()",
+        "TRUNCATE outboxq.job",
+    )
+
+
+def test_a_relay_works_and_may_not_pause_or_migrate(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
+    """Jobs are done, retried, buried (a second time, too), snoozed and parked, by a relay with its own rights."""
+    grant_application(roles.database, roles.groups["relay"])
+    with sessions.begin() as session:
+        session.add_job(app.record, name="a")
+        session.add_job(app.record_async, name="b")
+        failing = session.add_job(app.fail, name="c")
+        session.add_job(app.end, how="snooze")
+        session.add_job(external("nobody_knows", queue="ledger"))
+    events: list[Event] = []
+    Relay(roles.url("relay"), app.jobs, hooks=[events.append]).drain()
+    assert {JobDone, JobRetried, JobDied, JobSnoozed, JobsParked} == {
+        type(event) for event in events if not type(event).__name__.startswith("Relay")
+    }
+    with sessions.begin() as session, session.connection().connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO outboxq.job (id, queue, kind, args, max_attempts) "
+            """VALUES (%s, 'ledger', 'fail', '{"name": "again"}', 1)""",
+            (failing.id,),
+        )
+    Relay(roles.url("relay"), app.jobs, RelayConfig(batch_size=5), hooks=[]).drain()
+    assert roles.call("reader", "dead", "show", failing.id, "--json").ok().json["max_attempts"] == 1
+    roles.refuses(
+        "relay",
+        "INSERT INTO outboxq.queue VALUES ('x')",
+        "DELETE FROM outboxq.dead_job",
+        "INSERT INTO outboxq.migration (step) VALUES (99)",
+        "ALTER TABLE outboxq.job DISABLE TRIGGER ALL",
+        "DROP TABLE outboxq.job",
+    )
+
+
+def test_a_relay_sleeps_wakes_and_serves(roles: Cast, sessions: sessionmaker[OutboxSession], start_relay) -> None:
+    """LISTEN, the sleep flag and whatever a running relay writes of itself are within its rights."""
+    grant_application(roles.database, roles.groups["relay"])
+    with start_relay(engine=roles.url("relay")) as running:
+        with sessions.begin() as session:
+            session.add_job(app.record, name="a")
+        wait_until(lambda: running.of(JobDone), "the job")
+
+
+def test_a_relay_ends_its_own_connections_and_nobody_elses(roles: Cast, engine: Engine) -> None:
+    """What a deadline takes needs no further right, and gives none over others."""
+    url = libpq_url(roles.url("relay"))
+    with psycopg.connect(url, autocommit=True) as one, psycopg.connect(url) as other, engine.connect() as owner:
+        end = "SELECT pg_terminate_backend(%s)"
+        assert one.execute(end, (other.info.backend_pid,)).fetchone() == (True,)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            one.execute(end, (owner.exec_driver_sql("SELECT pg_backend_pid()").scalar_one(),))
+
+
+def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
+    """Every command that only looks works, running jobs included; every one that changes is refused."""
+    with sessions.begin() as session:
+        handle = session.add_job(app.record, name="a")
+        dead = session.add_job(app.fail, name="b")
+    Relay(roles.database.url, app.jobs, RelayConfig(), hooks=[]).drain()
+    with sessions.begin() as session:
+        handle = session.add_job(app.record, name="a")
+    with sessions() as holder:
+        holder.connection().exec_driver_sql("DELETE FROM outboxq.job")
+        (running,) = roles.call("reader", "jobs", "list", "--running", "--json").ok().json["jobs"]
+        assert running["id"] == str(handle.id)
+    for words in (
+        ("stats",),
+        ("queues", "list"),
+        ("jobs", "list"),
+        ("jobs", "show", handle.id),
+        ("dead", "list"),
+        ("dead", "show", dead.id),
+    ):
+        roles.call("reader", *words).ok()
+    for words in (
+        ("jobs", "cancel", handle.id),
+        ("dead", "retry", dead.id),
+        ("dead", "discard", dead.id),
+        ("queues", "pause", "ledger"),
+        ("queues", "resume", "ledger"),
+    ):
+        said = roles.call("reader", *words)
+        assert said.exit_code == 1
+        assert "permission denied" in said.stderr
+
+
+def test_an_operator_mends_and_does_not_migrate(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
+    """Cancel, retry, discard, pause and resume; the tables themselves and the marker of the migrations stay."""
+    with sessions.begin() as session:
+        dead = [session.add_job(app.fail, name=name) for name in "ab"]
+    Relay(roles.database.url, app.jobs, RelayConfig(), hooks=[]).drain()
+    for words in (
+        ("queues", "pause", "ledger"),
+        ("queues", "resume", "ledger"),
+        ("queues", "list"),
+        ("dead", "retry", dead[0].id),
+        ("dead", "discard", dead[1].id),
+        ("jobs", "list"),
+        ("jobs", "cancel", dead[0].id),
+        ("stats",),
+    ):
+        roles.call("operator", *words).ok()
+    roles.refuses(
+        "operator",
+        "INSERT INTO outboxq.dead_job SELECT",
+        "DELETE FROM outboxq.queue",
+        "DELETE FROM outboxq.migration",
+        "TRUNCATE outboxq.job",
+        "DROP TABLE outboxq.job",
+    )
+
+
+def test_running_the_sql_again_changes_nothing(roles: Cast) -> None:
+    """It may be part of every deployment."""
+    before = rights(roles)
+    roles.apply()
+    assert rights(roles) == before
+
+
+def rights(roles: Cast) -> list[tuple[object, ...]]:
+    with psycopg.connect(libpq_url(roles.database.url)) as connection:
+        return connection.execute(
+            "SELECT relname, acl.grantee::regrole::text, acl.privilege_type, acl.is_grantable FROM pg_class, "
+            "aclexplode(relacl) AS acl WHERE relnamespace = 'outboxq'::regnamespace ORDER BY 1, 2, 3"
+        ).fetchall()
+
+
+@pytest.mark.parametrize("step", range(1, LATEST + 1))
+def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
+    """Tables that come with a later step are passed over, and their rights follow when the SQL is run again."""
+    names: dict[Part, str] = {part: f"oq_{part}_{secrets.token_hex(4)}" for part in PARTS}
+    with outboxq_server.create_database() as database, dropped_roles(database, names.values()):
+        with role_engine(database.url) as owner, owner.begin() as connection:
+            migrate(connection, to=step, schema="other")
+        with psycopg.connect(libpq_url(database.url), autocommit=True) as connection:
+            connection.execute(roles_sql(names, "other"))
+            # As the step that brings leases has it.
+            connection.execute("CREATE TABLE IF NOT EXISTS other.relay (id uuid PRIMARY KEY)")
+            connection.execute(roles_sql(names, "other"))
+            for part, right, expected in (
+                ("relay", "SELECT", True),
+                ("relay", "DELETE", True),
+                ("reader", "SELECT", True),
+                ("reader", "UPDATE", False),
+                ("operator", "SELECT", True),
+                ("operator", "UPDATE", False),
+                ("producer", "SELECT", False),
+            ):
+                query = "SELECT has_table_privilege(%s, 'other.relay', %s)"
+                assert connection.execute(query, (names[part], right)).fetchone() == (expected,), (part, right)
+
+
+def test_without_tables_the_sql_says_what_to_run(outboxq_server: Server) -> None:
+    """A schema that is missing is an error with a hint, and no role is made."""
+    name = f"oq_{secrets.token_hex(4)}"
+    with (
+        outboxq_server.create_database() as database,
+        dropped_roles(database, [name]),
+        psycopg.connect(libpq_url(database.url), autocommit=True) as connection,
+    ):
+        with pytest.raises(psycopg.errors.InvalidSchemaName) as caught:
+            connection.execute(roles_sql({"reader": name}))
+        connection.rollback()
+        assert caught.value.diag.message_hint == "Run `outboxq migrate` first."
+        assert connection.execute("SELECT FROM pg_roles WHERE rolname = %s", (name,)).fetchone() is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--reader", "public"),
+        ("--reader", "none"),
+        ("--relay", "pg_monitor"),
+        ("--producer", ""),
+        ("--producer", "x" * 64),
+        ("--operator", "two\nlines"),
+        ("--operator", "x$outboxq$ BEGIN"),
+        ("--schema", "pg_catalog"),
+        ("--sql", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_names_that_cannot_be_are_wrong_usage(options: tuple[str, ...]) -> None:
+    """Above all `public`, which would open the tables to everybody."""
+    said = call("roles", *options)
+    assert said.exit_code == 2
+    assert said.stderr.startswith("Error: ")
+
+
+def test_only_the_named_roles_are_printed() -> None:
+    """Without names all four have ours; the table and JSON tell the same."""
+    everything = call("roles", "--sql").ok().stdout
+    assert [f'CREATE ROLE "outboxq_{part}" NOLOGIN' in everything for part in PARTS] == [True] * 4
+    one = call("roles", "--sql", "--relay", "worker").ok().stdout
+    assert one.count("CREATE ROLE") == 1
+    assert 'CREATE ROLE "worker" NOLOGIN' in one
+    assert [row["role"] for row in call("roles", "--json").ok().json["roles"]] == [f"outboxq_{part}" for part in PARTS]
+    table = call("roles", "--relay", "worker").ok().stdout
+    assert "worker" in table
+    assert "INSERT, UPDATE, DELETE on job" in table
+    assert "outboxq_producer" not in table

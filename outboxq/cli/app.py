@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outboxq import __version__
-from outboxq.cli import dead, demo, jobs, migrate, queues, relay, stats
+from outboxq.cli import dead, demo, doctor, health, jobs, migrate, queues, relay, roles, stats, torture
 
 # Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.
 app = typer.Typer(
@@ -40,7 +40,11 @@ def outboxq(
 app.command("demo")(demo.demo)
 app.command("migrate")(migrate.migrate)
 app.command("relay")(relay.relay)
+app.command("health")(health.health)
+app.command("roles")(roles.roles)
 app.command("stats")(stats.stats)
+app.command("torture")(torture.torture)
+app.command("doctor")(doctor.doctor)
 app.add_typer(queues.app, name="queues")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dead.app, name="dead")

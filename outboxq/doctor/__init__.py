@@ -1,0 +1,13 @@
+"""The doctor: looks at a database, and names what keeps jobs from running or will, and what to do about it.
+
+It only reads: each check is a short READ ONLY transaction of its own that waits for no lock. A check that the role is
+not allowed to make is a finding itself, never an error.
+"""
+
+from outboxq.doctor.examination import examine as examine
+from outboxq.doctor.findings import Finding as Finding
+from outboxq.doctor.findings import Limits as Limits
+from outboxq.doctor.findings import Severity as Severity
+from outboxq.doctor.pooler import unreachable as unreachable
+
+__all__ = ["Finding", "Limits", "Severity", "examine", "unreachable"]

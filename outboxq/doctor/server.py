@@ -1,0 +1,110 @@
+"""Settings of the server, the database and the roles that cut relays short, or break a promise; and room left."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.words import age
+from outboxq.statements import doctor as statements
+
+_HOUR_SECONDS = 3_600.0
+_LOCK_TIMEOUT_SECONDS = 1.0
+_USED_UP = 0.9
+
+_TIMEOUTS: Mapping[str, tuple[str, str]] = {
+    "statement_timeout": ("statement-timeout-short", "statements of handlers that take longer are cancelled"),
+    "idle_in_transaction_session_timeout": (
+        "idle-in-transaction-timeout-short",
+        "a handler that works or waits outside the database for longer loses its connection",
+    ),
+    "transaction_timeout": ("transaction-timeout-short", "handlers that take longer lose their connection"),
+    "lock_timeout": ("lock-timeout-short", "handlers that wait for a row fail their attempt"),
+    "idle_session_timeout": (
+        "idle-session-timeout-short",
+        "it ends the connection on which idle relays are woken, again and again",
+    ),
+}
+_DURABILITY: Mapping[str, tuple[str, str]] = {
+    "synchronous_commit": (
+        "synchronous-commit-off",
+        "jobs and effects that were reported as committed may be lost when the server crashes",
+    ),
+    "fsync": ("fsync-off", "a crash of the machine can destroy the database"),
+    "full_page_writes": ("full-page-writes-off", "a crash of the machine can corrupt the database"),
+    "autovacuum": ("autovacuum-off", "dead rows stay in every table, and claims slow down"),
+    "track_counts": ("track-counts-off", "autovacuum cannot see dead rows, and does nothing"),
+}
+_UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
+
+
+def find_short_timeouts(examination: Examination) -> Iterator[Finding]:
+    """Time-outs that a session of this role starts with, and those of other roles that could be a relay's."""
+    names = tuple(_TIMEOUTS)
+    for row in examination.connection.execute(statements.settings(names)):
+        yield from _short(examination, row.name, row.value, None)
+    for row in examination.connection.execute(statements.role_settings(examination.schema, names)):
+        yield from _short(examination, row.name, row.value, row.role)
+
+
+def _short(examination: Examination, name: str, value: str, role: str | None) -> Iterator[Finding]:
+    seconds = seconds_of(value)
+    if not 0 < seconds < _shortest(examination, name):
+        return
+    code, effect = _TIMEOUTS[name]
+    whose = f"role {role}" if role else "sessions of this role"
+    yield Finding(
+        code,
+        "warning",
+        f"{name} is {value if role else age(seconds)} for {whose}: {effect}",
+        {"setting": name, "seconds": seconds, "role": role},
+        f"Give relays a role of their own, and: ALTER ROLE ... SET {name} = 0; or a time above what handlers take.",
+    )
+
+
+def _shortest(examination: Examination, name: str) -> float:
+    short = examination.limits.short_timeout_seconds
+    # An idle relay sleeps for long; a wait for a lock is short.
+    return {"idle_session_timeout": max(short, _HOUR_SECONDS), "lock_timeout": min(short, _LOCK_TIMEOUT_SECONDS)}.get(
+        name, short
+    )
+
+
+def seconds_of(value: str) -> float:
+    """A time-out as stored, `30s`, `1.5min` or milliseconds without a unit; 0 where it cannot be read."""
+    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", value.strip())
+    return float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
+
+
+def find_unsafe_settings(examination: Examination) -> Iterator[Finding]:
+    """What is off and should not be."""
+    for row in examination.connection.execute(statements.settings(tuple(_DURABILITY))):
+        if row.value == "off":
+            code, effect = _DURABILITY[row.name]
+            yield Finding(
+                code,
+                "warning",
+                f"{row.name} is off: {effect}",
+                {"setting": row.name, "source": row.source},
+                f"Set {row.name} = on ({row.source} says otherwise), and reload the configuration.",
+            )
+
+
+def find_used_up_connections(examination: Examination) -> Iterator[Finding]:
+    """Limits of connections that are nearly reached."""
+    for row in examination.connection.execute(statements.connection_room()):
+        if row.allowed >= 0 and row.open >= _USED_UP * row.allowed:
+            yield Finding(
+                "connections-nearly-used-up",
+                "warning",
+                f"{row.open} of the {row.allowed} connections that {row.of} allows are open",
+                {"of": row.of, "open": row.open, "allowed": row.allowed},
+                "Run fewer slots or processes, put producers behind a pooler, or raise the limit (max_connections, or "
+                "CONNECTION LIMIT of the role or database).",
+            )
+
+
+CHECKS: Sequence[Check] = (
+    Check("time-outs", find_short_timeouts),
+    Check("settings of the server", find_unsafe_settings),
+    Check("the number of connections", find_used_up_connections),
+)

@@ -1,0 +1,220 @@
+"""Who holds jobs, and who keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Row
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.doctor.findings import Check, Examination, Finding, Value, detail_of
+from outboxq.doctor.words import age, several, size
+from outboxq.statements import doctor as statements
+
+# A lock on a whole table stops all work, so less is too long.
+_TABLE_LOCK_SECONDS = 10.0
+
+_PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"
+
+
+def find_lock_holders(examination: Examination) -> Iterator[Finding]:
+    """Sessions that hold jobs, or a whole table, for long."""
+    holders = examination.connection.execute(statements.lock_holders(examination.schema)).all()
+    limit = examination.limits.older_than_seconds
+    blocking = [row for row in holders if _blocks(row) and (row.seconds or 0) >= min(limit, _TABLE_LOCK_SECONDS)]
+    yield from map(_table_locked, blocking)
+    old = [row for row in holders if not _blocks(row) and (row.seconds or 0) >= limit]
+    held = _count_held_jobs(examination, [row.xid for row in old if row.xid is not None])
+    for row in old:
+        yield _jobs_held(row, held.get(row.xid, 0))
+
+
+def _blocks(row: Row[Any]) -> bool:
+    return not set(statements.BLOCKING_MODES).isdisjoint(row.modes)
+
+
+def _count_held_jobs(examination: Examination, transactions: list[str]) -> dict[str, int]:
+    if not transactions:
+        return {}
+    try:
+        with examination.connection.begin_nested():
+            rows = examination.connection.execute(statements.held_jobs(examination.schema, transactions)).all()
+    except DBAPIError:
+        # No right to read the jobs, or too many of them: the holders are named without the number.
+        return {}
+    return {row.xid: row.jobs for row in rows}
+
+
+def _table_locked(row: Row[Any]) -> Finding:
+    return Finding(
+        "table-locked",
+        "problem",
+        f"{_session(row)} has locked {', '.join(row.tables)} for {age(row.seconds)}: claims and producers wait",
+        {**_session_detail(row), "tables": list(row.tables), "modes": list(row.modes)},
+        f"Let it finish, or end it: SELECT pg_terminate_backend({row.pid});",
+    )
+
+
+def _jobs_held(row: Row[Any], jobs: int) -> Finding:
+    what = f"has held {several(jobs, 'job', 'jobs')}" if jobs else "has had a transaction open on the jobs"
+    if row.state == "active":
+        advice = (
+            "A handler or statement that runs this long keeps its jobs and its connection: give long handlers "
+            'timeout_seconds or claim="lease". '
+        )
+    else:
+        advice = (
+            "It waits for its client: find out why the client does not commit. Jobs that it added are not visible. "
+        )
+    return Finding(
+        "jobs-held-by-session",
+        "warning",
+        f"{_session(row)} {what} for {age(row.seconds)}",
+        {**_session_detail(row), "jobs": jobs or None},
+        f"{advice}To end it: SELECT pg_terminate_backend({row.pid}); its jobs are put back.",
+    )
+
+
+def find_pinned_snapshot(examination: Examination) -> Iterator[Finding]:
+    """The session that holds back vacuum the most."""
+    rows = examination.connection.execute(statements.snapshot_holders()).all()
+    old = [row for row in rows if (row.seconds or 0) >= examination.limits.older_than_seconds]
+    if old:
+        first, others = old[0], len(old) - 1
+        also = f" (and {several(others, 'more session', 'more sessions')})" if others else ""
+        yield Finding(
+            "snapshot-pinned-by-session",
+            "warning",
+            f"{_session(first)} has pinned the oldest snapshot for {age(first.seconds)}{also}: {_PINNED}",
+            {**_session_detail(first), "transactions": first.transactions, "others": others},
+            "Commit or end what it does; run long reports on a standby, or in shorter transactions. "
+            f"To end it: SELECT pg_terminate_backend({first.pid});",
+        )
+
+
+def find_hidden_sessions(examination: Examination) -> Iterator[Finding]:
+    """Transactions whose age this role may not see."""
+    hidden: int = examination.connection.execute(statements.hidden_transactions()).scalar_one()
+    if hidden:
+        yield Finding(
+            "check-not-made",
+            "warning",
+            "could not look at how long "
+            f"{several(hidden, 'transaction of another role has', 'transactions of other roles have')} been open",
+            {"check": "the age of transactions", "hidden": hidden, "grant": "pg_monitor"},
+            "Run the doctor as a role that has pg_monitor, or grant it.",
+        )
+
+
+def find_prepared_transactions(examination: Examination) -> Iterator[Finding]:
+    """Prepared transactions that nobody has ended."""
+    for row in examination.connection.execute(statements.prepared_transactions(examination.schema)):
+        if row.seconds < examination.limits.older_than_seconds:
+            continue
+        detail = {
+            "gid": row.gid,
+            "owner": row.owner,
+            "xid": row.xid,
+            "seconds": row.seconds,
+            "transactions": row.transactions,
+        }
+        advice = (
+            "Ask its coordinator whether it was to be committed. If nobody knows it any more, in this database as "
+            f"{row.owner} or a superuser: ROLLBACK PREPARED '{row.gid.replace(chr(39), chr(39) * 2)}'; (or COMMIT "
+            "PREPARED)."
+        )
+        if row.holds_jobs:
+            yield Finding(
+                "jobs-held-by-prepared-transaction",
+                "problem",
+                f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts "
+                "do not end it",
+                detail,
+                advice,
+            )
+        else:
+            yield Finding(
+                "prepared-transaction-orphaned",
+                "warning",
+                f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
+                detail,
+                advice,
+            )
+
+
+def find_slots(examination: Examination) -> Iterator[Finding]:
+    """Slots that nobody reads, and slots that hold a snapshot back."""
+    limits = examination.limits
+    for row in examination.connection.execute(statements.replication_slots()):
+        pinned = max(row.xmin_age or 0, row.catalog_xmin_age or 0)
+        # Before PostgreSQL 17 nobody knows since when, so every inactive one is named.
+        left = row.inactive_seconds is None or row.inactive_seconds >= limits.older_than_seconds
+        if not row.active and left and (row.retained_bytes is not None or pinned):
+            yield _slot_inactive(row)
+        elif pinned and pinned >= limits.older_than_transactions:
+            yield _slot_pins(row, pinned)
+
+
+def _slot_inactive(row: Row[Any]) -> Finding:
+    since = f" for {age(row.inactive_seconds)}" if row.inactive_seconds is not None else ""
+    pins = row.xmin_age is not None or row.catalog_xmin_age is not None
+    return Finding(
+        "slot-inactive",
+        "warning",
+        f"nobody has read replication slot {row.name!r}{since}: it retains {size(row.retained_bytes or 0)} of WAL"
+        + (" and pins a snapshot" if pins else ""),
+        detail_of(row),
+        f"Start its reader again, or drop it: SELECT pg_drop_replication_slot('{row.name}'); "
+        "max_slot_wal_keep_size bounds what slots may retain.",
+    )
+
+
+def _slot_pins(row: Row[Any], pinned: int) -> Finding:
+    return Finding(
+        "snapshot-pinned-by-slot",
+        "warning",
+        f"replication slot {row.name!r} has held a snapshot back for {several(pinned, 'transaction', 'transactions')}: "
+        f"{_PINNED}",
+        detail_of(row),
+        "Its reader is behind, or a query on the standby is long: let it catch up, or set hot_standby_feedback = off "
+        "there.",
+    )
+
+
+def find_standby_feedback(examination: Examination) -> Iterator[Finding]:
+    """Standbys whose queries hold a snapshot back."""
+    for row in examination.connection.execute(statements.standby_feedback()):
+        if row.transactions >= examination.limits.older_than_transactions:
+            yield Finding(
+                "snapshot-pinned-by-standby",
+                "warning",
+                f"standby {row.application_name!r} (walsender {row.pid}) has held a snapshot back for "
+                f"{several(row.transactions, 'transaction', 'transactions')}: {_PINNED}",
+                detail_of(row),
+                "End the long query on the standby, or set hot_standby_feedback = off or "
+                "max_standby_streaming_delay there.",
+            )
+
+
+def _session(row: Row[Any]) -> str:
+    name = f", {row.application_name!r}" if row.application_name else ""
+    return f"session {row.pid} ({row.state or 'state hidden'}{name})"
+
+
+def _session_detail(row: Row[Any]) -> dict[str, Value]:
+    return {
+        "pid": row.pid,
+        "state": row.state,
+        "application_name": row.application_name,
+        "role": row.usename,
+        "seconds": row.seconds,
+    }
+
+
+CHECKS: Sequence[Check] = (
+    Check("which sessions hold jobs", find_lock_holders, frozenset({"job"})),
+    Check("which session pins the oldest snapshot", find_pinned_snapshot),
+    Check("the age of transactions", find_hidden_sessions),
+    Check("prepared transactions", find_prepared_transactions),
+    Check("replication slots", find_slots),
+    Check("the feedback of standbys", find_standby_feedback),
+)

@@ -1,0 +1,252 @@
+"""The tables themselves: their version, what is missing of them, and how well they are vacuumed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Index, Row, Table
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateIndex
+
+from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.words import age, identifier, several
+from outboxq.statements import doctor_tables as statements
+from outboxq.statements.version import NEEDED_VERSION, schema_version
+from outboxq.tables import metadata
+
+_TRIGGER = "wake_relays"
+_FUNCTIONS = ("add_job", "wake_relays")
+# A setting of ours that stands for all of them: without it vacuum waits for a share of the table to be dead.
+_OWN_SETTING = "autovacuum_vacuum_scale_factor=0"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What the version marker says: whether anything of the tables can be looked at, and whether all of it."""
+
+    findings: Sequence[Finding]
+    is_usable: bool
+    is_current: bool
+
+
+def existing_tables(examination: Examination) -> frozenset[str]:
+    """The names of what is in the schema."""
+    return frozenset(examination.connection.execute(statements.tables(examination.schema)).scalars())
+
+
+def look_at_version(examination: Examination) -> Version:
+    """Compare the marker that migrations leave with what the code needs."""
+    step = None
+    if "migration" in examination.tables:
+        step = schema_version(examination.connection, examination.schema)
+    if not step:
+        return Version([_tables_missing(examination.schema)], is_usable=False, is_current=False)
+    if step < NEEDED_VERSION:
+        return Version([_tables_old(examination.schema, step)], is_usable=True, is_current=False)
+    if step > NEEDED_VERSION:
+        return Version([_tables_new(examination.schema, step)], is_usable=True, is_current=False)
+    return Version([], is_usable=True, is_current=True)
+
+
+def _tables_missing(schema: str) -> Finding:
+    return Finding(
+        "tables-missing",
+        "problem",
+        f"there are no outboxq tables in schema {schema!r} of this database",
+        {"schema": schema, "needed_step": NEEDED_VERSION},
+        "Run `outboxq migrate`, or name the right database (--database-url) and schema (--schema).",
+    )
+
+
+def _tables_old(schema: str, step: int) -> Finding:
+    return Finding(
+        "tables-old",
+        "problem",
+        f"the tables are at step {step}, and this outboxq needs step {NEEDED_VERSION}",
+        {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
+        f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={NEEDED_VERSION}) in a revision of yours.",
+    )
+
+
+def _tables_new(schema: str, step: int) -> Finding:
+    return Finding(
+        "tables-new",
+        "info",
+        f"the tables are at step {step}, made by a newer outboxq than this one, which knows step {NEEDED_VERSION}; "
+        "their parts were not compared",
+        {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
+        "Finish the deployment: relays and producers of this version go on working meanwhile.",
+    )
+
+
+def find_missing_tables(examination: Examination) -> Iterator[Finding]:
+    """Tables that the marker promises."""
+    for name in sorted({str(table.name) for table in metadata.tables.values()} - examination.tables):
+        yield Finding(
+            "table-missing",
+            "problem",
+            f"table {name!r} is missing, although the tables are at the right step",
+            {"table": name},
+            "Somebody dropped it: restore it from a backup, or make it again with the DDL of `outboxq migrate --sql`.",
+        )
+
+
+def find_broken_indexes(examination: Examination) -> Iterator[Finding]:
+    """Indexes that are not there, not whole, or not what they were."""
+    found = examination.connection.execute(statements.indexes(examination.schema)).all()
+    whole = {_identity(row) for row in found if row.is_valid}
+    wanted = [item for item in _declared_indexes() if item[1][0] in examination.tables]
+    for name, identity in wanted:
+        if identity not in whole:
+            yield _index_missing(name, identity[0], found)
+    needed = {identity for _, identity in wanted} - whole
+    for row in found:
+        if not row.is_valid and _identity(row) not in needed:
+            yield Finding(
+                "index-invalid",
+                "warning",
+                f"index {row.name!r} on {row.table} is invalid: it costs every write and serves no read",
+                {"index": row.name, "table": row.table},
+                "Drop what a cancelled CREATE or REINDEX left: "
+                f"DROP INDEX CONCURRENTLY {identifier(examination.schema, row.name)};",
+            )
+
+
+def _index_missing(name: str, table: str, found: Sequence[Row[Any]]) -> Finding:
+    same = next((row for row in found if row.name == name), None)
+    detail = {"index": name, "table": table}
+    advice = "Make it as `outboxq migrate --sql` does, with CREATE INDEX CONCURRENTLY."
+    if same is None:
+        return Finding("index-missing", "problem", f"index {name!r} on {table} is missing", detail, advice)
+    if not same.is_valid:
+        return Finding(
+            "index-invalid",
+            "problem",
+            f"index {name!r} on {table} is invalid: no query uses it",
+            detail,
+            f"REINDEX INDEX CONCURRENTLY {name} in its schema; or drop it. {advice}",
+        )
+    return Finding(
+        "index-different",
+        "problem",
+        f"index {name!r} on {table} is not what the claims need: {same.definition}",
+        {**detail, "definition": same.definition},
+        f"Drop it. {advice}",
+    )
+
+
+_Identity = tuple[str, bool, str]
+
+
+def _declared_indexes() -> list[tuple[str, _Identity]]:
+    """The name, and what makes the index itself, of every index of tables.py, primary keys included."""
+    found = []
+    for table in metadata.tables.values():
+        owner = str(table.name)
+        key = ", ".join(column.name for column in table.primary_key.columns)
+        found.append((f"{owner}_pkey", (owner, True, _plain(f"btree ({key})"))))
+        found += [(str(index.name), _declared(index, table)) for index in table.indexes]
+    return sorted(found)
+
+
+def _declared(index: Index, table: Table) -> _Identity:
+    ddl = str(CreateIndex(index).compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+    definition = ddl.partition(f"{table.name} ")[2]
+    using = "" if definition.startswith("USING") else "btree "
+    return str(table.name), bool(index.unique), _plain(using + definition.removeprefix("USING "))
+
+
+def _identity(row: Row[Any]) -> _Identity:
+    return row.table, row.is_unique, _plain(row.definition)
+
+
+def _plain(definition: str) -> str:
+    """Without what PostgreSQL adds when it prints an expression: spaces, parentheses, casts of literals."""
+    kept = definition.replace("::text", "")
+    return "".join(character for character in kept if character not in ' ()"\n').lower()
+
+
+def find_missing_code(examination: Examination) -> Iterator[Finding]:
+    """The trigger that wakes relays, and the functions."""
+    connection, schema = examination.connection, examination.schema
+    functions = set(connection.execute(statements.functions(schema)).scalars())
+    for name in _FUNCTIONS:
+        if name not in functions:
+            yield Finding(
+                "function-missing",
+                "problem",
+                f"function {name!r} is missing",
+                {"function": name},
+                "Make it again with the DDL of `outboxq migrate --sql`.",
+            )
+    if _TRIGGER not in set(connection.execute(statements.triggers(schema)).scalars()):
+        yield Finding(
+            "trigger-missing",
+            "warning",
+            f"trigger {_TRIGGER!r} on job is missing or disabled: new jobs wake no relay, and wait until the next poll",
+            {"trigger": _TRIGGER},
+            f"ALTER TABLE {identifier(schema, 'job')} ENABLE TRIGGER {_TRIGGER}; or make it again with the DDL of "
+            "`outboxq migrate --sql`.",
+        )
+
+
+def find_neglected_tables(examination: Examination) -> Iterator[Finding]:
+    """Tables that vacuum does not visit, or does not get clean."""
+    limit = examination.limits.dead_tuples
+    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
+        options = {option.lower() for option in row.options}
+        if options & {"autovacuum_enabled=false", "autovacuum_enabled=off", "autovacuum_enabled=0"}:
+            yield _autovacuum_off(examination.schema, row.table)
+        if row.table == "job" and _OWN_SETTING not in options:
+            yield _own_settings_gone(examination.schema)
+        if row.dead >= limit and row.dead >= row.live / 5:
+            yield _many_dead(row)
+
+
+def _autovacuum_off(schema: str, table: str) -> Finding:
+    return Finding(
+        "autovacuum-off",
+        "problem" if table == "job" else "warning",
+        f"autovacuum is switched off for table {table}: dead rows stay, and claims slow down",
+        {"table": table},
+        f"ALTER TABLE {identifier(schema, table)} RESET (autovacuum_enabled);",
+    )
+
+
+def _own_settings_gone(schema: str) -> Finding:
+    return Finding(
+        "autovacuum-settings-lost",
+        "warning",
+        "table job has lost its own autovacuum settings: it is vacuumed too late for a queue",
+        {"table": "job"},
+        f"ALTER TABLE {identifier(schema, 'job')} SET (autovacuum_vacuum_scale_factor = 0, "
+        "autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_cost_delay = 0);",
+    )
+
+
+def _many_dead(row: Row[Any]) -> Finding:
+    vacuumed = f"{age(row.vacuumed_seconds_ago)} ago" if row.vacuumed_seconds_ago is not None else "never"
+    return Finding(
+        "dead-tuples",
+        "warning",
+        f"table {row.table} has {several(row.dead, 'dead row', 'dead rows')} beside {row.live:,} live ones, and was "
+        f"last vacuumed {vacuumed}",
+        {
+            "table": row.table,
+            "dead": row.dead,
+            "live": row.live,
+            "vacuumed_seconds_ago": row.vacuumed_seconds_ago,
+        },
+        "If another finding names a pinned snapshot, end that first. Then: VACUUM (VERBOSE) the table; more "
+        "autovacuum_max_workers if it does not keep up.",
+    )
+
+
+_MARKED = frozenset({"migration"})
+
+CHECKS: Sequence[Check] = (
+    Check("the tables", find_missing_tables, _MARKED, needs_current=True),
+    Check("the indexes", find_broken_indexes, _MARKED, needs_current=True),
+    Check("functions and triggers", find_missing_code, _MARKED, needs_current=True),
+    Check("dead rows and autovacuum", find_neglected_tables, frozenset({"job"})),
+)

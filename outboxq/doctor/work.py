@@ -1,0 +1,166 @@
+"""What waits and why: kinds that nobody knows, queues that nobody serves, leases whose relay is gone."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Row
+
+from outboxq.doctor.findings import Check, Examination, Finding, detail_of
+from outboxq.doctor.words import age, several, shell_word
+from outboxq.statements import doctor_work as statements
+
+# A living relay extends its lease, and takes over those of dead ones, several times within this.
+_LEASE_GRACE_SECONDS = 30.0
+
+_JOB = frozenset({"job"})
+
+
+def _waiting(examination: Examination) -> list[Row[Any]]:
+    connection, schema = examination.connection, examination.schema
+    ready = connection.execute(statements.waiting_ready(schema)).all()
+    return [*ready, *connection.execute(statements.waiting_scheduled(schema)).all()]
+
+
+def _jobs(number: int) -> str:
+    more = " or more" if number >= statements.MAX_JOBS else ""
+    return f"{number:,}{more} {'job' if number == 1 else 'jobs'}"
+
+
+def _jobs_wait(number: int) -> str:
+    return f"{_jobs(number)} {'waits' if number == 1 else 'wait'}"
+
+
+def find_unknown_kinds(examination: Examination) -> Iterator[Finding]:
+    """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
+    jobs: dict[tuple[str, str], int] = {}
+    parked: dict[tuple[str, str], int] = {}
+    for row in _waiting(examination):
+        key = row.queue, row.kind
+        jobs[key] = jobs.get(key, 0) + row.jobs
+        parked[key] = parked.get(key, 0) + row.parked
+    for (queue, kind), number in parked.items():
+        if number:
+            yield Finding(
+                "kind-parked",
+                "warning",
+                f"{_jobs(number)} of kind {kind!r} in queue {queue!r} put off: no relay that looked knows the kind",
+                {"queue": queue, "kind": kind, "jobs": number},
+                "Start a relay whose registry has the kind, give a renamed handler aliases=..., or cancel them: "
+                f"outboxq jobs cancel --kind {shell_word(kind)}",
+            )
+    for (queue, kind), number in jobs.items():
+        yield from _unknown_to_registry(examination, queue, kind, number)
+
+
+def _unknown_to_registry(examination: Examination, queue: str, kind: str, number: int) -> Iterator[Finding]:
+    registry = examination.registry
+    if registry is None or kind in registry.handlers:
+        return
+    served = queue in registry.flavours
+    yield Finding(
+        "kind-unknown-to-registry",
+        "warning" if served else "info",
+        f"{_jobs(number)} of kind {kind!r} in queue {queue!r}, and the registry has no handler for it"
+        + ("" if served else ", nor for anything in that queue"),
+        {"queue": queue, "kind": kind, "jobs": number, "queue_is_served": served},
+        "Import the module that defines its handler, or give a renamed handler aliases=(...)."
+        if served
+        else "Nothing, if another service handles that queue; else import the module that defines its handler.",
+    )
+
+
+def find_late_queues(examination: Examination) -> Iterator[Finding]:
+    """Queues whose next jobs have waited for long, and paused ones that fill up."""
+    connection, schema = examination.connection, examination.schema
+    paused = set(connection.execute(statements.paused_queues(schema)).scalars())
+    jobs: dict[str, int] = {}
+    oldest: dict[str, float] = {}
+    for row in _waiting(examination):
+        jobs[row.queue] = jobs.get(row.queue, 0) + row.jobs
+        oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
+    relays = _number_of_relays(examination)
+    for queue, seconds in oldest.items():
+        late = seconds >= examination.limits.older_than_seconds
+        if queue in paused:
+            yield _paused(queue, jobs[queue], seconds, late=late)
+        elif late:
+            yield _unserved(queue, jobs[queue], seconds) if not relays else _late(queue, jobs[queue], seconds)
+
+
+def _number_of_relays(examination: Examination) -> int:
+    connected: int = examination.connection.execute(statements.connected_relays()).scalar_one()
+    if "relay" in examination.tables:
+        connected += examination.connection.execute(statements.living_relays(examination.schema)).scalar_one()
+    return connected
+
+
+def _paused(queue: str, jobs: int, seconds: float, *, late: bool) -> Finding:
+    return Finding(
+        "queue-paused",
+        "warning" if late else "info",
+        f"queue {queue!r} is paused, and {_jobs_wait(jobs)} there, the oldest for {age(seconds)}",
+        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
+        f"When the reason is gone: outboxq queues resume {shell_word(queue)}",
+    )
+
+
+def _unserved(queue: str, jobs: int, seconds: float) -> Finding:
+    return Finding(
+        "no-relay",
+        "problem",
+        f"no relay is connected, and {_jobs_wait(jobs)} in queue {queue!r}, the oldest for {age(seconds)}",
+        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
+        "Start one: outboxq relay MODULE:ATTRIBUTE. (A relay on an engine of your own is seen when its "
+        "application_name is 'outboxq relay'.)",
+    )
+
+
+def _late(queue: str, jobs: int, seconds: float) -> Finding:
+    return Finding(
+        "queue-late",
+        "warning",
+        f"{_jobs_wait(jobs)} in queue {queue!r}, the oldest of the next for {age(seconds)}, although relays are "
+        "connected",
+        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
+        f"See that a relay serves it (--queue {shell_word(queue + '=4')}), with enough slots; `outboxq "
+        "jobs list --running` shows what takes long.",
+    )
+
+
+def find_suspects(examination: Examination) -> Iterator[Finding]:
+    """Jobs whose claim died, which wait to be run alone."""
+    rows = examination.connection.execute(statements.suspects(examination.schema)).all()
+    if rows:
+        number = sum(row.jobs for row in rows)
+        yield Finding(
+            "suspects-waiting",
+            "warning",
+            f"{_jobs(number)} {'was' if number == 1 else 'were'} held by a relay that died, and "
+            f"{'waits' if number == 1 else 'wait'} to be run alone",
+            {"jobs": number, "queues": [row.queue for row in rows]},
+            "A running relay takes them one at a time. If they stay, or come back, one of them kills its process: "
+            "outboxq jobs list --state suspect",
+        )
+
+
+def find_orphaned_leases(examination: Examination) -> Iterator[Finding]:
+    """Leased jobs of relays that are dead, which a running relay would have put back."""
+    found = statements.orphaned_leases(examination.schema, _LEASE_GRACE_SECONDS)
+    for row in examination.connection.execute(found):
+        who = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
+        since = f"has been dead for {age(row.seconds)}" if row.seconds is not None else "is not known any more"
+        yield Finding(
+            "lease-orphaned",
+            "problem",
+            f"{who} {since} and still holds {several(row.jobs, 'leased job', 'leased jobs')}: nobody reaps",
+            detail_of(row),
+            "Start a relay: each one puts back the jobs of dead ones within seconds.",
+        )
+
+
+CHECKS: Sequence[Check] = (
+    Check("the kinds that wait", find_unknown_kinds, _JOB, grant="SELECT on the table job"),
+    Check("the queues", find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
+    Check("suspects", find_suspects, _JOB, grant="SELECT on the table job"),
+    Check("leases", find_orphaned_leases, _JOB | {"relay"}, grant="SELECT on the tables job and relay"),
+)

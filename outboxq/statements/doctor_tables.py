@@ -1,0 +1,96 @@
+"""What the doctor asks of the tables: whether they are there, whole, vacuumed, and may be used by this role.
+
+Catalogs only, which any role may read; nothing waits for a lock.
+"""
+
+from sqlalchemy import TextClause, text
+
+_OF_SCHEMA = """\
+FROM pg_class AS class JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
+"""
+
+
+def tables(schema: str) -> TextClause:
+    """The names of the tables in the schema."""
+    return text(
+        f"SELECT class.relname::text {_OF_SCHEMA} WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p')"
+    ).bindparams(schema=schema)
+
+
+def indexes(schema: str) -> TextClause:
+    """Every index of the schema's tables, with its definition behind the table's name."""
+    return text(
+        f"""\
+SELECT index_class.relname::text AS name, class.relname::text AS table, entry.indisunique AS is_unique,
+  entry.indisvalid AND entry.indisready AND entry.indislive AS is_valid,
+  split_part(pg_get_indexdef(entry.indexrelid), ' USING ', 2) AS definition
+{_OF_SCHEMA} JOIN pg_index AS entry ON entry.indrelid = class.oid
+  JOIN pg_class AS index_class ON index_class.oid = entry.indexrelid
+WHERE namespace.nspname = :schema ORDER BY 1"""
+    ).bindparams(schema=schema)
+
+
+def triggers(schema: str) -> TextClause:
+    """The triggers of table `job` that fire in ordinary sessions."""
+    return text(
+        f"SELECT tgname::text {_OF_SCHEMA} JOIN pg_trigger ON tgrelid = class.oid "
+        "WHERE namespace.nspname = :schema AND class.relname = 'job' AND tgenabled IN ('O', 'A')"
+    ).bindparams(schema=schema)
+
+
+def functions(schema: str) -> TextClause:
+    """The names of the schema's functions."""
+    return text(
+        "SELECT proname::text FROM pg_proc JOIN pg_namespace ON pg_namespace.oid = pronamespace WHERE nspname = :schema"
+    ).bindparams(schema=schema)
+
+
+def vacuum_state(schema: str) -> TextClause:
+    """Dead and live rows, vacuum's last visit and the settings of its own, of each table."""
+    return text(
+        f"""\
+SELECT class.relname::text AS table, coalesce(class.reloptions, '{{}}') AS options,
+  coalesce(counts.n_live_tup, 0) AS live, coalesce(counts.n_dead_tup, 0) AS dead,
+  extract(
+    epoch FROM clock_timestamp() - greatest(counts.last_vacuum, counts.last_autovacuum)
+  )::float8 AS vacuumed_seconds_ago
+{_OF_SCHEMA} LEFT JOIN pg_stat_all_tables AS counts ON counts.relid = class.oid
+WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p') ORDER BY 1"""
+    ).bindparams(schema=schema)
+
+
+def schema_usage(schema: str) -> TextClause:
+    """Whether this role may look into the schema at all."""
+    return text("SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = :schema").bindparams(
+        schema=schema
+    )
+
+
+def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
+    """Which of these (table, privilege) pairs this role lacks. A right on some columns is taken for the right."""
+    return text(
+        f"""\
+SELECT class.relname::text AS table, wanted.privilege
+{_OF_SCHEMA} JOIN unnest(CAST(:tables AS text[]), CAST(:privileges AS text[])) AS wanted (name, privilege)
+  ON wanted.name = class.relname
+WHERE namespace.nspname = :schema AND NOT CASE
+  WHEN wanted.privilege = 'DELETE' THEN has_table_privilege(class.oid, wanted.privilege)
+  ELSE has_any_column_privilege(class.oid, wanted.privilege) END
+ORDER BY 1, 2"""
+    ).bindparams(schema=schema, tables=[table for table, _ in wanted], privileges=[right for _, right in wanted])
+
+
+def row_security(schema: str) -> TextClause:
+    """Tables with row level security, and the commands that a permissive policy allows this role, or anybody."""
+    return text(
+        f"""\
+SELECT class.relname::text AS table, row_security_active(class.oid) AS is_active,
+  coalesce(array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE policy.oid IS NOT NULL), '{{}}') AS anybodys,
+  coalesce(array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE EXISTS (
+    SELECT FROM unnest(policy.polroles) AS member (oid)
+    WHERE CASE WHEN member.oid = 0 THEN true ELSE pg_has_role(member.oid, 'USAGE') END
+  )), '{{}}') AS mine
+{_OF_SCHEMA} LEFT JOIN pg_policy AS policy ON policy.polrelid = class.oid AND policy.polpermissive
+WHERE namespace.nspname = :schema AND class.relrowsecurity
+GROUP BY class.oid, class.relname ORDER BY 1"""
+    ).bindparams(schema=schema)

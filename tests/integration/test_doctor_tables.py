@@ -1,0 +1,142 @@
+"""The doctor compares the tables with what the code needs, and looks at how they are vacuumed."""
+
+from pathlib import Path
+
+import pytest
+
+from outboxq.postgres import Database, Server
+from outboxq.statements.version import NEEDED_VERSION
+from tests.support.cli import run
+from tests.support.doctor import examine, execute, libpq_url, named, only
+from tests.support.waiting import wait_until
+
+READY_INDEX = "CREATE INDEX {} ON outboxq.job (queue, (-priority), seq) WHERE state = '{}'"
+
+
+def test_a_database_without_tables_is_told(outboxq_server: Server) -> None:
+    """No tables: one clear problem, and the command that makes them."""
+    with outboxq_server.create_database() as database:
+        found = only(database.url, "tables-missing")
+    assert found["severity"] == "problem"
+    assert "outboxq migrate" in found["advice"]
+
+
+def test_another_schema_without_tables_is_told(outboxq_database: Database) -> None:
+    """--schema decides where the tables are looked for."""
+    assert "'elsewhere'" in only(outboxq_database.url, "tables-missing", "--schema", "elsewhere")["title"]
+
+
+def test_tables_of_an_older_step_are_a_problem(outboxq_database: Database) -> None:
+    """A marker below the needed step is a problem that names both, and the tables' parts are not compared."""
+    execute(
+        outboxq_database.url,
+        f"DELETE FROM outboxq.migration WHERE step = {NEEDED_VERSION}",
+        "DROP INDEX outboxq.job_ready",
+    )
+    found = only(outboxq_database.url, "tables-old")
+    assert (found["detail"]["step"], found["detail"]["needed_step"]) == (NEEDED_VERSION - 1, NEEDED_VERSION)
+    assert named(outboxq_database.url, "index-missing") == []
+
+
+def test_tables_of_a_newer_step_are_only_told(outboxq_database: Database) -> None:
+    """A marker above ours is no problem: old code lives with newer tables."""
+    execute(outboxq_database.url, "INSERT INTO outboxq.migration (step) VALUES (99)", "DROP INDEX outboxq.job_ready")
+    found = only(outboxq_database.url, "tables-new")
+    assert (found["severity"], found["detail"]["step"]) == ("info", 99)
+    assert named(outboxq_database.url, "index-missing") == []
+
+
+def test_a_missing_table_is_named(outboxq_database: Database) -> None:
+    """A table that somebody dropped is named, although the marker stands."""
+    execute(outboxq_database.url, "DROP TABLE outboxq.dead_job")
+    assert only(outboxq_database.url, "table-missing")["detail"]["table"] == "dead_job"
+
+
+@pytest.mark.parametrize("name", ["job_ready", "job_scheduled", "job_leased", "job_suspect", "dead_job_queue"])
+def test_a_missing_index_is_named(outboxq_database: Database, name: str) -> None:
+    """Each index of tables.py is missed when it is gone."""
+    execute(outboxq_database.url, f"DROP INDEX outboxq.{name}")
+    assert only(outboxq_database.url, "index-missing")["detail"]["index"] == name
+
+
+def test_a_missing_primary_key_is_named(outboxq_database: Database) -> None:
+    """Without its primary key a table lets the same job in twice."""
+    execute(outboxq_database.url, "ALTER TABLE outboxq.job DROP CONSTRAINT job_pkey")
+    assert only(outboxq_database.url, "index-missing")["detail"]["table"] == "job"
+
+
+def test_an_index_of_another_shape_is_named(outboxq_database: Database) -> None:
+    """The right name over the wrong predicate serves no claim."""
+    execute(outboxq_database.url, "DROP INDEX outboxq.job_ready", READY_INDEX.format("job_ready", "leased"))
+    assert "leased" in only(outboxq_database.url, "index-different")["detail"]["definition"]
+
+
+def test_an_index_under_another_name_is_as_good(outboxq_database: Database) -> None:
+    """What counts is the index, not what a DBA called it."""
+    execute(outboxq_database.url, "ALTER INDEX outboxq.job_ready RENAME TO ready_ones")
+    assert [one for one in examine(outboxq_database.url) if one["code"].startswith("index")] == []
+
+
+def test_an_invalid_index_is_a_problem_where_no_other_serves(outboxq_database: Database) -> None:
+    """An index of ours that was never finished is a problem; beside a whole twin it only costs."""
+    url = outboxq_database.url
+    execute(url, "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'outboxq.job_ready'::regclass")
+    found = only(url, "index-invalid")
+    assert (found["severity"], found["detail"]["index"]) == ("problem", "job_ready")
+    execute(url, READY_INDEX.format("twin", "ready"))
+    assert only(url, "index-invalid")["severity"] == "warning"
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["ALTER TABLE outboxq.job DISABLE TRIGGER wake_relays", "DROP TRIGGER wake_relays ON outboxq.job"],
+)
+def test_a_trigger_that_does_not_fire_is_named(outboxq_database: Database, change: str) -> None:
+    """Disabled or dropped, nobody wakes the relays."""
+    execute(outboxq_database.url, change)
+    assert only(outboxq_database.url, "trigger-missing")["severity"] == "warning"
+
+
+def test_a_missing_function_is_named(outboxq_database: Database) -> None:
+    """SQL producers need add_job."""
+    execute(outboxq_database.url, "DROP FUNCTION outboxq.add_job")
+    assert only(outboxq_database.url, "function-missing")["detail"]["function"] == "add_job"
+
+
+def test_autovacuum_switched_off_for_the_table_is_a_problem(outboxq_database: Database) -> None:
+    """A queue without vacuum slows down without end."""
+    execute(outboxq_database.url, "ALTER TABLE outboxq.job SET (autovacuum_enabled = false)")
+    (found,) = [one for one in named(outboxq_database.url, "autovacuum-off") if "table" in one["detail"]]
+    assert (found["severity"], found["detail"]["table"]) == ("problem", "job")
+
+
+def test_lost_autovacuum_settings_are_named(outboxq_database: Database) -> None:
+    """With PostgreSQL's defaults, a fifth of the table has to be dead first."""
+    execute(outboxq_database.url, "ALTER TABLE outboxq.job RESET (autovacuum_vacuum_scale_factor)")
+    assert only(outboxq_database.url, "autovacuum-settings-lost")["detail"] == {"table": "job"}
+
+
+def test_dead_rows_are_counted(outboxq_database: Database) -> None:
+    """Rows that vacuum should have removed are named with the last vacuum, from the limit on."""
+    url = outboxq_database.url
+    execute(
+        url,
+        "ALTER TABLE outboxq.job SET (autovacuum_enabled = false)",
+        "SELECT outboxq.add_job('ship') FROM generate_series(1, 300)",
+        "DELETE FROM outboxq.job",
+        "SELECT pg_stat_force_next_flush()",
+    )
+    (found,) = wait_until(lambda: named(url, "dead-tuples", "--dead-rows", 300), "the counts to arrive")
+    assert found["detail"] == {"table": "job", "dead": 300, "live": 0, "vacuumed_seconds_ago": None}
+    assert named(url, "dead-tuples", "--dead-rows", 301) == []
+    execute(url, "VACUUM outboxq.job", "SELECT pg_stat_force_next_flush()")
+    assert not named(url, "dead-tuples", "--dead-rows", 300)
+
+
+def test_the_doctor_needs_no_registry_and_no_directory(outboxq_database: Database, tmp_path: Path) -> None:
+    """As a process of its own, anywhere: text for people, and nothing on standard error."""
+    execute(outboxq_database.url, "DROP INDEX outboxq.job_ready")
+    outcome = run("doctor", url=libpq_url(outboxq_database.url), cwd=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.stderr == ""
+    assert outcome.stdout.startswith("Problems:\n  index-missing: index 'job_ready' on job is missing\n      Make it")

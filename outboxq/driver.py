@@ -3,15 +3,22 @@
 Written once for both worlds: on an async connection the caller stands inside `run_sync`, whose greenlet may await.
 """
 
+import selectors
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq.abc import PGconn
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import await_only
+
+# How long a connection that only asks and listens waits for an answer.
+ANSWER_SECONDS = 15.0
 
 DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]"
 
@@ -68,6 +75,44 @@ async def _run_async(driver: "psycopg.AsyncConnection[Any]", script: str) -> lis
 
 def _result(cursor: "psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]", rows: Sequence[Any]) -> ScriptResult:
     return ScriptResult(cursor.statusmessage or "", rows)
+
+
+def run_on_libpq(connection: PGconn, statement: str) -> list[tuple[str | None, ...]]:
+    """Run one statement on a connection of a thread of its own; its rows as texts.
+
+    Never waits for ever, as libpq's own call would: a connection may have nobody behind it any more.
+
+    Raises:
+        psycopg.OperationalError: it failed, or was not answered in time.
+    """
+    connection.send_query(statement.encode())
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while connection.is_busy():
+        if not wait_readable([connection.socket], max(0.0, deadline - time.monotonic())):
+            raise psycopg.OperationalError(f"a connection was not answered within {ANSWER_SECONDS:g} s")
+        connection.consume_input()
+    result = connection.get_result()
+    # libpq wants to be asked until there is nothing more.
+    while connection.get_result() is not None:
+        continue
+    if result is None or result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+        raise psycopg.OperationalError(connection.get_error_message())
+    return [
+        tuple(_text(result.get_value(row, column)) for column in range(result.nfields)) for row in range(result.ntuples)
+    ]
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
+    """Wait until one of these can be read; False where none could within `seconds`."""
+    # Not select(): it refuses file descriptors from 1024 on.
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
 
 
 def transaction_status(connection: Connection) -> TransactionStatus:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 from uuid import UUID
 
 import psycopg
-from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 
-from outboxq.driver import DriverConnection
+from outboxq.driver import DriverConnection, run_on_libpq
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
 from outboxq.recover import crashed
 from outboxq.statements import lease as statements
@@ -27,8 +26,6 @@ logger = logging.getLogger("outboxq.lease")
 REAP_LIMIT = 100
 _FORGET_EVERY_BEATS = 1_000
 _STOP_SECONDS = 5.0
-
-Rows = list[tuple[str | None, ...]]
 
 
 class Suspects:
@@ -147,22 +144,22 @@ class Lease:
             self._beat(connection)
             self._wait(self._beat_seconds)
         if self._wanted:
-            _execute(connection, statements.end(self._schema, self.owner))
+            run_on_libpq(connection, statements.end(self._schema, self.owner))
 
     def _beat(self, connection: PGconn) -> None:
         if self._wanted:
             self._extend(connection)
         self._reap(connection)
-        found = _execute(connection, statements.suspect_queues(self._schema, self._queues))
+        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self._queues))
         self._suspects.queues.update(str(row[0]) for row in found)
         if self._beats % _FORGET_EVERY_BEATS == 0:
-            _execute(connection, statements.forget_relays(self._schema))
+            run_on_libpq(connection, statements.forget_relays(self._schema))
         self._beats += 1
 
     def _extend(self, connection: PGconn) -> None:
         # Measured from before the statement: what the server adds, we leave out.
         until = time.monotonic() + self._lease_seconds
-        _execute(
+        run_on_libpq(
             connection,
             statements.extend(self._schema, self.owner, self._lease_seconds, socket.gethostname(), os.getpid()),
         )
@@ -173,7 +170,7 @@ class Lease:
 
     def _reap(self, connection: PGconn) -> None:
         while True:
-            rows = _execute(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
+            rows = run_on_libpq(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
             self._tell(rows)
             if len(rows) < REAP_LIMIT:
                 return
@@ -185,11 +182,13 @@ class Lease:
         it brings is worth nothing any more.
         """
         before = self._running()
-        rows = _execute(connection, statements.held_jobs(self._schema, self.owner))
+        rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
         held = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = held - self._running() - before
         for job_id, token in orphans & self._orphans:
-            self._tell(_execute(connection, statements.take_back(self._schema, UUID(job_id), token, self._max_crashes)))
+            self._tell(
+                run_on_libpq(connection, statements.take_back(self._schema, UUID(job_id), token, self._max_crashes))
+            )
         self._orphans = orphans
 
     def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:
@@ -207,17 +206,3 @@ class Lease:
         with self._changed:
             # Wakes early where the lease is asked for the first time.
             self._changed.wait_for(lambda: self._stopping or (self._wanted and self._held_until == 0.0), seconds)
-
-
-def _execute(connection: PGconn, statement: str) -> Rows:
-    """Run one statement as a transaction of its own; its rows as texts."""
-    result = connection.exec_(statement.encode())
-    if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-        raise psycopg.OperationalError(connection.get_error_message())
-    return [
-        tuple(_text(result.get_value(row, column)) for column in range(result.nfields)) for row in range(result.ntuples)
-    ]
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()

@@ -7,7 +7,6 @@ Polling is the truth: whatever goes wrong here costs latency, never a job.
 import contextlib
 import logging
 import queue
-import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -15,16 +14,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import psycopg
-from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 
-from outboxq.driver import DriverConnection
+from outboxq.driver import DriverConnection, run_on_libpq, wait_readable
 from outboxq.statements import listen
 
 logger = logging.getLogger("outboxq.listener")
 
 _RECONNECT_SECONDS = 1.0
 _STOP_SECONDS = 5.0
+# A connection through which nothing comes may have nobody behind it, and a keepalive asks only the next machine.
+PROBE_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class Listener:
 
     def _answer_offline(self) -> None:
         """Without a connection nobody holds a flag; slots poll. Waits a moment before the next try."""
-        _wait_readable([self._inbox], _RECONNECT_SECONDS)
+        wait_readable([self._inbox], _RECONNECT_SECONDS)
         for request in self._drain_requests():
             if isinstance(request, _FallAsleep):
                 self._sleepers.add(request.sleeper)
@@ -133,7 +133,7 @@ class Listener:
         self._stopping.wait(_RECONNECT_SECONDS / 4)
 
     def _serve(self, connection: PGconn) -> None:
-        _execute(connection, listen.listen(self._schema))
+        run_on_libpq(connection, listen.listen(self._schema))
         self._wake(self._sleepers)
         while not self._stopping.is_set():
             for request in self._drain_requests():
@@ -141,7 +141,8 @@ class Listener:
             # Before the wait: a notification may have come in with the answer to a request.
             connection.consume_input()
             self._hear(connection)
-            _wait_readable([self._inbox, connection.socket], None)
+            if not wait_readable([self._inbox, connection.socket], PROBE_SECONDS):
+                run_on_libpq(connection, "SELECT")
 
     def _drain_requests(self) -> Iterable[_FallAsleep | _WakeUp]:
         try:
@@ -170,14 +171,14 @@ class Listener:
 
     def _raise_flag(self, connection: PGconn, name: str) -> bool:
         # Session locks are counted: taken once per process, whatever the number of its sleepers.
-        if name not in self._flags and _execute(connection, listen.try_sleep_flag(self._schema, name)) == b"t":
+        if name not in self._flags and run_on_libpq(connection, listen.try_sleep_flag(self._schema, name)) == [("t",)]:
             self._flags.add(name)
         return name in self._flags
 
     def _lower_flags(self, connection: PGconn) -> None:
         slept_on = {name for sleeper in self._sleepers for name in sleeper.queues}
         for name in self._flags - slept_on:
-            _execute(connection, listen.drop_sleep_flag(self._schema, name))
+            run_on_libpq(connection, listen.drop_sleep_flag(self._schema, name))
             self._flags.discard(name)
 
     def _hear(self, connection: PGconn) -> None:
@@ -190,23 +191,7 @@ class Listener:
             sleeper.wake()
 
 
-def _wait_readable(files: "list[socket.socket | int]", seconds: float | None) -> None:
-    # Not select(): it refuses file descriptors from 1024 on.
-    with selectors.DefaultSelector() as selector:
-        for file in files:
-            selector.register(file, selectors.EVENT_READ)
-        selector.select(seconds)
-
-
 def _answer(request: _FallAsleep, flagged: bool) -> None:
     # Cancelled where the slot has stopped waiting.
     if request.flagged.set_running_or_notify_cancel():
         request.flagged.set_result(flagged)
-
-
-def _execute(connection: PGconn, statement: str) -> bytes | None:
-    """Run one statement; the first value of its first row."""
-    result = connection.exec_(statement.encode())
-    if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-        raise psycopg.OperationalError(connection.get_error_message())
-    return result.get_value(0, 0) if result.ntuples else None

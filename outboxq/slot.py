@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batch
 from outboxq.claim import clear_marks, park_unknown
 from outboxq.driver import is_lost, run_script, sqlstate_of
+from outboxq.engines import outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
     BatchRolledBack,
@@ -306,14 +307,15 @@ class Slot:
 def is_outage(error: BaseException) -> bool:
     """Whether the server is gone, going, starting or full, and not merely at odds with a statement."""
     sqlstate = sqlstate_of(error)
-    return sqlstate is None or sqlstate[:2] in ("08", "53", "57")
+    # 25006: a standby, which will be promoted, or is not the server that was meant.
+    return sqlstate is None or sqlstate[:2] in ("08", "53", "57") or sqlstate == "25006"
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and SQLSTATE of an error: driver texts may hold a host, a user or a value."""
+    """The type of an error, and its SQLSTATE or a known reason: driver texts may hold a host, a user or a value."""
     original: object = error.orig if isinstance(error, DBAPIError) else error
-    sqlstate = sqlstate_of(error)
-    return f"{type(original).__name__}{f' ({sqlstate})' if sqlstate else ''}"
+    reason = sqlstate_of(error) or (outage_reason(error) if isinstance(error, DBAPIError | psycopg.Error) else None)
+    return f"{type(original).__name__}{f' ({reason})' if reason else ''}"
 
 
 def _now() -> float:

@@ -1,0 +1,100 @@
+"""A listening connection that nobody answers any more: the relay polls meanwhile, and gets itself another."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, make_url, text
+
+from outboxq import RelayConfig, driver, listener
+from outboxq.postgres import Database
+from tests.conftest import StartRelay
+from tests.support.ledger import enqueue, ledger, waiting
+from tests.support.waiting import wait_until
+
+
+class Proxy:
+    """Forwards connections to a server, until it stops doing so without closing them."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._swallowing: set[socket.socket] = set()
+        self.port: int = self._server.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def swallow_everything(self) -> None:
+        """What comes in on today's connections is taken and forgotten; new connections are served."""
+        self._swallowing.update(self._sockets)
+
+    def close(self) -> None:
+        for each in (self._server, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                server = socket.create_connection(self._target)
+                self._sockets += [client, server]
+                for source, sink in ((client, server), (server, client)):
+                    thread = threading.Thread(target=self._forward, args=(source, sink))
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                if source not in self._swallowing:
+                    sink.sendall(data)
+        if source not in self._swallowing:
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def proxy(outboxq_database: Database) -> Iterator[Proxy]:
+    url = make_url(outboxq_database.url)
+    assert url.host is not None
+    proxy = Proxy(url.host, url.port or 5432)
+    yield proxy
+    proxy.close()
+
+
+def test_a_half_open_listener_is_replaced_and_jobs_are_done_meanwhile(
+    start_relay: StartRelay,
+    engine: Engine,
+    outboxq_database: Database,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its TCP connection is healthy and nobody is behind it: only a question that is not answered tells."""
+    monkeypatch.setattr(listener, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.3)
+    through_proxy = make_url(outboxq_database.url).set(host="127.0.0.1", port=proxy.port)
+    listen_url = through_proxy.render_as_string(hide_password=False)
+    with start_relay(config=RelayConfig(listen_url=listen_url, poll_seconds=0.5)):
+        first = wait_until(lambda: listening(engine), "the relay to listen")
+        proxy.swallow_everything()
+        names = enqueue(engine, ["meanwhile-1", "meanwhile-2"])
+        wait_until(lambda: waiting(engine) == 0, "the relay to go on by polling", 5)
+        wait_until(lambda: listening(engine) - first, "another listener", 5)
+    assert ledger(engine) == dict.fromkeys(names, 1)
+
+
+def listening(engine: Engine) -> set[int]:
+    """The server processes that listen in this test's database."""
+    query = (
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'outboxq listener' "
+        "AND query <> ''"
+    )
+    with engine.connect() as connection:
+        return set(connection.execute(text(query)).scalars())

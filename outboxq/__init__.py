@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outboxq.enqueue import add_job as add_job
     from outboxq.enqueue import add_jobs as add_jobs
     from outboxq.errors import OutboxqError as OutboxqError
+    from outboxq.find import FoundJob as FoundJob
+    from outboxq.find import find_job as find_job
     from outboxq.handlers import Handler as Handler
     from outboxq.handlers import Jobs as Jobs
     from outboxq.job import Job as Job
@@ -43,6 +45,7 @@ _HOMES = {
     "DeadLetter": "retry",
     "Discard": "retry",
     "Done": "retry",
+    "FoundJob": "find",
     "Handler": "handlers",
     "Job": "job",
     "JobHandle": "job",
@@ -61,6 +64,7 @@ _HOMES = {
     "add_job": "enqueue",
     "add_jobs": "enqueue",
     "external": "kinds",
+    "find_job": "find",
 }
 
 __all__ = [
@@ -71,6 +75,7 @@ __all__ = [
     "DeadLetter",
     "Discard",
     "Done",
+    "FoundJob",
     "Handler",
     "Job",
     "JobHandle",
@@ -90,6 +95,7 @@ __all__ = [
     "add_job",
     "add_jobs",
     "external",
+    "find_job",
 ]
 
 

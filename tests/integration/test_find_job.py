@@ -1,0 +1,69 @@
+"""find_job: what a producer whose COMMIT was not answered can learn from the id that it has already."""
+
+import asyncio
+import threading
+
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import AsyncOutboxSession, Context, FoundJob, Jobs, OutboxSession, RelayConfig, find_job
+from outboxq.events import JobDone
+from outboxq.postgres import Database
+from tests.conftest import StartRelay
+from tests.support import app
+from tests.support.waiting import wait_until
+
+
+def test_a_job_is_found_from_its_commit_until_it_is_done(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Waiting, running, gone; never committed looks like gone, and the rows of the same transaction tell which."""
+    jobs, entered, leave = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="slow")
+    def slow(ctx: Context) -> None:
+        entered.set()
+        leave.wait(20)
+
+    with sessions() as session:
+        handle = session.add_job(slow)
+        session.flush()
+        with engine.connect() as other:
+            assert find_job(other, handle) is None
+        session.commit()
+    with sessions() as session:
+        assert find_job(session, handle) == FoundJob(handle.id, "slow", "slow", "waiting", 0)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert entered.wait(10)
+        with engine.connect() as connection:
+            assert find_job(connection, handle.id) == FoundJob(handle.id, "slow", "slow", "running", 0)
+        leave.set()
+        wait_until(lambda: running.of(JobDone), "the job")
+    with engine.connect() as connection:
+        assert find_job(connection, handle) is None
+
+
+def test_dead_and_leased_jobs_are_found_too(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: object, outboxq_database: Database
+) -> None:
+    """A dead letter was committed; so was what a lease holds; async sessions await the same."""
+    with sessions.begin() as session:
+        dead = session.add_job(app.fail, name="x")
+    drain()
+    with sessions.begin() as session:
+        leased = session.add_job(app.record, name="y")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'leased'"))
+
+    async def look() -> list[FoundJob | None]:
+        there = create_async_engine(create_engine(outboxq_database.url).url)
+        async with AsyncOutboxSession(there) as session:
+            found = [await find_job(session, handle) for handle in (dead, leased)]
+        await there.dispose()
+        return found
+
+    assert asyncio.run(look()) == [
+        FoundJob(dead.id, "fail", "ledger", "dead", 3),
+        FoundJob(leased.id, "record", "ledger", "running", 0),
+    ]

@@ -1,0 +1,92 @@
+"""Behind pgbouncer in transaction mode: no LISTEN, no prepared statements, and every job once."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from outboxq import RelayConfig
+from outboxq.engines import make_engine
+from outboxq.events import DatabaseLost, JobRetried
+from outboxq.postgres import Database
+from tests.conftest import StartRelay
+from tests.support.ledger import dead, enqueue, ledger, waiting
+from tests.support.own_server import conninfo
+from tests.support.pgbouncer import pgbouncer
+from tests.support.waiting import wait_until
+
+JOBS = 200
+POOLED = RelayConfig(batch_size=5, listen=False, slots_per_queue=4)
+
+
+# What it does with startup options by default, and what many are told to configure.
+@pytest.fixture(params=["refuses-options", "ignores-options"])
+def pooled_url(request: pytest.FixtureRequest, outboxq_database: Database) -> Iterator[str]:
+    settings = {"ignore_startup_parameters": "options"} if request.param == "ignores-options" else {}
+    # Fewer server connections than slots, so that transactions of one session really change connections.
+    with pgbouncer(outboxq_database.url, settings={"default_pool_size": 3, **settings}) as url:
+        yield url
+
+
+def test_a_relay_with_a_url_does_every_job_once(start_relay: StartRelay, engine: Engine, pooled_url: str) -> None:
+    """Eight slots on three server connections, sync and async handlers, batches of five: one effect each."""
+    names = enqueue(engine, (f"job-{number}" for number in range(JOBS)))
+    with start_relay(engine=f"{pooled_url}?prepare_threshold=none", config=POOLED) as relay:
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 30)
+    assert ledger(engine) == dict.fromkeys(names, 1)
+    assert dead(engine) == 0
+    assert not relay.of(JobRetried)
+    assert not relay.of(DatabaseLost)
+
+
+def test_a_relay_with_the_users_own_engines_does_every_job_once(
+    start_relay: StartRelay, engine: Engine, pooled_url: str
+) -> None:
+    """As the documentation tells users to make them: prepare_threshold=None."""
+    names = enqueue(engine, (f"job-{number}" for number in range(JOBS)))
+    arguments = {"prepare_threshold": None}
+    own = create_engine(pooled_url, connect_args=arguments, pool_size=10)
+    own_async = create_async_engine(pooled_url, connect_args=arguments, pool_size=10)
+    with start_relay(engine=own, async_engine=own_async, config=POOLED) as relay:
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 30)
+    own.dispose()
+    assert ledger(engine) == dict.fromkeys(names, 1)
+    assert dead(engine) == 0
+    assert not relay.of(JobRetried)
+
+
+def test_nothing_that_a_relay_sets_stays_on_the_poolers_connections(
+    start_relay: StartRelay, engine: Engine, outboxq_database: Database
+) -> None:
+    """The next client of a server connection finds its settings as the server has them."""
+    names = ["plan_cache_mode", "datestyle", "default_transaction_isolation", "lock_timeout", "statement_timeout"]
+    names += ["idle_in_transaction_session_timeout", "tcp_keepalives_idle", "client_connection_check_interval"]
+    query = text("SELECT name, setting FROM pg_settings WHERE name = ANY(:names)")
+    with pgbouncer(outboxq_database.url, settings={"default_pool_size": 1}) as url:
+        stranger = create_engine(url, connect_args={"prepare_threshold": None})
+        with stranger.connect() as connection:
+            before = connection.execute(query, {"names": names}).all()
+        enqueue(engine, ["one", "two"], both_flavours=False)
+        with start_relay(engine=f"{url}?prepare_threshold=none", config=RelayConfig(slots_per_queue=1, listen=False)):
+            wait_until(lambda: waiting(engine) == 0, "the queue to empty")
+        with stranger.connect() as connection:
+            after = connection.execute(query, {"names": names}).all()
+        stranger.dispose()
+    assert after == before
+
+
+def test_startup_options_are_left_out_where_a_pooler_refuses_them(outboxq_database: Database) -> None:
+    """pgbouncer refuses a session with options; ours are a precaution, so the engine connects without them."""
+    with pgbouncer(outboxq_database.url) as url:
+        with pytest.raises(psycopg.OperationalError, match="unsupported startup parameter: options"):
+            psycopg.connect(conninfo(url), options="-c tcp_keepalives_idle=10")
+        pooled = make_engine(url)
+        for _ in range(2):
+            with pooled.connect() as connection:
+                # Over psycopg's threshold: nothing is prepared either.
+                for _ in range(10):
+                    assert connection.execute(text("SELECT 1")).scalar_one() == 1
+                assert connection.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one() == 0
+        pooled.dispose()

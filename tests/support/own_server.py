@@ -1,0 +1,63 @@
+"""A server that a test may stop, starve and fill: the embedded one, whatever server the other tests use."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, make_url
+
+from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
+from tests.support import app
+from tests.support.waiting import wait_until
+
+
+@contextmanager
+def own_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """An embedded server of the test's own; skips the test where there is none."""
+    try:
+        server = start_embedded(settings=settings)
+    except PostgresUnavailable as error:
+        pytest.skip(f"needs a server of its own: {error}")
+    with server:
+        yield server
+
+
+@contextmanager
+def own_database(server: Server) -> Iterator[tuple[Database, Engine]]:
+    """A database with the application's tables, and an engine on it."""
+    database = server.create_database()
+    app.prepare(database.url)
+    engine = create_engine(database.url)
+    try:
+        yield database, engine
+    finally:
+        engine.dispose()
+        # A server that a test has stopped for good takes its databases along.
+        if server.pid is not None:
+            database.drop()
+
+
+def stop_fast(server: Server) -> None:
+    """Stop the server as an operator does: sessions are ended, and data is written."""
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    wait_until(lambda: not answers(server.url), "the server to stop")
+    # Its keeper learns of it.
+    server.stop_immediately()
+
+
+def answers(url: str) -> bool:
+    """Whether the server lets anybody in."""
+    with contextlib.suppress(psycopg.OperationalError), psycopg.connect(conninfo(url), connect_timeout=5):
+        return True
+    return False
+
+
+def conninfo(url: str) -> str:
+    """The URL as libpq reads it."""
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)

@@ -26,13 +26,10 @@ from outboxq.relay import Relay
 from outboxq.signals import stop_when_parent_dies
 
 _TERMINATE = (
-    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE datname = current_database() AND application_name = %s AND pid <> pg_backend_pid()"
 )
-_STILL_THERE = (
-    "SELECT count(*) FROM pg_stat_activity "
-    "WHERE datname = current_database() AND application_name = %s AND pid <> pg_backend_pid()"
-)
+_STILL_THERE = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY (%s)"
 _TERMINATE_SECONDS = 10.0
 
 
@@ -80,14 +77,14 @@ def kill_process_at(point: FaultPoint, passing: int = 1) -> AbstractContextManag
 
 
 def terminate_backends(url: str) -> None:
-    """End, in the server, every connection that has the application name of `url`, and see them gone."""
+    """End, in the server, the connections that have the application name of `url` now, and see them gone."""
     plain = psycopg_url(url)
     name = str(plain.query["application_name"])
     own = plain.set(drivername="postgresql").update_query_dict({"application_name": "outboxq terminator"})
     with psycopg.connect(own.render_as_string(hide_password=False), autocommit=True) as connection:
-        connection.execute(_TERMINATE, [name])
+        pids = [pid for pid, _ in connection.execute(_TERMINATE, [name]).fetchall()]
         deadline = time.monotonic() + _TERMINATE_SECONDS
-        while connection.execute(_STILL_THERE, [name]).fetchone() != (0,) and time.monotonic() < deadline:
+        while connection.execute(_STILL_THERE, [pids]).fetchone() != (0,) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 

@@ -1,0 +1,77 @@
+"""The tortured application: handlers that write their effect into a ledger, and some that misbehave first.
+
+A misbehaviour happens once a job; that it has is noted on a connection of its own, which outlives the handler's.
+"""
+
+import os
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs
+from outboxq.torture.history import SCHEMA
+
+MAX_ATTEMPTS = 25
+# Quick, and often enough for a job that meets several faults that count.
+RETRY = Backoff(max_attempts=MAX_ATTEMPTS, first_seconds=0.05, cap_seconds=1.0)
+EXIT_CODE = 86
+
+# What a job does before its effect, once: `raise` and `flush-raise` fail the attempt, `exit` ends the process, the two
+# `deadlock` ones lock the same rows in opposite order, `give-up` ends as a dead letter.
+BEHAVIOURS = ("plain", "raise", "flush-raise", "exit", "deadlock-up", "deadlock-down", "give-up")
+
+_EFFECT = text(
+    f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted) "
+    # Of a job in a lease the row is still there, and says under which token we run.
+    "VALUES (:job_id, :attempt, :crashes, :token, :counted)"
+)
+_TOKEN = text("SELECT lease_token FROM outboxq.job WHERE id = :job_id AND state = 'leased'")
+_FIRST_TIME = text(f"INSERT INTO {SCHEMA}.misbehaved (job_id) VALUES (:job_id) ON CONFLICT DO NOTHING RETURNING job_id")
+_COUNT = text(f"UPDATE {SCHEMA}.counter SET value = value + 1 WHERE id = :id")
+_PAUSE = text("SELECT pg_sleep(0.02)")
+
+
+class Misbehaviour(Exception):
+    """What a handler was told to raise."""
+
+
+jobs = Jobs()
+
+
+@jobs.handler(queue="torture", retry=RETRY)
+def record(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
+    """Misbehave once if told to, then write the effect."""
+    return run(ctx.session, ctx.job.id, ctx.job.attempt, ctx.job.crashes, behaviour)
+
+
+@jobs.handler(queue="torture-async", retry=RETRY)
+async def record_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
+    """The same, awaited."""
+    job = ctx.job
+    return await ctx.session.run_sync(run, job.id, job.attempt, job.crashes, behaviour)
+
+
+def run(session: Session, job_id: UUID, attempt: int, crashes: int, behaviour: str) -> DeadLetter | None:
+    """What every handler does, in whatever mode it was claimed."""
+    connection = session.connection()
+    token = connection.execute(_TOKEN, {"job_id": job_id}).scalar()
+    effect = {"job_id": job_id, "attempt": attempt, "crashes": crashes, "token": token}
+    counts = behaviour.startswith("deadlock")
+    if behaviour in ("raise", "flush-raise", "exit") and _is_first_time(connection, job_id):
+        if behaviour == "flush-raise":
+            connection.execute(_EFFECT, {**effect, "counted": False})
+        if behaviour == "exit":
+            os._exit(EXIT_CODE)
+        raise Misbehaviour(behaviour)
+    if counts:
+        for number in (0, 1) if behaviour == "deadlock-up" else (1, 0):
+            connection.execute(_COUNT, {"id": number})
+            connection.execute(_PAUSE)
+    connection.execute(_EFFECT, {**effect, "counted": counts})
+    return DeadLetter("it was told to give up") if behaviour == "give-up" else None
+
+
+def _is_first_time(connection: Connection, job_id: UUID) -> bool:
+    with connection.engine.begin() as beside:
+        return beside.execute(_FIRST_TIME, {"job_id": job_id}).first() is not None

@@ -1,0 +1,192 @@
+"""The history checker: from what a database holds at the end, was every promise kept?
+
+Works on tables without unique constraints, so that what should not be there can be. It reads nothing but rows:
+
+- `enqueue`: what each producer knows of each job: its transaction came back `ok`, `failed`, or nobody told (`unknown`).
+- `request`: the business row, written in the transaction of the job: the truth about an unknown one.
+- `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
+  lease token under which it ran.
+- `sighting`: job rows with a lease, as an observer saw them: token and owner.
+- outboxq's own `job` and `dead_job`.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+SCHEMA = "torture"
+
+CREATE = f"""\
+CREATE SCHEMA {SCHEMA};
+CREATE TABLE {SCHEMA}.enqueue (job_id uuid NOT NULL, outcome text NOT NULL);
+CREATE TABLE {SCHEMA}.request (job_id uuid NOT NULL);
+CREATE TABLE {SCHEMA}.effect (
+  row bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  job_id uuid NOT NULL,
+  attempt integer NOT NULL,
+  crashes integer NOT NULL,
+  token bigint,
+  counted boolean NOT NULL DEFAULT false
+);
+CREATE TABLE {SCHEMA}.sighting (job_id uuid NOT NULL, token bigint NOT NULL, owner uuid);
+CREATE TABLE {SCHEMA}.misbehaved (job_id uuid PRIMARY KEY);
+CREATE TABLE {SCHEMA}.counter (id integer PRIMARY KEY, value bigint NOT NULL DEFAULT 0);
+INSERT INTO {SCHEMA}.counter (id) SELECT generate_series(0, 1);
+CREATE INDEX ON {SCHEMA}.enqueue (job_id);
+CREATE INDEX ON {SCHEMA}.request (job_id);
+CREATE INDEX ON {SCHEMA}.effect (job_id);
+CREATE INDEX ON {SCHEMA}.sighting (job_id, token)"""
+
+_SAMPLE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One promise: a query for the jobs that break it, and what it means that they do."""
+
+    name: str
+    broken: str
+    meaning: str
+
+
+# The end of each job: how many effects it has, how many dead letters, and whether its row still waits.
+_ENDS = f"""\
+WITH enqueued AS (
+  SELECT job_id, min(outcome) AS outcome, count(*) AS told,
+    EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) AS is_true
+  FROM {SCHEMA}.enqueue GROUP BY job_id
+), ends AS (
+  SELECT job_id, sum(effects) AS effects, sum(dead) AS dead, sum(waiting) AS waiting FROM (
+    SELECT job_id, 1 AS effects, 0 AS dead, 0 AS waiting FROM {SCHEMA}.effect
+    UNION ALL SELECT id, 0, 1, 0 FROM outboxq.dead_job
+    UNION ALL SELECT id, 0, 0, 1 FROM outboxq.job
+  ) AS every_end GROUP BY job_id
+), jobs AS (
+  SELECT coalesce(enqueued.job_id, ends.job_id) AS job_id, outcome, coalesce(told, 0) AS told,
+    coalesce(is_true, EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = ends.job_id)) AS is_true,
+    coalesce(effects, 0) AS effects, coalesce(dead, 0) AS dead, coalesce(waiting, 0) AS waiting
+  FROM enqueued FULL JOIN ends USING (job_id)
+)
+"""
+
+LOST = Rule(
+    "lost",
+    _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting = 0 AND (outcome = 'ok' OR is_true)",
+    "committed jobs without an effect or a dead letter",
+)
+DOUBLED = Rule(
+    "doubled", _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting > 1", "jobs that ended more than once"
+)
+GHOSTS = Rule(
+    "ghosts",
+    _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting > 0 AND (outcome = 'failed' OR NOT is_true)",
+    "jobs that came to something although they were rolled back",
+)
+LEFT = Rule("left", _ENDS + "SELECT job_id FROM jobs WHERE waiting > 0", "jobs that still wait")
+UNTRUE = Rule(
+    "untrue",
+    _ENDS + "SELECT job_id FROM jobs WHERE (outcome = 'ok' AND NOT is_true) OR (outcome = 'failed' AND is_true)",
+    "jobs whose business row contradicts what the producer was told",
+)
+UNTOLD = Rule("untold", _ENDS + "SELECT job_id FROM jobs WHERE told <> 1", "jobs that no producer has noted, or two")
+OVER_ATTEMPTS = Rule(
+    "over attempts",
+    f"""\
+SELECT job_id FROM {SCHEMA}.effect WHERE attempt > :max_attempts
+UNION SELECT id FROM outboxq.dead_job WHERE attempt > :max_attempts
+UNION SELECT id FROM outboxq.job WHERE attempt > :max_attempts""",
+    "jobs with more attempts than they are allowed",
+)
+OVER_CRASHES = Rule(
+    "over crashes",
+    f"""\
+SELECT job_id FROM {SCHEMA}.effect WHERE crashes > :max_crashes
+UNION SELECT id FROM outboxq.dead_job WHERE crashes > :max_crashes
+UNION SELECT id FROM outboxq.job WHERE crashes > :max_crashes""",
+    "jobs with more crashes than they are allowed",
+)
+TWO_OWNERS = Rule(
+    "two owners",
+    f"SELECT job_id FROM {SCHEMA}.sighting WHERE owner IS NOT NULL GROUP BY job_id, token "
+    "HAVING count(DISTINCT owner) > 1",
+    "jobs with one lease token in two hands",
+)
+OLD_TOKEN = Rule(
+    "old token",
+    f"SELECT effect.job_id FROM {SCHEMA}.effect JOIN {SCHEMA}.sighting USING (job_id) "
+    "WHERE sighting.token > effect.token",
+    "jobs whose effect was committed under a lease that had been replaced",
+)
+RULES = (
+    LOST, DOUBLED, GHOSTS, LEFT, UNTRUE, UNTOLD, OVER_ATTEMPTS, OVER_CRASHES, TWO_OWNERS, OLD_TOKEN,
+)  # fmt: skip
+
+# A handler that adds to two counters and writes an effect that says so does all of it, or nothing.
+_HALF_DONE = (
+    f"SELECT (SELECT coalesce(sum(value), 0) FROM {SCHEMA}.counter) - 2 * count(*) FROM {SCHEMA}.effect WHERE counted"
+)
+
+# Afterwards nobody but us is connected, so nothing of theirs may be held or open.
+_OPEN = {
+    "prepared transactions": "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()",
+    "open transactions": """\
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+  AND (xact_start IS NOT NULL OR state LIKE 'idle in transaction%')""",
+    "locks": """\
+SELECT count(*) FROM pg_locks
+JOIN pg_database ON pg_database.oid = pg_locks.database JOIN pg_stat_activity USING (pid)
+WHERE pg_database.datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+  AND (relation IS NOT NULL OR locktype = 'advisory')""",
+}
+_KNOWN = text(
+    f"""\
+SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id = :job_id) AS outcomes,
+  (SELECT string_agg(attempt::text, ' and ' ORDER BY row) FROM {SCHEMA}.effect WHERE job_id = :job_id) AS attempts,
+  (SELECT string_agg(reason, ' and ') FROM outboxq.dead_job WHERE id = :job_id) AS reason,
+  (SELECT string_agg(state, ' and ') FROM outboxq.job WHERE id = :job_id) AS state"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many jobs break which rule, and everything that is wrong, in words."""
+
+    counts: dict[str, int]
+    problems: tuple[str, ...]
+
+
+def check_history(connection: Connection, *, max_attempts: int, max_crashes: int) -> Verdict:
+    """Check every rule, and that nothing is locked, prepared or open."""
+    bounds = {"max_attempts": max_attempts, "max_crashes": max_crashes}
+    counts: dict[str, int] = {}
+    problems: list[str] = []
+    for rule in RULES:
+        used = {name: value for name, value in bounds.items() if f":{name}" in rule.broken}
+        found = [str(job_id) for job_id in connection.execute(text(rule.broken), used).scalars()]
+        counts[rule.name] = len(found)
+        if found:
+            told = "; ".join(_describe(connection, job_id) for job_id in found[:_SAMPLE])
+            problems.append(f"{rule.name}: {len(found)} {rule.meaning}, such as {told}")
+    # What a transaction has once seen of the other sessions it would see again.
+    connection.execute(text("SELECT pg_stat_clear_snapshot()"))
+    half_done = connection.execute(text(_HALF_DONE)).scalar_one()
+    if half_done:
+        problems.append(f"counters differ by {half_done} from the effects that were to count")
+    for name, query in _OPEN.items():
+        number = connection.execute(text(query)).scalar_one()
+        if number:
+            problems.append(f"{number} {name} after the end")
+    return Verdict(counts, tuple(problems))
+
+
+def _describe(connection: Connection, job_id: str) -> str:
+    """What is known of one job, for whoever has to find out why."""
+    row = connection.execute(_KNOWN, {"job_id": job_id}).one()
+    known = {
+        "enqueue": row.outcomes,
+        "attempts with an effect": row.attempts,
+        "dead letter": row.reason,
+        "waits as": row.state,
+    }
+    return f"{job_id} (" + ", ".join(f"{name}: {value}" for name, value in known.items() if value is not None) + ")"

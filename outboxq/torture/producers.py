@@ -1,0 +1,168 @@
+"""The producers: threads that commit jobs with their business rows, and note what they were told of each.
+
+A transaction that certainly failed is repeated with new jobs; one whose end nobody told is not, and its business rows
+say later what became of it.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, TypeAlias
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from outboxq import OutboxSession
+from outboxq.kinds import JobKind
+from outboxq.torture.faults import PlannedTransaction
+from outboxq.torture.history import SCHEMA
+
+PRODUCERS = 4
+_RETRY_SECONDS = 0.1
+
+Outcome: TypeAlias = Literal["ok", "failed", "unknown"]
+
+_REQUEST = text(f"INSERT INTO {SCHEMA}.request (job_id) VALUES (:job_id)")
+_FORGET = text(f"DELETE FROM {SCHEMA}.enqueue WHERE job_id = ANY (:ids)")
+_NOTE = text(f"INSERT INTO {SCHEMA}.enqueue (job_id, outcome) VALUES (:job_id, :outcome)")
+
+
+class Journal:
+    """What producers were told, on its way into the database; in memory only what was noted since the last flush."""
+
+    def __init__(self) -> None:
+        self.told: dict[Outcome, int] = {"ok": 0, "failed": 0, "unknown": 0}
+        self._lock = threading.Lock()
+        self._pending: list[tuple[UUID, Outcome]] = []
+
+    @property
+    def enqueued(self) -> int:
+        """How many jobs were committed, or may have been."""
+        return self.told["ok"] + self.told["unknown"]
+
+    def note(self, job_ids: Sequence[UUID], outcome: Outcome) -> None:
+        """Remember one end of a transaction or savepoint."""
+        with self._lock:
+            self._pending.extend((job_id, outcome) for job_id in job_ids)
+            self.told[outcome] += len(job_ids)
+
+    def flush(self, connection: Connection) -> None:
+        """Write what is pending, and commit. May be repeated after an error: what is there already is replaced."""
+        with self._lock:
+            pending = list(self._pending)
+        if not pending:
+            return
+        connection.execute(_FORGET, {"ids": [job_id for job_id, _ in pending]})
+        connection.execute(_NOTE, [{"job_id": job_id, "outcome": outcome} for job_id, outcome in pending])
+        connection.commit()
+        with self._lock:
+            del self._pending[: len(pending)]
+
+
+class Pace:
+    """How far the producers may go ahead, so that each fault still finds work and memory stays bounded."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._limit = 0
+
+    def allow(self, limit: int) -> None:
+        """Up to `limit` jobs in all may be enqueued."""
+        with self._changed:
+            self._limit = limit
+            self._changed.notify_all()
+
+    def wait(self, journal: Journal) -> bool:
+        """Wait for permission; False where the run is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopping.is_set() or journal.enqueued < self._limit)
+        return not self.stopping.is_set()
+
+    def stop(self) -> None:
+        """Send everybody home."""
+        self.stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Producers:
+    """The threads that work off the planned transactions."""
+
+    def __init__(
+        self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]], pace: Pace
+    ) -> None:
+        self.journal = Journal()
+        self.rolled_back = 0
+        self._engine: Engine = create_engine(url, pool_size=PRODUCERS, hide_parameters=True)
+        self._transactions = transactions
+        self._kinds = kinds
+        self._pace = pace
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(PRODUCERS, thread_name_prefix="producer")
+        self._ends: list[Future[None]] = [self._pool.submit(self._produce) for _ in range(PRODUCERS)]
+
+    def have_finished(self) -> bool:
+        """Whether every transaction was tried to its end. Raises what a thread raised."""
+        for end in self._ends:
+            if end.done():
+                end.result()
+        return all(end.done() for end in self._ends)
+
+    def close(self) -> None:
+        """End the threads after the transaction at hand."""
+        self._pace.stop()
+        self._pool.shutdown()
+        self._engine.dispose()
+
+    def _produce(self) -> None:
+        while self._pace.wait(self.journal):
+            with self._lock:
+                planned = next(self._transactions, None)
+            if planned is None:
+                return
+            while not self._is_over(planned) and not self._pace.stopping.wait(_RETRY_SECONDS):
+                pass
+
+    def _is_over(self, planned: PlannedTransaction) -> bool:
+        """Try once; False where it certainly failed although it was to be committed."""
+        job_ids: list[UUID] = []
+        committing = False
+        try:
+            with OutboxSession(self._engine) as session:
+                self._fill(session, planned, job_ids)
+                if planned.fate == "roll back":
+                    session.rollback()
+                    self._note_failed(job_ids)
+                    return True
+                committing = True
+                session.commit()
+        except DBAPIError:
+            # An error instead of an answer to COMMIT: deferred triggers there are none, so the connection was lost.
+            self.journal.note(job_ids, "unknown" if committing else "failed")
+            return committing or planned.fate == "roll back"
+        self.journal.note(job_ids, "ok")
+        return True
+
+    def _fill(self, session: OutboxSession, planned: PlannedTransaction, job_ids: list[UUID]) -> None:
+        for behaviour, number in zip(planned.behaviours, planned.queue_numbers, strict=True):
+            job_ids.append(self._request(session, number, behaviour))
+        session.flush()
+        if planned.fate == "roll back a savepoint":
+            undone: list[UUID] = []
+            with session.begin_nested() as savepoint:
+                undone.append(self._request(session, 0, "plain"))
+                session.flush()
+                savepoint.rollback()
+            self._note_failed(undone)
+
+    def _request(self, session: OutboxSession, number: int, behaviour: str) -> UUID:
+        handle = session.add_job(self._kinds[number], behaviour=behaviour)
+        session.execute(_REQUEST, {"job_id": handle.id})
+        return handle.id
+
+    def _note_failed(self, job_ids: list[UUID]) -> None:
+        self.journal.note(job_ids, "failed")
+        with self._lock:
+            self.rolled_back += len(job_ids)

@@ -63,7 +63,7 @@ class Cancelled:
 def list_jobs(
     connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
 ) -> list[WaitingJob]:
-    """The oldest jobs that match; with `running`, only those that a transaction runs at this moment."""
+    """The oldest jobs that match; with `running`, only those that a transaction or a lease holds at this moment."""
     rows = connection.execute(statements.select_jobs(wanted or JobFilter(), running=running, limit=limit))
     return [WaitingJob(*row) for row in rows]
 
@@ -85,7 +85,8 @@ def show_job(connection: Connection, job_id: UUID) -> JobDetail:
 def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
     """Delete up to 1,000 jobs by id.
 
-    A job in transaction mode that runs is not cancelled: only its relay, or the end of its backend, can stop it.
+    A job in transaction mode that runs is not cancelled: only its relay, or the end of its backend, can stop it. One
+    under a lease is: its handler runs to its end, and what it wrote is refused and rolled back.
     """
     first = cancel_page(connection, JobFilter(ids=tuple(ids)))
     # A second look, because a job may have been done, or put back to be retried, while the first was on its way.

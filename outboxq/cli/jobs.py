@@ -43,7 +43,8 @@ def list_jobs(
 ) -> None:
     """List jobs that wait or run, the oldest first.
 
-    A running job has the pid of its PostgreSQL backend, and for how long its transaction has been open.
+    A running job has the pid of its PostgreSQL backend, and for how long its transaction has been open. One that runs
+    under a lease is shown as leased.
 
     \b
     Examples:
@@ -114,8 +115,9 @@ def cancel_jobs(
 ) -> None:
     """Delete jobs that wait. They leave no trace, and never run.
 
-    A job that runs is not touched and not waited for: it is reported, and the exit code is 1. Jobs that are added while
-    this works are left alone.
+    A job that a transaction runs is not touched and not waited for: it is reported, and the exit code is 1. One that
+    runs under a lease is deleted; its handler goes on to its end, and what it wrote is rolled back. Jobs that are added
+    while this works are left alone.
 
     \b
     Examples:

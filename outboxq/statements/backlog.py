@@ -22,6 +22,7 @@ from sqlalchemy import (
     extract,
     func,
     literal_column,
+    or_,
     select,
     table,
 )
@@ -87,11 +88,12 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
 
     Index: the primary key, in order, up to `limit` rows; few matches, and `running`, read the table once. No locks.
     """
-    join = listed.join(_activity, _activity.c.backend_xid == xmax, isouter=not running)
+    join = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
+    runs = [or_(_activity.c.pid.is_not(None), listed.c.state == "leased")] if running else []
     return (
         select(*(listed.c[name] for name in SUMMARY_COLUMNS), *_runner())
         .select_from(join)
-        .where(*wanted.conditions(listed))
+        .where(*wanted.conditions(listed), *runs)
         .order_by(listed.c.id)
         .limit(limit)
     )

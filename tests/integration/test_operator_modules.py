@@ -170,6 +170,17 @@ def test_a_job_that_is_retried_meanwhile_is_cancelled_all_the_same(
     assert (found.cancelled, found.running, found.not_found) == ((job_id,), (), ())
 
 
+def test_a_leased_job_is_listed_as_running_and_can_be_cancelled(engine: Engine) -> None:
+    """A lease holds it, and no transaction: deleting it takes the lease away."""
+    with engine.begin() as connection:
+        leased, _waits = add(connection, 2)
+        connection.execute(text("UPDATE outboxq.job SET state = 'leased' WHERE id = :id"), {"id": leased})
+    with engine.begin() as connection:
+        found = backlog.list_jobs(connection, running=True)
+        assert [(job.id, job.state, job.pid) for job in found] == [(leased, "leased", None)]
+        assert backlog.cancel_jobs(connection, [leased]).cancelled == (leased,)
+
+
 def test_a_dead_letter_whose_job_exists_again_is_not_lost(engine: Engine) -> None:
     """Retrying it is refused as a whole: the dead letter stays."""
     with engine.begin() as connection:

@@ -1,0 +1,155 @@
+"""Take the mechanisms out, one at a time, and see the suite go red.
+
+    python -m tests.faults.mutation_check [NAME ...]
+
+Each mutant is a copy of this checkout with one text replaced. The tests named beside it must be green without the
+change and red with it; the script ends with 1 if a mutant survives.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("outboxq", "tests", "alembic", "examples", "pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mechanism taken out."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "the claim as a limited subquery instead of a MATERIALIZED list",
+        "outboxq/statements/claim.py",
+        '        return f"{self.before}{int(limit)}{self.after}"\n',
+        '        columns = self.after.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
+        '        conditions = self.before.split("WHERE queue", 1)[1]\n'
+        "        return (\n"
+        '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.id IN ("\n'
+        '            f"SELECT id FROM outboxq.job WHERE queue{conditions}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
+        '            f") RETURNING claimed.{columns}) "\n'
+        '            "SELECT 0, claimed.* FROM claimed"\n'
+        "        )\n",
+        ("tests/integration/test_claim.py",),
+    ),
+    Mutant(
+        "the lease token in the completion",
+        "outboxq/statements/settle.py",
+        "    return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)\n",
+        "    return delete(job).where(job.c.id == claimed.id)\n",
+        ("tests/integration/test_lease.py",),
+    ),
+    Mutant(
+        "the certificate: a plain COMMIT",
+        "outboxq/settle.py",
+        'f"SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT {savepoint}; COMMIT")[-1].tag\n    if tag != "COMMIT":\n',
+        '"COMMIT")[-1].tag\n    if not tag:\n',
+        ("tests/integration/test_containment.py",),
+    ),
+    Mutant(
+        "the suspect rule: a claim that died leaves no mark",
+        "outboxq/statements/claim.py",
+        "CASE WHEN job.xmax = '0'::xid THEN false ELSE (",
+        "CASE WHEN job.xmax IS NOT NULL THEN false ELSE (",
+        ("tests/integration/test_suspects.py",),
+    ),
+    Mutant(
+        'the suspect rule\'s "aborted only"',
+        "outboxq/statements/claim.py",
+        "= 'aborted', false)",
+        "IS NOT NULL, false)",
+        ("tests/integration/test_suspects.py",),
+    ),
+    Mutant(
+        "the look at which run of the server knows a transaction",
+        "outboxq/recover.py",
+        "_server_epoch(connection) != progress.epoch:",
+        "progress.epoch is None:",
+        (
+            "tests/faults/test_torture.py",
+            "tests/faults/test_unknown_commit.py",
+            "tests/faults/test_database_trouble.py",
+        ),
+    ),
+    Mutant(
+        "the end of the backend at a timeout",
+        "outboxq/watch.py",
+        "            end_other_transaction(connection, progress, terminate=True)\n",
+        "",
+        ("tests/faults/test_deadlines.py",),
+    ),
+)
+
+
+def main(wanted: list[str]) -> int:
+    """Run the mutants whose names hold one of the words, or all."""
+    survivors = 0
+    for mutant in MUTANTS:
+        if wanted and not any(word in mutant.name for word in wanted):
+            continue
+        plain = run(mutant, mutated=False)
+        changed = run(mutant, mutated=True)
+        red = plain.code == 0 and changed.code == 1
+        survivors += not red
+        verdict = "red" if red else "SURVIVED" if plain.code == 0 else "NOT GREEN WITHOUT IT"
+        lines = (f"{verdict:9} {mutant.name}", f"          without: {plain.said}", f"          with:    {changed.said}")
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+    return 1 if survivors else 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a mutant's tests: pytest's exit code (1: tests failed) and its closing line."""
+
+    code: int
+    said: str
+
+
+def run(mutant: Mutant, *, mutated: bool) -> Run:
+    """The mutant's tests on a copy of this checkout."""
+    with tempfile.TemporaryDirectory(prefix="outboxq-mutant-") as directory:
+        # The embedded server runs as another user, who reads its binaries where they are installed.
+        copy = Path(directory)
+        for name in COPIED:
+            place = ROOT / name
+            if place.is_dir():
+                shutil.copytree(place, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(place, copy / name)
+        if mutated:
+            apply(mutant, copy)
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--maxfail", "3", "--timeout", "90", *mutant.tests]
+        done = subprocess.run(
+            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
+        )
+        closing = [line for line in done.stdout.splitlines() if "passed" in line or "failed" in line]
+        said = closing[-1].strip("= ") if closing else done.stdout[-500:]
+        return Run(done.returncode, f"{said} ({time.monotonic() - begun:.0f} s in all)")
+
+
+def apply(mutant: Mutant, root: Path) -> None:
+    """Replace the text, which must stand there once."""
+    place = root / mutant.file
+    text = place.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.file}")
+    place.write_text(text.replace(mutant.old, mutant.new))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

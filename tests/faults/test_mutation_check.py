@@ -1,0 +1,12 @@
+"""The mutation check stays able to run: each text that it replaces stands where it looks for it."""
+
+import pytest
+
+from tests.faults.mutation_check import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_mutant_still_fits_the_code(mutant: Mutant) -> None:
+    """Its text stands once in its file, and its tests exist."""
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert all((ROOT / test).exists() for test in mutant.tests)

@@ -11,11 +11,11 @@ from uuid import UUID
 from psycopg import sql
 
 # The order in which `claim.py` reads a row.
-RETURNED = (
+RETURNED: tuple[LiteralString, ...] = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
     "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq",
 )  # fmt: skip
-_COLUMNS = ", ".join(f"claimed.{column}" for column in RETURNED)
+_COLUMNS: LiteralString = ", ".join(f"claimed.{column}" for column in RETURNED)
 
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
@@ -128,10 +128,9 @@ class ClaimStatements:
         return ClaimScript(before, after, leased)
 
 
-def _counted_before(crash: int) -> str:
-    return _COLUMNS.replace("claimed.attempt", "claimed.attempt - 1").replace(
-        "claimed.crashes", f"claimed.crashes - {crash}"
-    )
+def _counted_before(crash: int) -> LiteralString:
+    crashes: LiteralString = "claimed.crashes - 1" if crash else "claimed.crashes"
+    return _COLUMNS.replace("claimed.attempt", "claimed.attempt - 1").replace("claimed.crashes", crashes)
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, create_engine, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncOutboxSession, OutboxSession, external
+from outboxq import AsyncOutboxSession, Context, Jobs, OutboxSession, external
 from outboxq.events import JobDied, JobRetried, JobsParked
 from outboxq.postgres import Database
 from outboxq.testing import assert_enqueued, async_context, drain, sync_context
@@ -156,3 +156,16 @@ def test_the_fixtures_serve_a_users_own_test_suite(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert "1 passed" in result.stdout, result.stdout + result.stderr
     assert "outboxq: PostgreSQL" in result.stdout
+
+
+def test_drain_runs_lease_mode_handlers_too(session: OutboxSession) -> None:
+    """In the test's own transaction there is nobody to hold a lease against."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def leased(ctx: Context) -> None:
+        ctx.session.add(Effect(name="leased"))
+
+    session.add_job(leased)
+    assert drain(session, jobs).done == 1
+    assert names(session) == ["leased"]

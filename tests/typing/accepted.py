@@ -19,6 +19,7 @@ from outboxq import (
     DeadLetter,
     Discard,
     Done,
+    FoundJob,
     Handler,
     JobHandle,
     JobKind,
@@ -31,6 +32,7 @@ from outboxq import (
     add_job,
     add_jobs,
     external,
+    find_job,
 )
 
 
@@ -124,3 +126,13 @@ async def call_plainly(ctx: Context, async_ctx: AsyncContext[State], account: Ac
     credit(ctx, account, 5)
     assert_type(settle(ctx, datetime.now()), Snooze | DeadLetter | Discard | None)
     assert_type(await mail(async_ctx, account_id=5), Outcome)
+
+
+@Jobs().handler(queue="slow", claim="lease", timeout_seconds=None)
+def long_work(ctx: Context, name: str) -> None: ...
+
+
+def finding(session: Session, asynchronous: AsyncSession, handle: JobHandle) -> None:
+    assert_type(find_job(session, handle), FoundJob | None)
+    assert_type(find_job(session, handle.id), FoundJob | None)
+    assert_type(find_job(asynchronous, handle), Awaitable[FoundJob | None])

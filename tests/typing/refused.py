@@ -52,6 +52,8 @@ def wrong_options() -> None:
 
 def wrong_handlers() -> None:
     jobs.handler("credit")  # type: ignore[call-arg]
+    jobs.handler(claim="leese")  # type: ignore[arg-type]
+    jobs.handler(timeout_seconds="30")  # type: ignore[arg-type]
 
     @jobs.handler()  # type: ignore[arg-type]
     def no_context(address: str) -> None: ...

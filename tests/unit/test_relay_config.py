@@ -1,0 +1,64 @@
+"""Settings are refused where they enter, with what was expected and what came."""
+
+import math
+
+import pytest
+
+from outboxq import Context, Jobs, RelayConfig
+from outboxq.errors import ConfigError, RegistryError
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lease_seconds": 0.5}, "lease_seconds takes 1 to 3600, got 0.5"),
+        ({"lease_seconds": -1}, "lease_seconds takes 1 to 3600, got -1"),
+        ({"lease_seconds": math.nan}, "lease_seconds takes 1 to 3600, got nan"),
+        ({"lease_seconds": 9, "heartbeat_seconds": 4}, "to a third of lease_seconds=9.*got 4: raise lease_seconds"),
+        ({"heartbeat_seconds": 0}, "heartbeat_seconds takes 0.05 to a third"),
+        ({"heartbeat_seconds": -1}, "heartbeat_seconds takes 0.05 to a third"),
+        ({"max_crashes": 0}, "max_crashes takes 1 to 1000, got 0"),
+        ({"drain_seconds": -1}, "drain_seconds takes 0 to 86400, got -1"),
+        ({"poll_seconds": math.nan}, "poll_seconds takes 0.01 to 3600, got nan"),
+        ({"batch_size": 0}, "batch_size takes 1 to 1000, got 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, float], said: str) -> None:
+    """A lease that one late beat would lose, negative times, no number at all."""
+    with pytest.raises(ConfigError, match=said):
+        RelayConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_heartbeat_follows_the_lease() -> None:
+    """Six beats a lease unless said otherwise, so that five may be late."""
+    assert RelayConfig().beat_seconds == 5.0
+    assert RelayConfig(lease_seconds=3).beat_seconds == 0.5
+    assert RelayConfig(lease_seconds=3, heartbeat_seconds=1).beat_seconds == 1
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, "30", True, 8 * 86_400])
+def test_a_deadline_is_a_positive_number_of_seconds(seconds: object) -> None:
+    """Up to a week; None is how to say that there is none."""
+    with pytest.raises(RegistryError, match=r"timeout_seconds takes 0.001 to 604,800, or None for no deadline, got"):
+        Jobs().handler(timeout_seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_the_deadline_of_a_queue_is_its_longest() -> None:
+    """What the claim sets for its transaction must let every handler of the queue run; none means none."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="mixed", timeout_seconds=3)
+    def quick(ctx: Context) -> None: ...
+
+    @jobs.handler(queue="mixed", timeout_seconds=30)
+    def slow(ctx: Context) -> None: ...
+
+    @jobs.handler(queue="endless", timeout_seconds=3)
+    def ends(ctx: Context) -> None: ...
+
+    @jobs.handler(queue="endless", timeout_seconds=None)
+    def endless(ctx: Context) -> None: ...
+
+    registry = jobs.resolve()
+    assert registry.timeout_seconds("mixed") == 30
+    assert registry.timeout_seconds("endless") is None

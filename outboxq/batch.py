@@ -64,11 +64,6 @@ class ClaimedQueue:
     name: str
     timeout_seconds: float | None
 
-    @property
-    def settings(self) -> str:
-        """Sent in front of the claim, in one string."""
-        return LOCAL_SETTINGS + local_timeouts(self.timeout_seconds)
-
 
 @dataclass(slots=True)
 class Progress:
@@ -77,7 +72,8 @@ class Progress:
     `anchor` is None until the transaction has begun. `position` is the job that runs, until `deadline` (monotonic) if
     it has one; `epoch` is the run of the server that knows the transaction. `events` is what becomes of the jobs before
     it, should the transaction commit. `certifying` says that COMMIT was sent by us, `seized` that the relay took the
-    batch away from its slot: never both, whoever comes first.
+    batch away from its slot: never both, whoever comes first. `late_result` is what a handler returned that never used
+    the database, until the transaction of its settlement has begun.
     """
 
     queue: str
@@ -90,7 +86,9 @@ class Progress:
     deadline: float | None = None
     events: list[JobEvent] = field(default_factory=list)
     unknown: list[Job] = field(default_factory=list)
+    late_result: Result | None = None
     certifying: bool = False
+    recovering: bool = False
     seized: bool = False
     recovery_xid: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -125,10 +123,17 @@ class Progress:
                 raise Abandoned("the relay does not wait for this job any more")
             self.certifying = True
 
-    def seize(self) -> bool:
-        """Take the batch away from its slot; False where its COMMIT is under way."""
+    def begin_recovery(self) -> None:
+        """From here on its slot finds out what stands of it, and nobody else."""
         with self._lock:
-            self.seized = not self.certifying
+            if self.seized:
+                raise Abandoned("the relay does not wait for this job any more")
+            self.recovering = True
+
+    def seize(self) -> bool:
+        """Take the batch away from its slot; False where its COMMIT, or its recovery, is under way."""
+        with self._lock:
+            self.seized = not (self.certifying or self.recovering)
             return self.seized
 
     def report(self) -> BatchReport:
@@ -162,7 +167,8 @@ def run_batch(
     """
     fault_point("before-claim")
     with connection.begin():
-        claimed = claim(connection, script, limit, queue.settings)
+        # The deadline behind the claim: it is the handlers', and a claim that has far to walk must not starve by it.
+        claimed = claim(connection, script, limit, LOCAL_SETTINGS, local_timeouts(queue.timeout_seconds))
         if claimed.anchor is not None:
             progress = Progress(
                 queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch
@@ -203,7 +209,11 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
         progress.position = position
         begun = time.perf_counter()
         result = _execute_one(connection, progress, job, work, shared=shared)
+        if progress.anchor is None:
+            # The handler worked outside the database: should this connection be gone by now, its work is not.
+            progress.late_result = result
         progress.begin(connection)
+        progress.late_result = None
         if isinstance(result, Unknown):
             progress.unknown.append(job)
             settle.park(connection, job)

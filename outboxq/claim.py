@@ -45,15 +45,16 @@ class Claimed:
     anchor: Anchor | None
 
 
-def claim(connection: Connection, script: ClaimScript, limit: int, settings: str = "") -> Claimed:
+def claim(connection: Connection, script: ClaimScript, limit: int, before: str = "", after: str = "") -> Claimed:
     """Run one of `ClaimStatements` in the connection's transaction.
 
     Args:
-        settings: Statements to send before it, in the same string.
+        before: Settings to send before it, in the same string.
+        after: Settings for what follows it.
     """
     savepoint = _new_savepoint()
-    results = run_script(connection, f"{settings}{script.text(limit)}; SAVEPOINT {savepoint}")
-    rows = results[-2].rows
+    results = run_script(connection, f"{before}{script.text(limit)}; {after}SAVEPOINT {savepoint}")
+    rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
     moved = cast("int", rows[0][0]) if rows else 0
     taken = [row for row in rows if row[1] is not None]
     if len(taken) > limit:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import psycopg
 from psycopg.pq import ExecStatus, TransactionStatus
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import await_only
@@ -87,19 +87,25 @@ def run_on_libpq(connection: PGconn, statement: str) -> list[tuple[str | None, .
     """
     connection.send_query(statement.encode())
     deadline = time.monotonic() + ANSWER_SECONDS
-    while connection.is_busy():
-        if not wait_readable([connection.socket], max(0.0, deadline - time.monotonic())):
-            raise psycopg.OperationalError(f"a connection was not answered within {ANSWER_SECONDS:g} s")
-        connection.consume_input()
-    result = connection.get_result()
+    result = _next_result(connection, deadline)
     # libpq wants to be asked until there is nothing more.
-    while connection.get_result() is not None:
+    while _next_result(connection, deadline) is not None:
         continue
     if result is None or result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
         raise psycopg.OperationalError(connection.get_error_message())
     return [
         tuple(_text(result.get_value(row, column)) for column in range(result.nfields)) for row in range(result.ntuples)
     ]
+
+
+def _next_result(connection: PGconn, deadline: float) -> PGresult | None:
+    # Busy also between the last result and the end of the answer, which may come in pieces: libpq would wait for the
+    # rest inside its own call, without an end, and psycopg keeps the interpreter's lock meanwhile.
+    while connection.is_busy():
+        if not wait_readable([connection.socket], max(0.0, deadline - time.monotonic())):
+            raise psycopg.OperationalError(f"a connection was not answered within {ANSWER_SECONDS:g} s")
+        connection.consume_input()
+    return connection.get_result()
 
 
 def _text(value: bytes | None) -> str | None:

@@ -56,6 +56,8 @@ _SERVER_SETTINGS: Mapping[str, int] = {
     "tcp_keepalives_interval": _INTERVAL_SECONDS,
     "tcp_keepalives_count": _PROBES,
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
+    # A handler that works outside the database leaves its slot's connection idle for as long as it takes.
+    "idle_session_timeout": 0,
     # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
 }

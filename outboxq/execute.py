@@ -20,7 +20,7 @@ from sqlalchemy.util import await_only
 
 from outboxq.codec import EntityKey
 from outboxq.context import AsyncContext, Context
-from outboxq.driver import is_lost, sqlstate_of, transaction_status
+from outboxq.driver import is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import (
     EntityGone,
@@ -147,15 +147,19 @@ class AsyncInvoker:
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
+    if seconds is None:
+        return await running
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
             returned = await running
-    except TimeoutError as error:
-        if deadline.expired() and seconds is not None:
-            raise HandlerTimedOut(seconds) from error
-        raise
-    if deadline.expired() and seconds is not None:
+    except Exception as error:
+        if not deadline.expired():
+            raise
+        # asyncio's own error was raised by us, and its cause where the handler stood.
+        stood = error.__cause__ or error
+        raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
+    if deadline.expired():
         raise HandlerTimedOut(seconds)
     return returned
 
@@ -187,27 +191,28 @@ class Place:
 
     def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], object] | None) -> None:
         self.savepoint: NestedTransaction | None = None
-        self._root: RootTransaction | None = None
+        self._root: RootTransaction | None = connection.get_transaction()
         self._connection = connection
         self._guard = guard
         self._begin = begin
         if begin is None:
             self.open()
+        else:
+            guard.opener = self.open
 
     def open(self) -> None:
         """Begin, unless that was done."""
         if self.savepoint is not None:
             return
+        # First: what follows goes through the guarded connection too.
+        self._guard.opener = None
         if self._begin is not None:
             self._begin()
-        self._root = self._connection.get_transaction()
         self.savepoint = self._guard.savepoint = self._connection.begin_nested()
 
     @property
     def is_intact(self) -> bool:
         """Whether SQLAlchemy still knows the relay's transaction as it was."""
-        if self.savepoint is None:
-            return True
         root = self._root
         return root is not None and root.is_active and self._connection.get_transaction() is root
 
@@ -233,6 +238,8 @@ def execute(
         result = _attempt(connection, handler, job, work, shared_xid, begin)
         if not (isinstance(result, Failed) and result.transient):
             return result
+        if transaction_status(connection) != TransactionStatus.IDLE:
+            begin = None
     return _attempt(connection, handler, job, work, shared_xid, begin)
 
 
@@ -264,7 +271,7 @@ def _attempt(
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
-        work.guard.savepoint = None
+        work.guard.savepoint = work.guard.opener = None
     closed = _closed(session)
     if kept and closed:
         return result
@@ -340,6 +347,9 @@ def _undone(connection: Connection, savepoint: NestedTransaction | None, *, inta
     if is_lost(connection):
         raise ConnectionLost("the connection was lost while a handler ran")
     if savepoint is None:
+        if transaction_status(connection) != TransactionStatus.IDLE:
+            # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
+            run_script(connection, "ROLLBACK")
         return intact
     if not intact or transaction_status(connection) == TransactionStatus.IDLE:
         return False

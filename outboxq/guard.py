@@ -4,6 +4,7 @@ What goes around SQLAlchemy (the driver's own cursor) is not seen here; the cert
 """
 
 import re
+from collections.abc import Callable
 
 from sqlalchemy import Connection, NestedTransaction, event
 
@@ -19,10 +20,15 @@ _REFUSED = re.compile(
 
 
 class Guard:
-    """Watches one connection. `savepoint` is the running job's own, or None between jobs."""
+    """Watches one connection. `savepoint` is the running job's own, or None between jobs.
+
+    `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
+    connection instead of its session.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.savepoint: NestedTransaction | None = None
+        self.opener: Callable[[], None] | None = None
         self._connection = connection
         event.listen(connection, "before_cursor_execute", self._before_execute)
         event.listen(connection, "commit", self._before_commit)
@@ -37,6 +43,8 @@ class Guard:
     def _before_execute(
         self, _connection: object, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
     ) -> None:
+        if self.opener is not None:
+            self.opener()
         if self.savepoint is None:
             return
         verb = _refused_verb(statement)
@@ -49,14 +57,17 @@ class Guard:
             raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
     def _before_commit(self, _connection: object) -> None:
-        if self.savepoint is not None:
+        if self._handler_runs():
             raise TransactionVerbRefused("the handler committed the relay's connection: return, and the relay commits")
 
     def _before_rollback(self, _connection: object) -> None:
-        if self.savepoint is not None:
+        if self._handler_runs():
             raise TransactionVerbRefused(
                 "the handler rolled back the relay's connection: raise, and the relay undoes it"
             )
+
+    def _handler_runs(self) -> bool:
+        return self.savepoint is not None or self.opener is not None
 
 
 def _refused_verb(statement: str) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import ConnStatus
 from psycopg.pq.abc import PGconn
 
 from outboxq.driver import DriverConnection, run_on_libpq
@@ -24,7 +25,10 @@ logger = logging.getLogger("outboxq.lease")
 
 # Jobs that one sweep takes from dead relays: the next sweep is a heartbeat away.
 REAP_LIMIT = 100
+# More crashes than a job can have.
+NEVER = 32_767
 _FORGET_EVERY_BEATS = 1_000
+_BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
 
 
@@ -62,6 +66,7 @@ class Lease:
         queues: Where to look for suspects.
         running: The ids and tokens of the jobs that this relay's slots run under the lease.
         on_reaped: Given each job that was taken from a dead relay.
+        wake: Called where suspects wait: nothing else rings for them.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Lease:
         running: Callable[[], set[tuple[str, int]]],
         emit: Emitter,
         on_reaped: Callable[[JobCrashed], None],
+        wake: Callable[[], None],
         *,
         lease_seconds: float,
         beat_seconds: float,
@@ -87,6 +93,7 @@ class Lease:
         self._running = running
         self._emit = emit
         self._on_reaped = on_reaped
+        self._wake = wake
         self._lease_seconds = lease_seconds
         self._beat_seconds = beat_seconds
         self._max_crashes = max_crashes
@@ -94,6 +101,7 @@ class Lease:
         self._held_until = 0.0
         self._orphans: set[tuple[str, int]] = set()
         self._beats = 0
+        self._reap_from_beat = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outboxq-lease", daemon=True)
@@ -109,14 +117,20 @@ class Lease:
             self._changed.notify_all()
         self._thread.join(_STOP_SECONDS)
 
-    def ensure(self, seconds: float = 2.0) -> bool:
-        """Ask for the lease, and wait a moment for it; whether it is held. The claim looks for itself once more."""
-        if self._is_held():
-            return True
+    def want(self) -> bool:
+        """Ask for the lease; whether it is held. Never waits; the claim looks for itself once more."""
+        if not self._is_held():
+            with self._changed:
+                self._wanted = True
+                self._changed.notify_all()
+        return self._is_held()
+
+    def wait(self, seconds: float) -> bool:
+        """Ask for the lease, and wait for it; whether it is held."""
+        self.want()
         with self._changed:
-            self._wanted = True
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._is_held() or self._stopping, seconds) and not self._stopping
+            self._changed.wait_for(lambda: self._is_held() or self._stopping, seconds)
+        return self._is_held()
 
     def _is_held(self) -> bool:
         return time.monotonic() < self._held_until
@@ -131,30 +145,36 @@ class Lease:
                 continue
             try:
                 self._serve(connection.pgconn)
-            except (psycopg.Error, OSError) as error:
-                logger.debug("the lease's connection was lost", extra={"error_type": type(error).__name__})
+            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread every lease would run out
+                logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
                 if self._wanted and not self._stopping:
                     self._emit(LeaseExtensionFailed(type(error).__name__))
                 self._pause()
             finally:
                 connection.pgconn.finish()
+                self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
 
     def _serve(self, connection: PGconn) -> None:
         while not self._stopping:
-            self._beat(connection)
-            self._wait(self._beat_seconds)
+            more = self._beat(connection)
+            self._wait(0.0 if more else self._beat_seconds)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
-    def _beat(self, connection: PGconn) -> None:
+    def _beat(self, connection: PGconn) -> bool:
+        """One heartbeat; whether there is more to reap."""
         if self._wanted:
             self._extend(connection)
-        self._reap(connection)
+        # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
+        reaped = self._reap(connection) if self._beats >= self._reap_from_beat else 0
         found = run_on_libpq(connection, statements.suspect_queues(self._schema, self._queues))
         self._suspects.queues.update(str(row[0]) for row in found)
+        if found:
+            self._wake()
         if self._beats % _FORGET_EVERY_BEATS == 0:
             run_on_libpq(connection, statements.forget_relays(self._schema))
         self._beats += 1
+        return reaped == REAP_LIMIT
 
     def _extend(self, connection: PGconn) -> None:
         # Measured from before the statement: what the server adds, we leave out.
@@ -168,12 +188,17 @@ class Lease:
             self._changed.notify_all()
         self._take_back_orphans(connection)
 
-    def _reap(self, connection: PGconn) -> None:
-        while True:
+    def _reap(self, connection: PGconn) -> int:
+        try:
             rows = run_on_libpq(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
-            self._tell(rows)
-            if len(rows) < REAP_LIMIT:
-                return
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK:
+                raise
+            # One that cannot be buried must not keep the others from coming back: this time nobody is.
+            logger.warning("jobs could not be moved to the dead letters: %s", type(error).__name__)
+            rows = run_on_libpq(connection, statements.reap(self._schema, NEVER, REAP_LIMIT))
+        self._tell(rows)
+        return len(rows)
 
     def _take_back_orphans(self, connection: PGconn) -> None:
         """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
@@ -186,9 +211,7 @@ class Lease:
         held = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = held - self._running() - before
         for job_id, token in orphans & self._orphans:
-            self._tell(
-                run_on_libpq(connection, statements.take_back(self._schema, UUID(job_id), token, self._max_crashes))
-            )
+            self._tell(run_on_libpq(connection, statements.take_back_unstarted(self._schema, UUID(job_id), token)))
         self._orphans = orphans
 
     def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:
@@ -204,5 +227,5 @@ class Lease:
 
     def _wait(self, seconds: float) -> None:
         with self._changed:
-            # Wakes early where the lease is asked for the first time.
-            self._changed.wait_for(lambda: self._stopping or (self._wanted and self._held_until == 0.0), seconds)
+            # Wakes early where the lease is asked for and not held.
+            self._changed.wait_for(lambda: self._stopping or (self._wanted and not self._is_held()), seconds)

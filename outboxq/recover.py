@@ -12,8 +12,8 @@ from outboxq.batch import BatchReport, Progress, end_transaction, settle_result
 from outboxq.claim import anchor, claim_one, clear_marks
 from outboxq.driver import is_lost, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
-from outboxq.events import JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost
-from outboxq.execute import ConnectionLost, TransactionEscaped, Work
+from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
+from outboxq.execute import ConnectionLost, Result, TransactionEscaped, Unknown, Work
 from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.statements.durability import server_epoch
@@ -62,14 +62,17 @@ def _server_epoch(connection: Connection) -> str:
         return server_epoch(connection)
 
 
-def charge(connection: Connection, job: Job, failed: Failed, work: Work) -> BatchReport:
+def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
     Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead, so that it does
     not hold up its queue.
+
+    Args:
+        batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, job, failed, work)
+        event = _settle_anew(connection, job, failed, work, batch)
         return BatchReport(1, () if event is None else (event,))
     except LeaseLost:
         end_transaction(connection)
@@ -79,8 +82,26 @@ def charge(connection: Connection, job: Job, failed: Failed, work: Work) -> Batc
             raise
         end_transaction(connection)
         with connection.begin():
+            clear_marks(connection, work.schema, batch)
             settle.put_off(connection, job, PUT_OFF)
         return BatchReport(1, ())
+
+
+def settle_late(connection: Connection, progress: Progress, work: Work, result: Result) -> BatchReport:
+    """A leased handler that wrote nothing had ended when its idle connection turned out to be gone: settle it here."""
+    job = progress.job
+    try:
+        with connection.begin():
+            savepoint = anchor(connection).savepoint
+            if isinstance(result, Unknown):
+                settle.park(connection, job)
+                events: tuple[Event, ...] = (JobsParked(progress.queue, (job.kind,), 1),)
+            else:
+                events = (settle_result(connection, job, result, work, 0.0),)
+            settle.certify(connection, savepoint)
+    except LeaseLost:
+        events = (JobLeaseLost(job),)
+    return BatchReport(1, events)
 
 
 def lost_with(connection: Connection, job: Job, work: Work) -> BatchReport:
@@ -109,12 +130,11 @@ def cut_off(connection: Connection, progress: Progress, work: Work, failed: Fail
     report = resolve(connection, progress)
     if report is not None:
         return report
+    if failed is not None:
+        return charge(connection, progress.job, failed, work, progress.jobs)
     if not progress.is_leased:
-        # Before the attempt is recorded: this rollback was on purpose.
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)
-    if failed is not None:
-        return charge(connection, progress.job, failed, work)
     if progress.is_leased:
         try:
             with connection.begin():
@@ -147,22 +167,23 @@ def recover(connection: Connection, progress: Progress, work: Work, escaped: Tra
     """
     if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
         return _recover_committed(connection, progress, escaped.failed)
-    if not progress.is_leased:
-        with connection.begin():
-            clear_marks(connection, work.schema, progress.jobs)
     # Rolled back: every job waits again, and this one pays.
     try:
-        event = _settle_anew(connection, escaped.job, escaped.failed, work)
+        event = _settle_anew(connection, escaped.job, escaped.failed, work, progress.jobs)
     except LeaseLost:
         end_transaction(connection)
         event = None
     return BatchReport(len(progress.jobs), () if event is None else (event,))
 
 
-def _settle_anew(connection: Connection, job: Job, failed: Failed, work: Work) -> JobEvent | None:
+def _settle_anew(
+    connection: Connection, job: Job, failed: Failed, work: Work, batch: tuple[Job, ...] = ()
+) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None where another relay has taken it meanwhile."""
     with connection.begin():
         if job.lease_token is None:
+            # In one transaction with the charge: between two, another slot could take the job uncharged.
+            clear_marks(connection, work.schema, batch)
             again = claim_one(connection, work.schema, str(job.id))
             if not again.jobs or again.anchor is None:
                 return None
@@ -176,11 +197,14 @@ def _settle_anew(connection: Connection, job: Job, failed: Failed, work: Work) -
 
 def _recover_committed(connection: Connection, progress: Progress, failed: Failed) -> BatchReport:
     jobs, position = progress.jobs, progress.position
-    with connection.begin():
-        settle.bury(connection, jobs[position], COMMITTED_BY_HANDLER, failed.record)
-        for job in jobs[position + 1 :]:
-            settle.give_back(connection, job)
-        progress.recovery_xid = str(settle.current_xid(connection))
+    try:
+        with connection.begin():
+            settle.bury(connection, jobs[position], COMMITTED_BY_HANDLER, failed.record)
+            for job in jobs[position + 1 :]:
+                settle.give_back(connection, job)
+            progress.recovery_xid = str(settle.current_xid(connection))
+    except LeaseLost:
+        return BatchReport(len(jobs), (JobLeaseLost(progress.job),))
     return _recovered(progress)
 
 

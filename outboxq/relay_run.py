@@ -1,12 +1,10 @@
 """One run of a relay: its threads, its event loop and its lifespan, from start to end."""
 
 import asyncio
-import concurrent.futures
-import contextlib
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
@@ -20,9 +18,8 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.batch import BatchReport
 from outboxq.config import RelayConfig, SlotGroup
@@ -32,13 +29,15 @@ from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, Rela
 from outboxq.handlers import Flavour, Lifespan, Registry
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
-from outboxq.serve import serve_in_loop, serve_in_thread
-from outboxq.slot import Shared, Slot, Tally, describe_error, is_outage
+from outboxq.runners import SlotTask, SlotThread
+from outboxq.slot import Shared, Tally, describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.watch import Runner, Watch
 
 _LOOP_STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
+# An event loop that does not answer within so long is blocked by a handler.
+_ANSWER_SECONDS = 1.0
 
 T = TypeVar("T")
 AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextManager[object]
@@ -78,7 +77,9 @@ class RelayRun:
         self._stopping = stopping
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_ends: asyncio.Event | None = None
+        self._loop_is_blocked = False
         self._runners: list[Runner] = []
+        self._cut_off: list[Runner] = []
         self._failures: list[BaseException] = []
         self._abandoned = 0
         listens = config.listen and not until_empty
@@ -99,6 +100,7 @@ class RelayRun:
             self._leased,
             emit,
             self._reaped,
+            self.wake_all,
             lease_seconds=config.lease_seconds,
             beat_seconds=config.beat_seconds,
             max_crashes=config.max_crashes,
@@ -123,6 +125,18 @@ class RelayRun:
 
     def work(self) -> RelayReport:
         """Open everything, serve, and close everything in the opposite order."""
+        try:
+            report = self._work()
+        except Exception as error:
+            if not self._failures:
+                raise
+            # What fails while a stuck relay is closed is a consequence.
+            raise self._failures[0] from error
+        if self._failures:
+            raise self._failures[0]
+        return report
+
+    def _work(self) -> RelayReport:
         lifespan = _open_lifespan(self._shared.registry.lifespan)
         with ExitStack() as stack:
             if self._needs_loop(lifespan):
@@ -137,11 +151,9 @@ class RelayRun:
             self._shared.lease.start()
             stack.callback(self._shared.lease.stop)
             if any(self._shared.registry.claims[name] == "lease" for name in self._queues):
-                self._shared.lease.ensure()
+                self._shared.lease.wait(2.0)
             self._serve_to_the_end()
         tally = self._shared.tally
-        if self._failures:
-            raise self._failures[0]
         return RelayReport(tally.done, tally.failed, tally.died, tally.leases_lost)
 
     def wake_all(self) -> None:
@@ -151,7 +163,9 @@ class RelayRun:
 
     def _leased(self) -> set[tuple[str, int]]:
         """The jobs that run here under the lease, with their tokens."""
-        progresses = [runner.slot.progress for runner in list(self._runners)]
+        # One that was cut off, and could not be settled, has started: it is charged if it takes the process with it.
+        hanging = [runner for runner in list(self._cut_off) if runner.is_alive()]
+        progresses = [runner.slot.progress for runner in [*self._runners, *hanging]]
         jobs = [progress.job for progress in progresses if progress is not None]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
@@ -188,14 +202,19 @@ class RelayRun:
             assert self._loop_ends is not None
             self._loop.call_soon_threadsafe(self._loop_ends.set)
             # A handler that blocks the loop must not keep the relay: its thread is a daemon.
-            thread.join(_LOOP_STOP_SECONDS)
+            thread.join(0.0 if self._loop_is_blocked else _LOOP_STOP_SECONDS)
 
     def _enter_lifespan(self, stack: ExitStack, lifespan: AnyLifespan) -> object:
         if isinstance(lifespan, AbstractContextManager):
             return stack.enter_context(lifespan)
         state = self._in_loop(lifespan.__aenter__())
-        stack.callback(lambda: self._in_loop(lifespan.__aexit__(None, None, None), self._config.drain_seconds + 5))
+        stack.callback(self._leave_lifespan, lifespan)
         return state
+
+    def _leave_lifespan(self, lifespan: AbstractAsyncContextManager[object]) -> None:
+        # Nobody is there to run it in a blocked loop.
+        if not self._loop_is_blocked:
+            self._in_loop(lifespan.__aexit__(None, None, None), self._config.drain_seconds + 5)
 
     def _in_loop(self, awaitable: Awaitable[T], seconds: float | None = None) -> T:
         assert self._loop is not None
@@ -257,23 +276,27 @@ class RelayRun:
 
     def _wait_a_moment(self) -> bool:
         """Wait for a slot, in slices, so that signals and deadlines are seen; False where all have ended."""
-        alive = next((runner for runner in self._runners if runner.is_alive()), None)
+        alive = next((runner for runner in self._runners if self._may_end(runner)), None)
         if alive is not None:
             alive.join(_LOOK_SECONDS)
         return alive is not None
 
-    def _start_slot(self, group: SlotGroup, flavour: Flavour) -> "_SlotThread | _SlotTask":
+    def _may_end(self, runner: Runner) -> bool:
+        return runner.is_alive() and not (self._loop_is_blocked and runner.slot.flavour == "async")
+
+    def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
         if flavour == "sync":
             assert self._engines.sync is not None
-            runner: _SlotThread | _SlotTask = _SlotThread(self._shared, group, self._engines.sync, self._failed)
-        else:
-            assert self._engines.asynchronous is not None
-            assert self._loop is not None
-            runner = _SlotTask(self._shared, group, self._engines.asynchronous, self._loop, self._failed)
-        return runner
+            return SlotThread(self._shared, group, self._engines.sync, self._failed)
+        assert self._engines.asynchronous is not None
+        assert self._loop is not None
+        return SlotTask(self._shared, group, self._engines.asynchronous, self._loop, self._failed)
 
     def _replace(self, runner: Runner) -> None:
         """Start another in the place of a slot that was cut off."""
+        if runner not in self._runners:
+            return
+        self._cut_off.append(runner)
         self._runners.remove(runner)
         if not self._stopping.is_set():
             self._runners.append(self._start_slot(SlotGroup(runner.slot.queues), runner.slot.flavour))
@@ -285,7 +308,10 @@ class RelayRun:
 
     def _let_finish(self) -> None:
         if not self._stopping.is_set():
+            # Drained, up to what the watch still has to say of a job.
+            self._watch.finish()
             return
+        self._loop_is_blocked = bool(self._failures) and not self._loop_answers()
         running = sum(runner.slot.running for runner in self._runners)
         self._emit(RelayStopping(running, self._config.drain_seconds))
         self.wake_all()
@@ -293,88 +319,17 @@ class RelayRun:
         while time.monotonic() < deadline and self._wait_a_moment():
             self._watch.look(self._runners)
         # Whoever is not done by now is rolled back.
-        late = [runner for runner in self._runners if runner.is_alive()]
-        self._abandoned = sum(self._watch.interrupt(runner) for runner in late)
+        late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
+        self._abandoned = self._watch.interrupt(late)
         for runner in late:
             runner.abandon()
 
-
-class _SlotThread:
-    """A slot with sync handlers, in a thread of its own."""
-
-    def __init__(
-        self, shared: Shared, group: SlotGroup, engine: Engine, failed: Callable[[BaseException], None]
-    ) -> None:
-        bell = threading.Event()
-        self.slot = Slot(shared, "sync", group.queues, bell.set)
-        self._failed = failed
-        # A daemon: a handler that outlives the time to drain must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, args=(engine, bell), name="outboxq-slot", daemon=True)
-        self._thread.start()
-
-    def _run(self, engine: Engine, bell: threading.Event) -> None:
-        try:
-            serve_in_thread(self.slot, engine, bell)
-        except BaseException as error:  # noqa: BLE001  # raised again by the relay
-            self._failed(error)
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, timeout_seconds: float) -> None:
-        self._thread.join(timeout_seconds)
-
-    def abandon(self) -> None:
-        """Nothing can stop a thread; it cannot commit."""
-
-    def stands_at(self) -> int | None:
-        return self._thread.ident
-
-
-class _SlotTask:
-    """A slot with async handlers, a task in the relay's event loop."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        group: SlotGroup,
-        engine: AsyncEngine,
-        loop: asyncio.AbstractEventLoop,
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._bell = asyncio.Event()
-        self._loop = loop
-        self._loop_thread: int | None = None
-        self._failed = failed
-        self.slot = Slot(shared, "async", group.queues, self._wake)
-        self._future = asyncio.run_coroutine_threadsafe(self._run(engine), loop)
-
-    async def _run(self, engine: AsyncEngine) -> None:
-        self._loop_thread = threading.get_ident()
-        try:
-            await serve_in_loop(self.slot, engine, self._bell)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001  # raised again by the relay
-            self._failed(error)
-
-    def _wake(self) -> None:
-        # A closed loop has no one left to wake.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._bell.set)
-
-    def is_alive(self) -> bool:
-        return not self._future.done()
-
-    def join(self, timeout_seconds: float) -> None:
-        concurrent.futures.wait([self._future], timeout_seconds)
-
-    def abandon(self) -> None:
-        """Cancel the handler; its transaction is rolled back as the task ends."""
-        self._future.cancel()
-
-    def stands_at(self) -> int | None:
-        return self._loop_thread
+    def _loop_answers(self) -> bool:
+        if self._loop is None:
+            return True
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(_ANSWER_SECONDS)
 
 
 def check_version(version: int | None, schema: str) -> None:

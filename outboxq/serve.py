@@ -12,7 +12,6 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.errors import LeaseLost
 from outboxq.execute import Abandoned, AsyncInvoker, ConnectionLost, SyncInvoker, Work
 from outboxq.slot import UNFLAGGED_PAUSE_SECONDS, Slot
 from outboxq.tables import SCHEMA
@@ -40,7 +39,7 @@ def serve_in_thread(slot: Slot, engine: Engine, bell: threading.Event) -> None:
                         return
         except Abandoned:
             return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, LeaseLost, OSError) as error:
+        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
             if slot.is_seized():
                 return
             stopping.wait(slot.lost(error))
@@ -58,7 +57,7 @@ def _not_returned(connection: Connection) -> Iterator[None]:
 def _rest_in_thread(slot: Slot, connection: Connection, work: Work, bell: threading.Event) -> bool:
     """Sleep until woken; True where the slot is finished because it only drains."""
     if slot.shared.until_empty:
-        return not slot.run_suspects_of(connection, work)
+        return not slot.drain_suspects(connection, work)
     bell.clear()
     flagged = False
     request = slot.fall_asleep()
@@ -95,7 +94,7 @@ async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) ->
                     await connection.invalidate()
         except Abandoned:
             return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, LeaseLost, OSError) as error:
+        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
             if slot.is_seized():
                 return
             # The listener, which lost its connection too, has rung: without this the slot would spin.
@@ -108,7 +107,7 @@ async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) ->
 async def _rest_in_loop(slot: Slot, run_sync: Callable[..., Awaitable[Any]], work: Work, bell: asyncio.Event) -> bool:
     """As `_rest_in_thread`."""
     if slot.shared.until_empty:
-        return not await run_sync(slot.run_suspects_of, work)
+        return not await run_sync(slot.drain_suspects, work)
     bell.clear()
     flagged = False
     request = slot.fall_asleep()

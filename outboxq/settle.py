@@ -63,7 +63,7 @@ def is_unchanged(connection: Connection, job: Job) -> bool:
 
 def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
     """Move a job that cannot even be settled out of the way of its queue."""
-    connection.execute(statements.put_off(job.id, delay))
+    connection.execute(statements.put_off(job, delay))
 
 
 def certify(connection: Connection, savepoint: str) -> None:

@@ -38,7 +38,7 @@ from outboxq.guard import Guard
 from outboxq.handlers import Flavour, Registry
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
-from outboxq.recover import charge, lost_with, recover, resolve
+from outboxq.recover import charge, lost_with, recover, resolve, settle_late
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
@@ -49,6 +49,8 @@ logger = logging.getLogger("outboxq.relay")
 FIRST_PAUSE_SECONDS = 0.01
 # Without the sleep flag nobody promises to wake us: look again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
+# A drain that meets suspects waits so often, and so long each time, for its lease.
+_LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 
@@ -107,6 +109,7 @@ class Slot:
         self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
         self._due_first = dict.fromkeys(queues, False)
         self._asleep = False
+        self._lease_waits = 0
         self._alone_for = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._lost_since: float | None = None
@@ -158,9 +161,11 @@ class Slot:
     def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
         """Run one suspect of a queue, if it is this slot's turn; False where none waits."""
         suspects = self.shared.suspects
-        if not self.shared.lease.ensure() or not suspects.take_turn(self):
+        if not suspects.take_turn(self):
             return False
         try:
+            if not self.shared.lease.want():
+                return False
             report = self._run(connection, name, self._statements[name].lease_suspect, work)
             if report is not None:
                 self._after(connection, name, report, work)
@@ -170,11 +175,14 @@ class Slot:
         finally:
             suspects.end_turn(self)
 
-    def run_suspects_of(self, connection: Connection, work: Work) -> bool:
-        """Look whether suspects wait, and run one."""
+    def drain_suspects(self, connection: Connection, work: Work) -> bool:
+        """Look whether suspects wait, and run one; False where a drain has nothing more to wait for."""
         with connection.begin():
             rows = run_script(connection, suspect_queues(self.shared.schema, self.queues))[0].rows
         self.shared.suspects.queues.update(str(row[0]) for row in rows)
+        if rows and not self.shared.lease.want():
+            self._lease_waits += 1
+            return self.shared.lease.wait(_LEASE_WAIT_SECONDS) or self._lease_waits < _LEASE_WAITS
         return any(self._run_suspect(connection, str(row[0]), work) for row in rows)
 
     def _scripts(self, name: str) -> tuple[ClaimScript, ...]:
@@ -213,6 +221,7 @@ class Slot:
             failure = lost
         progress = self.progress
         assert progress is not None
+        progress.begin_recovery()
         end_transaction(connection)
         if isinstance(failure, LeaseLost):
             return BatchReport(1, (JobLeaseLost(progress.job),))
@@ -230,6 +239,7 @@ class Slot:
         progress = self.progress
         if progress is None:
             return None
+        progress.begin_recovery()
         report = resolve(connection, progress)
         if report is None:
             report = self._rolled_back(connection, progress, work, error)
@@ -239,6 +249,8 @@ class Slot:
     def _rolled_back(
         self, connection: Connection, progress: Progress, work: Work, error: BaseException
     ) -> BatchReport | None:
+        if isinstance(error, ConnectionLost) and progress.late_result is not None:
+            return settle_late(connection, progress, work, progress.late_result)
         if isinstance(error, ConnectionLost):
             # Whether a job did it is found out where it runs alone: in transaction mode its claim's mark sees to that.
             return lost_with(connection, progress.job, work) if progress.is_leased else None
@@ -256,10 +268,12 @@ class Slot:
         if report.suspected:
             self.shared.suspects.queues.add(name)
         parked = 0
-        if report.parked:
-            with connection.begin():
-                parked = park_unknown(connection, self.shared.schema, name, work.registry.known_kinds(self.flavour))
-        self.tell(report, parked)
+        try:
+            if report.parked:
+                with connection.begin():
+                    parked = park_unknown(connection, self.shared.schema, name, work.registry.known_kinds(self.flavour))
+        finally:
+            self.tell(report, parked)
 
     def tell(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
@@ -301,6 +315,10 @@ class Slot:
         if is_outage(error):
             self._lost_since = self._lost_since or _now()
             self.shared.emit(DatabaseLost(describe_error(error), pause))
+        else:
+            logger.warning(
+                "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": pause}
+            )
         return pause
 
 

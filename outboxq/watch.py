@@ -3,19 +3,21 @@
 In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
 that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
 not free a little later, the relay ends, so that the process is replaced.
+
+Whatever asks the database stands in a short-lived thread, one per slot that is past its deadline, so that neither the
+relay nor the other slots wait for it.
 """
 
 import asyncio
 import logging
-import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-import psycopg
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.util import await_only
 
 from outboxq.batch import BatchReport, Progress
 from outboxq.engines import Engines
@@ -32,7 +34,16 @@ logger = logging.getLogger("outboxq.relay")
 CUT_AFTER_SECONDS = 2.0
 # What was cut off has so long to notice.
 FREE_AFTER_SECONDS = 10.0
+# A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs answered.
+INTERRUPT_SECONDS = 15.0
 _RESOLVE_SECONDS = 10.0
+_LOOP_SECONDS = 2.0
+_RETRY_SECONDS = 0.005
+_STEP_SECONDS = 0.05
+# Connections of our own at the same time, beside those of the slots.
+_CONNECTIONS = 4
+
+Pause: TypeAlias = Callable[[float], object]
 
 
 class Runner(Protocol):
@@ -44,10 +55,20 @@ class Runner(Protocol):
 
     def join(self, timeout_seconds: float) -> None: ...
 
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """Free what can be freed of a slot that was cut off."""
+        ...
 
-    def stands_at(self) -> int | None:
-        """The thread in which its handler runs."""
+    def ask(self) -> None:
+        """Ask for a sign of life of what the handler shares with others."""
+        ...
+
+    def is_held_up(self) -> bool:
+        """Whether that sign did not come, and another handler is the reason."""
+        ...
+
+    def stack(self) -> list[traceback.FrameSummary]:
+        """Where its handler stands."""
         ...
 
 
@@ -72,92 +93,177 @@ class Watch:
         self._loop = loop
         self._replace = replace
         self._stuck = stuck
-        self._cancelled: dict[Runner, tuple[Progress, int]] = {}
+        self._acting: dict[Runner, threading.Thread] = {}
+        self._ended: list[Runner] = []
         self._cut: list[tuple[Runner, float]] = []
+        self._lock = threading.Lock()
+        self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def look(self, runners: list[Runner]) -> None:
-        """Act on whoever is past a deadline."""
+        """Act on whoever is past a deadline. Never waits."""
         now = time.monotonic()
+        self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
             progress = runner.slot.progress
             deadline = None if progress is None else progress.deadline
-            if progress is not None and deadline is not None and now >= deadline:
-                self._act(runner, progress, now - deadline)
+            if progress is not None and deadline is not None and now >= deadline and runner not in self._acting:
+                self._start(self._enforce, runner, progress, deadline)
+        while self._ended:
+            self._replace_cut(self._ended.pop(), now)
         self._cut = [(runner, until) for runner, until in self._cut if runner.is_alive()]
         if any(now > until for _, until in self._cut):
             self._cut.clear()
             self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
 
-    def interrupt(self, runner: Runner) -> int:
-        """Take a job from a slot that a stopping relay does not wait for any longer; how many jobs wait again."""
-        progress = runner.slot.progress
-        if progress is None or not progress.seize():
-            # Its COMMIT is under way: let it be answered.
-            runner.join(_RESOLVE_SECONDS)
-            return 0
-        self._end(runner, progress, None)
-        return len(progress.jobs)
+    def interrupt(self, runners: list[Runner]) -> int:
+        """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
 
-    def _act(self, runner: Runner, progress: Progress, late_seconds: float) -> None:
-        this = (progress, progress.position)
-        if self._cancelled.get(runner) != this:
-            self._cancelled[runner] = this
-            # An async handler is cancelled by its own loop, and its driver cancels what it waits for.
-            if runner.slot.flavour == "sync":
-                self._on_connection(lambda connection: end_other_transaction(connection, progress, terminate=False))
-        elif late_seconds >= CUT_AFTER_SECONDS and progress.seize():
-            failed = _timed_out(runner, progress)
+        What is just being committed is let finish. Takes no longer than `INTERRUPT_SECONDS`, however many they are.
+        """
+        deadline = time.monotonic() + INTERRUPT_SECONDS
+        pending, taken = list(runners), 0
+        while pending and time.monotonic() < deadline:
+            for runner in list(pending):
+                progress = runner.slot.progress
+                if progress is not None and self._take(progress):
+                    taken += len(progress.jobs)
+                    pending.remove(runner)
+                    self._start(self._end, runner, progress, None)
+                elif not runner.is_alive() or runner.slot.is_seized():
+                    pending.remove(runner)
+            if pending:
+                pending[0].join(_STEP_SECONDS)
+        self.finish(max(0.0, deadline - time.monotonic()))
+        return taken
+
+    def finish(self, seconds: float = INTERRUPT_SECONDS) -> None:
+        """Wait for what is under way, that long at most."""
+        deadline = time.monotonic() + seconds
+        for thread in list(self._acting.values()):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, action: Callable[..., None], runner: Runner, *arguments: object) -> None:
+        def act() -> None:
+            try:
+                action(runner, *arguments)
+            except Exception:
+                logger.exception("a handler past its deadline could not be dealt with")
+
+        thread = threading.Thread(target=act, name="outboxq-watch", daemon=True)
+        # The one before it, if any, ends by itself: it finds the batch seized.
+        self._acting[runner] = thread
+        thread.start()
+
+    def _replace_cut(self, runner: Runner, now: float) -> None:
+        self._cut.append((runner, now + FREE_AFTER_SECONDS))
+        self._replace(runner)
+
+    def _take(self, progress: Progress) -> bool:
+        """Seize a batch, once; False where its COMMIT is under way, or where it was seized before."""
+        with self._lock:
+            return not progress.seized and progress.seize()
+
+    def _enforce(self, runner: Runner, progress: Progress, deadline: float) -> None:
+        """Cancel, then cut off, unless the job ends by itself."""
+        runner.ask()
+        until = time.monotonic() + CUT_AFTER_SECONDS
+        # An async handler is cancelled by its own loop, together with the query that it awaits.
+        if runner.slot.flavour == "sync":
+            self._cancel(progress, deadline)
+        while time.monotonic() < until:
+            time.sleep(min(_STEP_SECONDS, CUT_AFTER_SECONDS))
+            if progress.deadline != deadline or progress.seized:
+                return
+        if not self._take(progress):
+            return
+        # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
+        is_charged = progress.deadline == deadline and not runner.is_held_up()
+        failed = _timed_out(runner, progress) if is_charged else None
+        try:
             self._end(runner, progress, failed)
-            self._cut.append((runner, time.monotonic() + FREE_AFTER_SECONDS))
-            self._replace(runner)
+        finally:
+            self._ended.append(runner)
+
+    def _cancel(self, progress: Progress, deadline: float) -> None:
+        """Cancel the statement of a job that is alone in its transaction.
+
+        Among others a cancellation that comes late would hit the next one's; there its backend is terminated.
+        """
+        if progress.lone_job is None:
+            return
+
+        def cancel(connection: Connection, _pause: Pause) -> None:
+            # Held, so that it does not hit the certificate either.
+            with progress._lock:  # noqa: SLF001
+                if progress.deadline == deadline and not progress.certifying:
+                    end_other_transaction(connection, progress, terminate=False)
+
+        self._on_connection(cancel)
 
     def _end(self, runner: Runner, progress: Progress, failed: Failed | None) -> None:
         slot = runner.slot
-        slot.shared.suspects.end_turn(slot)
-
-        def cut(connection: Connection) -> BatchReport:
-            end_other_transaction(connection, progress, terminate=True)
-            deadline = time.monotonic() + _RESOLVE_SECONDS
-            while True:
-                try:
-                    return cut_off(connection, progress, slot.work_on(connection, SyncInvoker()), failed)
-                except ConnectionLost:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.02)
-
-        report = self._on_connection(cut)
-        runner.abandon()
+        try:
+            report = self._on_connection(lambda connection, pause: _settle(connection, pause, slot, progress, failed))
+        finally:
+            slot.shared.suspects.end_turn(slot)
+            runner.abandon()
         if report is not None:
             slot.tell(report)
 
-    def _on_connection(self, action: Callable[[Connection], BatchReport | None]) -> BatchReport | None:
+    def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
         """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""
         try:
-            if self._engines.sync is not None:
-                options = connection_options(self._engines.sync, self._schema)
-                with self._engines.sync.connect().execution_options(**options) as connection:
-                    return action(connection)
-            loop = self._loop()
-            if loop is None:
-                return None
-            return asyncio.run_coroutine_threadsafe(self._on_async(action), loop).result(CUT_AFTER_SECONDS)
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError, TimeoutError) as error:
+            with self._connections:
+                return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like
             logger.warning("a handler past its deadline was not settled", extra={"error_type": type(error).__name__})
             return None
 
-    async def _on_async(self, action: Callable[[Connection], BatchReport | None]) -> BatchReport | None:
+    def _on_sync(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        assert self._engines.sync is not None
+        options = connection_options(self._engines.sync, self._schema)
+        with self._engines.sync.connect().execution_options(**options) as connection:
+            return action(connection, time.sleep)
+
+    def _through_loop(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        loop = self._loop()
+        if loop is None:
+            return None
+        future = asyncio.run_coroutine_threadsafe(self._on_async(action), loop)
+        try:
+            return future.result(_LOOP_SECONDS)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    async def _on_async(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
         engine = self._engines.asynchronous
         assert engine is not None
         async with engine.connect() as connection:
             await connection.execution_options(**connection_options(engine, self._schema))
-            return await connection.run_sync(action)
+            return await connection.run_sync(action, lambda seconds: await_only(asyncio.sleep(seconds)))
+
+
+def _settle(
+    connection: Connection, pause: Pause, slot: Slot, progress: Progress, failed: Failed | None
+) -> BatchReport | None:
+    """End the transaction of a seized batch, and settle what becomes of it."""
+    # First, because from the end of that transaction on others find its mark.
+    work = slot.work_on(connection, SyncInvoker())
+    try:
+        end_other_transaction(connection, progress, terminate=True)
+        deadline = time.monotonic() + _RESOLVE_SECONDS
+        while True:
+            try:
+                return cut_off(connection, progress, work, failed)
+            except ConnectionLost:
+                if time.monotonic() > deadline:
+                    raise
+                pause(_RETRY_SECONDS)
+    finally:
+        work.guard.remove()
 
 
 def _timed_out(runner: Runner, progress: Progress) -> Failed:
     """The record of a handler that was cut off, with the place where it stands."""
-    seconds = progress.timeout_seconds or 0.0
-    thread = runner.stands_at()
-    frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
-    stack = [] if frame is None else traceback.extract_stack(frame)
-    return describe_failure(HandlerTimedOut(seconds), progress.job, stack)
+    return describe_failure(HandlerTimedOut(progress.timeout_seconds or 0.0), progress.job, runner.stack())

@@ -21,11 +21,11 @@ _COLUMNS: LiteralString = ", ".join(f"claimed.{column}" for column in RETURNED)
 ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
 
 # Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Widened
-# to 64 bits by its distance from the next id, modulo 2^32; what lies ahead of that is in progress, or a multixact.
-# A hint, never a count: a foreign lock that was rolled back reads the same.
+# to 64 bits by its distance from the next id, modulo 2^32; what does not lie behind that one is in progress, or a
+# multixact. A hint, never a count: a foreign lock that was rolled back reads the same, and so may a multixact's number.
 _DIED = """\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
-    SELECT CASE WHEN distance < 2147483648 AND distance < next_xid - 2
+    SELECT CASE WHEN distance BETWEEN 1 AND 2147483647 AND distance < next_xid - 2
       THEN coalesce(pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
     FROM (SELECT next_xid, (next_xid - job.xmax::text::bigint) & 4294967295 AS distance
       FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next_xid) AS now) AS widened

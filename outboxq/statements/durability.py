@@ -20,8 +20,8 @@ def server_epoch(connection: Connection) -> str:
     """
     epoch: str = connection.execute(
         text(
-            "SELECT pg_catalog.pg_postmaster_start_time()::text || ' '"
-            " || coalesce((SELECT stats_reset::text FROM pg_catalog.pg_stat_bgwriter), '')"
+            "SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '"
+            " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '')"
         )
     ).scalar_one()
     return epoch

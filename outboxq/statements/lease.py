@@ -3,6 +3,7 @@
 Every time is the database's. All are sent as text on the lease's own connection, a transaction each.
 """
 
+from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
@@ -67,7 +68,22 @@ def take_back(schema: str, job_id: UUID, token: int, max_crashes: int) -> str:
     return _take(schema, ours, max_crashes, 1, "the connection was lost while the job ran")
 
 
-def _take(schema: str, lost: sql.Composable, max_crashes: int, limit: int, message: str) -> str:
+def take_back_unstarted(schema: str, job_id: UUID, token: int) -> str:
+    """As `take_back`, for a job whose handler never started: a crash that was counted with its claim goes back."""
+    ours = sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
+        id=sql.Literal(job_id), token=sql.Literal(token)
+    )
+    return _take(schema, ours, 32_767, 1, "the answer to its claim was lost", crashes="greatest(job.crashes - 1, 0)")
+
+
+def _take(
+    schema: str,
+    lost: sql.Composable,
+    max_crashes: int,
+    limit: int,
+    message: str,
+    crashes: LiteralString = "job.crashes",
+) -> str:
     record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
     # A new seq, so that it is ahead of no cursor; a new token, so that nobody else can complete it.
     return (
@@ -79,7 +95,7 @@ WITH lost AS MATERIALIZED (
   LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
 ), back AS (
   UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = job.lease_token + 1, seq = DEFAULT,
-    attempt = greatest(job.attempt - 1, 0), errors = {record}
+    attempt = greatest(job.attempt - 1, 0), crashes = {crashes}, errors = {record}
   FROM lost WHERE job.id = lost.id AND NOT lost.over
   RETURNING job.id, job.queue, job.kind, job.crashes
 ), gone AS (
@@ -91,8 +107,11 @@ WITH lost AS MATERIALIZED (
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
     'crashed ' || job.crashes || ' of ' || {max_crashes} || ' times while it ran alone', job.created_at
   FROM gone AS job
-  ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, crashes = excluded.crashes, errors = excluded.errors,
-    reason = excluded.reason, args = excluded.args, died_at = clock_timestamp()
+  ON CONFLICT (id) DO UPDATE SET queue = excluded.queue, kind = excluded.kind, args = excluded.args,
+    headers = excluded.headers, priority = excluded.priority, attempt = excluded.attempt,
+    max_attempts = excluded.max_attempts, crashes = excluded.crashes, unique_key = excluded.unique_key,
+    group_key = excluded.group_key, errors = excluded.errors, reason = excluded.reason,
+    created_at = excluded.created_at, died_at = clock_timestamp()
   RETURNING id, queue, kind, crashes
 )
 SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
@@ -104,6 +123,7 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
             limit=sql.Literal(limit),
             max_crashes=sql.Literal(max_crashes),
             record=record,
+            crashes=sql.SQL(crashes),
         )
         .as_string(None)
     )
@@ -113,8 +133,8 @@ def forget_relays(schema: str) -> str:
     """Remove the rows of relays that have been dead for a day and under whose lease nothing stands any more."""
     return (
         sql.SQL(
-            "DELETE FROM {relay} AS relay WHERE relay.id IN (SELECT id FROM {relay} WHERE alive_until < "
-            "clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
+            "WITH old AS MATERIALIZED (SELECT id FROM {relay} WHERE alive_until < clock_timestamp() - interval '1 day' "
+            "LIMIT 100 FOR UPDATE SKIP LOCKED) DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
             "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)"
         )
         .format(relay=sql.Identifier(schema, "relay"), job=sql.Identifier(schema, "job"))

@@ -7,6 +7,9 @@ from psycopg import sql
 # How much longer the server waits than the relay, which acts on its own deadlines while it can.
 IDLE_GRACE_SECONDS = 10.0
 
+# Less would hit the claim and the certificate, which share the transaction: a shorter deadline is the relay's alone.
+LEAST_SECONDS = 1.0
+
 # LOCAL: behind a transaction pooler a session is somebody else's a moment later.
 # force_custom_plan: a statement that was prepared while its table was empty, an idle relay's normal state, would scan
 # or sort whatever arrives later.
@@ -22,9 +25,8 @@ def local_timeouts(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
-    statement, lock, idle = (
-        max(1, int(value * 1000)) for value in (seconds, seconds * 0.9, seconds + IDLE_GRACE_SECONDS)
-    )
+    seconds = max(seconds, LEAST_SECONDS)
+    statement, lock, idle = (int(value * 1000) for value in (seconds, seconds * 0.9, seconds + IDLE_GRACE_SECONDS))
     return (
         f"SET LOCAL statement_timeout = {statement}; SET LOCAL lock_timeout = {lock}; "
         f"SET LOCAL idle_in_transaction_session_timeout = {idle}; "
@@ -32,8 +34,11 @@ def local_timeouts(seconds: float | None) -> str:
 
 
 def local_timeouts_off() -> str:
-    """No deadlines for the rest of a transaction but the idle one of the role and the database."""
-    return "SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; "
+    """The deadlines of the role and the database again, for the rest of a transaction."""
+    return (
+        "SET LOCAL statement_timeout TO DEFAULT; SET LOCAL lock_timeout TO DEFAULT; "
+        "SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
+    )
 
 
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:

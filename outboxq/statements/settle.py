@@ -15,6 +15,7 @@ from sqlalchemy import (
     Select,
     Text,
     Update,
+    and_,
     cast,
     delete,
     func,
@@ -54,7 +55,7 @@ def put_back_parked(claimed: Job) -> Insert | Update:
 
 
 def remove(claimed: Job) -> Delete:
-    """The row of a job under a lease, if it is still under it; its transaction's id, to ask what became of it.
+    """The row of a job under a lease, if it is still under it.
 
     Index: the primary key. Waits for a reaper or an operator who holds the row, and then finds what they left.
     """
@@ -90,10 +91,14 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     )
 
 
-def put_off(job_id: UUID, delay: timedelta) -> Update:
+def put_off(claimed: Job, delay: timedelta) -> Insert | Update:
     """Move a waiting job out of the way, without reading or writing anything else of it. Waits for no lock."""
-    free = select(job.c.id).where(job.c.id == job_id).with_for_update(skip_locked=True).scalar_subquery()
-    return update(job).where(job.c.id == free).values(state="scheduled", run_at=func.clock_timestamp() + literal(delay))
+    later = {"state": "scheduled", "run_at": func.clock_timestamp() + literal(delay)}
+    if claimed.lease_token is not None:
+        return _write(claimed, {**later, "attempt": claimed.attempt - 1})
+    waits = and_(job.c.id == claimed.id, job.c.state != "leased")
+    free = select(job.c.id).where(waits).with_for_update(skip_locked=True).scalar_subquery()
+    return update(job).where(job.c.id == free).values(**later)
 
 
 def errors_with(kept: str, record: str) -> "ColumnElement[str]":

@@ -127,7 +127,7 @@ _HALF_DONE = (
 )
 
 # Afterwards nobody but us is connected, so nothing of theirs may be held or open.
-_OPEN = {
+OPEN_TRANSACTIONS = {
     "prepared transactions": "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()",
     "open transactions": """\
 SELECT count(*) FROM pg_stat_activity
@@ -173,7 +173,7 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
     half_done = connection.execute(text(_HALF_DONE)).scalar_one()
     if half_done:
         problems.append(f"counters differ by {half_done} from the effects that were to count")
-    for name, query in _OPEN.items():
+    for name, query in OPEN_TRANSACTIONS.items():
         number = connection.execute(text(query)).scalar_one()
         if number:
             problems.append(f"{number} {name} after the end")

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Engine, select, text
+from sqlalchemy import Connection, Engine, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, RelayConfig, Retry, Snooze
@@ -281,3 +283,158 @@ def test_a_queue_has_one_claim_mode() -> None:
         jobs.resolve()
     with pytest.raises(RegistryError, match="claim takes 'transaction' or 'lease', got 'leese'"):
         jobs.handler(claim="leese")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["session", "bind", "driver"])
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_failed_attempt_leaves_nothing_whatever_it_wrote_through(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, how: str, flavour: str
+) -> None:
+    """The transaction begins with the first use of the session, or of the connection below it."""
+    jobs = Jobs()
+    insert = "INSERT INTO effect_ledger (name) VALUES ('undone')"
+
+    @jobs.handler(queue="lease", claim="lease", retry=QUICK)
+    def write_and_fail(ctx: Context) -> None:
+        bind = ctx.session.bind
+        assert isinstance(bind, Connection)
+        if how == "session":
+            ctx.session.execute(text(insert))
+        elif how == "bind":
+            bind.execute(text(insert))
+        else:
+            bind.connection.cursor().execute(insert)
+        raise ValueError("never")
+
+    @jobs.handler(queue="lease-async", claim="lease", retry=QUICK)
+    async def write_and_fail_async(ctx: AsyncContext) -> None:
+        bind = ctx.session.bind
+        assert isinstance(bind, AsyncConnection)
+        if how == "session":
+            await ctx.session.execute(text(insert))
+        elif how == "bind":
+            await bind.execute(text(insert))
+        else:
+            raw = await bind.get_raw_connection()
+            assert raw.driver_connection is not None
+            await raw.driver_connection.execute(insert)
+        raise ValueError("never")
+
+    with sessions.begin() as session:
+        session.add_job(write_and_fail if flavour == "sync" else write_and_fail_async)
+    drain(jobs)
+    assert effects(engine) == []
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT attempt FROM outboxq.dead_job")).scalars().all() == [2]
+
+
+def test_a_commit_on_the_bind_is_refused_before_the_session_was_used(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The guard stands from the handler's first line."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
+    def commit(ctx: Context) -> None:
+        assert isinstance(ctx.session.bind, Connection)
+        ctx.session.bind.commit()
+
+    with sessions.begin() as session:
+        session.add_job(commit)
+    (died,) = [event for event in drain(jobs) if isinstance(event, JobDied)]
+    assert "TransactionVerbRefused" in died.reason
+
+
+def test_a_handler_that_worked_outside_is_done_although_its_idle_connection_is_gone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """It wrote nothing, so nothing is lost with the connection: its result is settled on the next one."""
+    jobs, entered, leave, calls = Jobs(), threading.Event(), threading.Event(), []
+
+    @jobs.handler(queue="lease", claim="lease")
+    def outside(ctx: Context) -> None:
+        calls.append(ctx.job.attempt)
+        entered.set()
+        leave.wait(20)
+
+    with sessions.begin() as session:
+        session.add_job(outside)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert entered.wait(10)
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            )
+        leave.set()
+        wait_until(lambda: running.of(JobDone), "the job")
+    assert calls == [1]
+    assert rows(engine) == []
+
+
+def test_a_leased_job_that_was_cancelled_and_committed_by_its_handler_does_not_stop_the_slot(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """There is nothing left to bury: the loss is reported, and the next job runs."""
+    jobs, _ = leased_jobs()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def cancel_and_commit(ctx: Context) -> None:
+        with ctx.state.begin() as other:
+            other.execute(text("DELETE FROM outboxq.job WHERE id = :id"), {"id": ctx.job.id})
+        ctx.session.execute(text("SELECT 1"))
+        ctx.session.connection().connection.commit()
+
+    @contextmanager
+    def lifespan() -> Iterator[Engine]:
+        yield engine
+
+    top = Jobs(lifespan=lifespan)
+    top.include(jobs)
+    with sessions.begin() as session:
+        session.add_job(cancel_and_commit)
+        session.add_job(jobs.resolve().find("work"), name="next")
+    with start_relay(top, RelayConfig(slots_per_queue=1)) as running:
+        wait_until(lambda: running.of(JobDone), "the next job")
+    assert len(running.of(JobLeaseLost)) == 1
+    assert effects(engine) == ["next"]
+
+
+def test_suspects_wake_a_relay_that_sleeps(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Nothing is inserted, so nothing notifies: the heartbeat finds them and rings."""
+    jobs, _ = leased_jobs()
+    with start_relay(jobs, RelayConfig(lease_seconds=3, poll_seconds=60)) as running:
+        wait_until(lambda: rows_of_relay(engine), "the lease")
+        with engine.begin() as connection:
+            connection.execute(text("SET LOCAL outboxq.notify = 'off'"))
+            connection.execute(
+                text(
+                    "INSERT INTO outboxq.job (id, queue, kind, args, state) "
+                    "VALUES (gen_random_uuid(), 'lease', 'work', '{\"name\": \"suspect\"}', 'suspect')"
+                )
+            )
+        wait_until(lambda: running.of(JobDone), "the suspect", 10)
+
+
+def test_a_job_that_cannot_be_buried_keeps_no_other_from_coming_back(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Whatever is wrong with the table of the dead letters, the sweep brings the rest back."""
+    jobs, _ = leased_jobs()
+    with sessions.begin() as session:
+        session.add_jobs(jobs.resolve().find("work").job(name=name) for name in ("over", "under"))
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outboxq.dead_job ADD CONSTRAINT broken CHECK (false)"))
+        connection.execute(
+            text(
+                "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid(), "
+                "crashes = CASE WHEN args->>'name' = 'over' THEN 3 ELSE 0 END"
+            )
+        )
+    with start_relay(jobs, RelayConfig(lease_seconds=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 2, "both")
+    assert effects(engine) == ["over", "under"]

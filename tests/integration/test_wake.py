@@ -244,7 +244,8 @@ def unheld_lease() -> Lease:
     """A lease whose thread was never started."""
     settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
     nothing = Emitter([], lambda *_: None)
-    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), set, nothing, lambda _: None, **settings)
+    hooks = (set, nothing, lambda _: None, lambda: None)
+    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), *hooks, **settings)
 
 
 def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(

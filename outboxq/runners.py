@@ -1,0 +1,176 @@
+"""Runners: a slot in a thread, or in a task of the relay's event loop, and how it is given up."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, Engine, ExceptionContext, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outboxq.config import SlotGroup
+from outboxq.driver import transaction_status
+from outboxq.serve import serve_in_loop, serve_in_thread
+from outboxq.slot import Shared, Slot
+
+
+class SlotThread:
+    """A slot with sync handlers, in a thread of its own."""
+
+    def __init__(
+        self, shared: Shared, group: SlotGroup, engine: Engine, failed: Callable[[BaseException], None]
+    ) -> None:
+        bell = threading.Event()
+        self.slot = Slot(shared, "sync", group.queues, bell.set)
+        self._failed = failed
+        self._connection: Connection | None = None
+        self._detached: DBAPIConnection | None = None
+        # The same pool and events, and one of our own.
+        own = engine.execution_options()
+        event.listen(own, "engine_connect", self._connected)
+        # A daemon: a handler that outlives the time to drain must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, args=(own, bell), name="outboxq-slot", daemon=True)
+        self._thread.start()
+
+    def _connected(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def _run(self, engine: Engine, bell: threading.Event) -> None:
+        try:
+            serve_in_thread(self.slot, engine, bell)
+        except BaseException as error:  # noqa: BLE001  # raised again by the relay
+            self._failed(error)
+        finally:
+            if self._detached is not None:
+                self._detached.close()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_seconds: float) -> None:
+        self._thread.join(timeout_seconds)
+
+    def abandon(self) -> None:
+        """Nothing can stop a thread, and it cannot commit; its place in the pool is for the slot that follows."""
+        connection = self._connection
+        if connection is None or connection.closed or connection.invalidated or self._detached is not None:
+            return
+        self._detached = connection.connection.dbapi_connection
+        connection.detach()
+
+    def ask(self) -> None:
+        """A thread is its own."""
+
+    def is_held_up(self) -> bool:
+        return False
+
+    def stack(self) -> list[traceback.FrameSummary]:
+        return _stack_of_thread(self._thread.ident)
+
+
+class SlotTask:
+    """A slot with async handlers, a task in the relay's event loop."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        group: SlotGroup,
+        engine: AsyncEngine,
+        loop: asyncio.AbstractEventLoop,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._bell = asyncio.Event()
+        self._loop = loop
+        self._loop_thread: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._answered = threading.Event()
+        self._failed = failed
+        self._connection: Connection | None = None
+        self.slot = Slot(shared, "async", group.queues, self._wake)
+        # As in the thread.
+        self._future = asyncio.run_coroutine_threadsafe(self._run(engine.execution_options()), loop)
+
+    def _connected(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def _keep_connection(self, context: ExceptionContext) -> None:
+        """SQLAlchemy gives up a connection on which a coroutine is cancelled, even by a timeout of the handler's own.
+
+        psycopg has cancelled its query in the server, and the savepoint contains that as it does any error.
+        """
+        connection = context.connection
+        if connection is None or connection is not self._connection:
+            return
+        if isinstance(context.original_exception, asyncio.CancelledError) and transaction_status(connection) in (
+            TransactionStatus.INTRANS,
+            TransactionStatus.INERROR,
+        ):
+            context.is_disconnect = False
+
+    async def _run(self, engine: AsyncEngine) -> None:
+        self._loop_thread = threading.get_ident()
+        self._task = asyncio.current_task()
+        event.listen(engine.sync_engine, "engine_connect", self._connected)
+        # SQLAlchemy keeps these by dialect, so for all who use the engine.
+        event.listen(engine.sync_engine, "handle_error", self._keep_connection)
+        try:
+            await serve_in_loop(self.slot, engine, self._bell)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  # raised again by the relay
+            self._failed(error)
+        finally:
+            event.remove(engine.sync_engine, "handle_error", self._keep_connection)
+
+    def _wake(self) -> None:
+        self._call_soon(self._bell.set)
+
+    def _call_soon(self, callback: Callable[[], object]) -> None:
+        # A closed loop has no one left to call.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    def is_alive(self) -> bool:
+        return not self._future.done()
+
+    def join(self, timeout_seconds: float) -> None:
+        concurrent.futures.wait([self._future], timeout_seconds)
+
+    def abandon(self) -> None:
+        """Cancel the handler; its transaction is rolled back as the task ends."""
+        # Not the future: cancelled, it would be done at once, whatever the task does.
+        if self._task is not None:
+            self._call_soon(self._task.cancel)
+
+    def ask(self) -> None:
+        """Whether the event loop, which others share, still runs."""
+        self._answered.clear()
+        self._call_soon(self._answered.set)
+
+    def is_held_up(self) -> bool:
+        return not self._answered.is_set() and not self._is_running()
+
+    def _is_running(self) -> bool:
+        coroutine = None if self._task is None else self._task.get_coro()
+        return inspect.iscoroutine(coroutine) and coroutine.cr_running
+
+    def stack(self) -> list[traceback.FrameSummary]:
+        if self._task is None or self._is_running():
+            return _stack_of_thread(self._loop_thread)
+        stack: list[traceback.FrameSummary] = []
+        awaited: object = self._task.get_coro()
+        while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
+            stack.extend(traceback.extract_stack(awaited.cr_frame))
+            awaited = awaited.cr_await
+        return stack
+
+
+def _stack_of_thread(thread: int | None) -> list[traceback.FrameSummary]:
+    frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
+    return [] if frame is None else list(traceback.extract_stack(frame))

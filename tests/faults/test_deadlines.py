@@ -1,0 +1,867 @@
+"""Deadlines: a handler that does not end in time is stopped, recorded and retried, and harms nobody else."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, make_url, select, text
+from sqlalchemy.orm import Session, sessionmaker
+
+import outboxq.watch
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
+from outboxq.config import SlotGroup
+from outboxq.errors import RegistryError, RelayStuck
+from outboxq.events import (
+    DatabaseBack,
+    DatabaseLost,
+    Event,
+    JobCrashed,
+    JobDied,
+    JobDone,
+    JobInterrupted,
+    JobRetried,
+    JobsSuspected,
+)
+from outboxq.fault_points import FaultPoint, fault_action
+from outboxq.handlers import DEFAULT_TIMEOUT_SECONDS
+from outboxq.postgres import Database
+from tests.conftest import StartRelay
+from tests.support.app import Account, Effect
+from tests.support.cli import environment, run
+from tests.support.waiting import wait_until
+
+Drain = Callable[..., list[Event]]
+ONCE = Backoff(max_attempts=1)
+TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
+TIMED_OUT = "outboxq.errors.HandlerTimedOut"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch's own times, shorter."""
+    monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", 30.0)
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets handlers that hang go on, at the end of the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *kinds: str) -> None:
+    registry = jobs.resolve()
+    with sessions.begin() as session:
+        for kind in kinds:
+            session.add_job(registry.find(kind))
+
+
+def effects(engine: Engine) -> list[str]:
+    with Session(engine) as session:
+        return sorted(session.scalars(select(Effect.name)))
+
+
+def rows(engine: Engine, what: str) -> list[tuple[object, ...]]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text(what))]
+
+
+def dead_errors(engine: Engine) -> list[dict[str, object]]:
+    """The errors of the only dead letter."""
+    ((errors,),) = rows(engine, "SELECT errors FROM outboxq.dead_job")
+    assert isinstance(errors, list)
+    return errors
+
+
+def of(events: list[Event], kind: type[Event]) -> list[Event]:
+    return [event for event in list(events) if isinstance(event, kind)]
+
+
+def recording(lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None) -> Jobs:
+    """A registry with a handler of each flavour that just writes a row."""
+    jobs = Jobs(lifespan=lifespan)
+
+    @jobs.handler(queue="sync", timeout_seconds=20)
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name="good"))
+
+    @jobs.handler(queue="async", timeout_seconds=20)
+    async def good_async(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="good"))
+
+    return jobs
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.0, float("nan"), float("inf"), "30", True, 1e9])
+def test_a_deadline_that_cannot_be_is_refused(seconds: object) -> None:
+    """At the decorator, with what it takes."""
+    with pytest.raises(RegistryError, match="timeout_seconds takes"):
+        Jobs().handler(timeout_seconds=seconds)
+
+
+def test_the_deadline_is_five_minutes_unless_given() -> None:
+    """None is no deadline."""
+    jobs = Jobs()
+
+    @jobs.handler()
+    def default(ctx: Context) -> None: ...
+
+    @jobs.handler(timeout_seconds=None)
+    def endless(ctx: Context) -> None: ...
+
+    assert DEFAULT_TIMEOUT_SECONDS == default.timeout_seconds == 300
+    assert endless.timeout_seconds is None
+
+
+def backends(jobs: Jobs, flavour: str, name: str) -> set[int]:
+    """Register a handler that tells which backend it ran on; the pids."""
+    pids: set[int] = set()
+    query = text("SELECT pg_backend_pid()")
+
+    if flavour == "sync":
+
+        @jobs.handler(kind=name, queue="sync", timeout_seconds=20)
+        def tell(ctx: Context) -> None:
+            pids.add(ctx.session.scalar(query))
+            ctx.session.add(Effect(name=name))
+
+    else:
+
+        @jobs.handler(kind=name, queue="async", timeout_seconds=20)
+        async def tell_async(ctx: AsyncContext) -> None:
+            pids.add(await ctx.session.scalar(query))
+            ctx.session.add(Effect(name=name))
+
+    return pids
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_statement_that_hangs_is_cancelled_in_its_savepoint(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, flavour: str
+) -> None:
+    """The job is retried and buried as timed out; its batch is done in the same transaction on the same connection."""
+    jobs = Jobs()
+    first, last = backends(jobs, flavour, "first"), backends(jobs, flavour, "last")
+
+    if flavour == "sync":
+
+        @jobs.handler(kind="hang", queue="sync", retry=TWICE, timeout_seconds=1)
+        def hang(ctx: Context) -> None:
+            ctx.session.add(Effect(name="hang"))
+            ctx.session.execute(text("SELECT pg_sleep(20)"))
+
+    else:
+
+        @jobs.handler(kind="hang", queue="async", retry=TWICE, timeout_seconds=0.5)
+        async def hang_async(ctx: AsyncContext) -> None:
+            ctx.session.add(Effect(name="hang"))
+            await ctx.session.execute(text("SELECT pg_sleep(20)"))
+
+    add(sessions, jobs, "first", "hang", "last")
+    events = drain(jobs, batch_size=3, slots_per_queue=1)
+    assert effects(engine) == ["first", "last"]
+    assert first == last
+    assert len(first) == 1
+    assert [event.job.attempt for event in of(events, JobDone)] == [1, 1]
+    assert not of(events, JobsSuspected)
+    assert not of(events, DatabaseLost)
+    errors = dead_errors(engine)
+    assert [(error["attempt"], error["type"]) for error in errors] == [(1, TIMED_OUT), (2, TIMED_OUT)]
+    assert all("test_deadlines.py" in " ".join(error["where"]) for error in errors)
+
+
+def test_the_relay_cancels_what_several_statements_take_together(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """No statement of its own is over the limit: the running one is cancelled from outside, and the connection kept."""
+    jobs = Jobs()
+    pids: set[int] = set()
+
+    @jobs.handler(queue="sync", retry=TWICE, timeout_seconds=0.6)
+    def dawdle(ctx: Context) -> None:
+        pids.add(ctx.session.scalar(text("SELECT pg_backend_pid()")))
+        for _ in range(100):
+            ctx.session.execute(text("SELECT pg_sleep(0.25)"))
+
+    add(sessions, jobs, "dawdle")
+    events = drain(jobs, slots_per_queue=1)
+    assert [error["type"] for error in dead_errors(engine)] == [TIMED_OUT, TIMED_OUT]
+    assert len(pids) == 1
+    assert not of(events, JobsSuspected)
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_who_ends_in_time_pays_nothing(
+    sessions: sessionmaker[OutboxSession], drain: Drain, flavour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay sends as much for a job with a deadline as for one without."""
+    sent = 0
+    driver = psycopg.Connection if flavour == "sync" else psycopg.AsyncConnection
+    original = driver.wait
+
+    def counting(self: object, *arguments: object, **named: object) -> object:
+        nonlocal sent
+        sent += threading.current_thread().name in ("outboxq-slot", "outboxq-loop")
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(driver, "wait", counting)
+
+    def statements(seconds: float | None) -> int:
+        nonlocal sent
+        jobs, sent = Jobs(), 0
+        if flavour == "sync":
+
+            @jobs.handler(kind="work", queue="sync", timeout_seconds=seconds)
+            def work(ctx: Context) -> None:
+                ctx.session.add(Effect(name="work"))
+
+        else:
+
+            @jobs.handler(kind="work", queue="async", timeout_seconds=seconds)
+            async def work_async(ctx: AsyncContext) -> None:
+                ctx.session.add(Effect(name="work"))
+
+        add(sessions, jobs, *["work"] * 20)
+        assert len(of(drain(jobs, slots_per_queue=1), JobDone)) == 20
+        return sent
+
+    assert statements(None) == statements(60.0) > 20
+
+
+def test_who_waits_for_a_row_lock_gives_up(engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain) -> None:
+    """By lock_timeout, before the deadline, and the error says so."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
+    def wait(ctx: Context) -> None:
+        ctx.session.execute(text("UPDATE account SET balance = 1"))
+
+    with sessions.begin() as session:
+        session.add(Account(id=1))
+    add(sessions, jobs, "wait")
+    with engine.begin() as connection:
+        connection.execute(text("SELECT FROM account FOR UPDATE"))
+        drain(jobs, slots_per_queue=1)
+    (error,) = dead_errors(engine)
+    assert error["type"] == "psycopg.errors.LockNotAvailable"
+    assert "lock timeout" in str(error["message"])
+
+
+def test_a_deadline_of_one_job_is_not_the_next_ones(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Each has its own within one transaction, and one without a deadline has those of its role again."""
+    jobs, seen = Jobs(), {}
+    names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    query = text("SELECT " + ", ".join(f"current_setting('{name}')" for name in names))
+
+    def tell(kind: str, seconds: float | None) -> None:
+        @jobs.handler(kind=kind, queue="sync", timeout_seconds=seconds)
+        def handler(ctx: Context) -> None:
+            seen[kind] = tuple(ctx.session.execute(query).one())
+
+    tell("short", 2.0)
+    tell("long", 60.0)
+    tell("endless", None)
+    with engine.connect() as connection:
+        role = tuple(connection.execute(query).one())
+    add(sessions, jobs, "short", "long", "endless")
+    drain(jobs, batch_size=3, slots_per_queue=1)
+    assert seen == {"short": ("2s", "1800ms", "12s"), "long": ("1min", "54s", "70s"), "endless": role}
+
+
+def test_a_cancellation_never_hits_another_job_of_the_batch(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job ends just as it is to be cancelled: the one behind it in its transaction is not failed for it."""
+    jobs, cancelling, behind = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="sync", timeout_seconds=0.1)
+    def late(ctx: Context) -> None:
+        cancelling.wait(0.3)
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=5)
+    def busy(ctx: Context) -> None:
+        behind.set()
+        for _ in range(20):
+            ctx.session.execute(text("SELECT pg_sleep(0.02)"))
+
+    original = outboxq.watch.end_other_transaction
+
+    def end_too_late(*arguments: object, **named: object) -> None:
+        cancelling.set()
+        assert behind.wait(20)
+        original(*arguments, **named)
+
+    monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", 5.0)
+    monkeypatch.setattr(outboxq.watch, "end_other_transaction", end_too_late)
+    add(sessions, jobs, "late", "busy")
+    events = drain(jobs, batch_size=2, slots_per_queue=1)
+    assert [event.job.kind for event in of(events, JobDone)] == ["late", "busy"]
+    assert not of(events, JobDied)
+
+
+def test_a_cancellation_never_hits_the_certificate(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job alone ends just as it is to be cancelled: its COMMIT waits until that is over, and stands."""
+    jobs, cancelling = Jobs(), threading.Event()
+    at_commit = threading.Event()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
+    def late(ctx: Context) -> None:
+        ctx.session.add(Effect(name="late"))
+        cancelling.wait(20)
+
+    original = outboxq.watch.end_other_transaction
+
+    def end_too_late(*arguments: object, **named: object) -> None:
+        cancelling.set()
+        assert at_commit.wait(20)
+        original(*arguments, **named)
+
+    def arrived(point: FaultPoint) -> None:
+        if point == "before-commit":
+            at_commit.set()
+
+    # A certificate that would be hit.
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END$$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE CONSTRAINT TRIGGER slowly AFTER INSERT ON effect_ledger DEFERRABLE INITIALLY DEFERRED "
+                "FOR EACH ROW EXECUTE FUNCTION slowly()"
+            )
+        )
+    monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", 5.0)
+    monkeypatch.setattr(outboxq.watch, "end_other_transaction", end_too_late)
+    add(sessions, jobs, "late")
+    with fault_action(arrived):
+        events = drain(jobs, slots_per_queue=1)
+    assert len(of(events, JobDone)) == 1
+    assert effects(engine) == ["late"]
+
+
+async def sleep_on(ctx: AsyncContext) -> None:
+    await asyncio.sleep(20)
+
+
+async def query_on(ctx: AsyncContext) -> None:
+    await ctx.session.execute(text("SELECT pg_sleep(20)"))
+
+
+async def query_after_query(ctx: AsyncContext) -> None:
+    for _ in range(100):
+        await ctx.session.execute(text("SELECT pg_sleep(0.05)"))
+
+
+async def swallow_and_return(ctx: AsyncContext) -> None:
+    try:
+        await asyncio.sleep(20)
+    except asyncio.CancelledError:
+        ctx.session.add(Effect(name="swallowed"))
+
+
+async def swallow_in_a_savepoint(ctx: AsyncContext) -> None:
+    try:
+        async with ctx.session.begin_nested():
+            await ctx.session.execute(text("SELECT pg_sleep(20)"))
+    except Exception:  # noqa: BLE001  # what the handler should not do
+        ctx.session.add(Effect(name="swallowed"))
+
+
+async def raise_another(ctx: AsyncContext) -> None:
+    try:
+        await asyncio.sleep(20)
+    except asyncio.CancelledError:
+        raise ValueError("instead") from None
+
+
+@pytest.mark.parametrize(
+    "body", [sleep_on, query_on, query_after_query, swallow_and_return, swallow_in_a_savepoint, raise_another]
+)
+def test_an_async_handler_is_cancelled_at_its_deadline(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, body: Callable[..., object]
+) -> None:
+    """Whatever it awaits and makes of it: failed as timed out, its connection goes on, its batch is done."""
+    jobs = Jobs()
+    first, last = backends(jobs, "async", "first"), backends(jobs, "async", "last")
+
+    @jobs.handler(queue="async", retry=ONCE, timeout_seconds=0.3)
+    async def late(ctx: AsyncContext) -> None:
+        await body(ctx)
+
+    add(sessions, jobs, "first", "late", "last")
+    events = drain(jobs, batch_size=3, slots_per_queue=1)
+    assert effects(engine) == ["first", "last"]
+    assert first == last
+    assert not of(events, JobsSuspected)
+    (error,) = dead_errors(engine)
+    assert error["type"] == TIMED_OUT
+    if body is not swallow_and_return and body is not swallow_in_a_savepoint:
+        assert f"in {body.__name__}" in " ".join(error["where"])
+
+
+@pytest.mark.parametrize("body", [query_on, sleep_on])
+def test_a_timeout_of_the_handlers_own_is_an_error_like_any_other(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, body: Callable[..., object]
+) -> None:
+    """A query that a handler gives up after a while costs neither the connection nor the batch."""
+    jobs = Jobs()
+    first, last = backends(jobs, "async", "first"), backends(jobs, "async", "last")
+
+    @jobs.handler(queue="async", retry=ONCE)
+    async def impatient(ctx: AsyncContext) -> None:
+        async with asyncio.timeout(0.2):
+            await body(ctx)
+
+    add(sessions, jobs, "first", "impatient", "last")
+    events = drain(jobs, batch_size=3, slots_per_queue=1)
+    assert effects(engine) == ["first", "last"]
+    assert first == last
+    assert not of(events, JobsSuspected)
+    (error,) = dead_errors(engine)
+    assert error["type"] == "TimeoutError"
+
+
+def test_an_async_handler_that_goes_on_for_ever_is_cut_off(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, release: threading.Event
+) -> None:
+    """It swallows every cancellation: its backend is ended, the place recorded, and its slot replaced."""
+    jobs = recording()
+
+    @jobs.handler(queue="async", retry=ONCE, timeout_seconds=0.3)
+    async def stubborn(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="stubborn"))
+        await ctx.session.flush()
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    add(sessions, jobs, "stubborn", "good_async", "good_async")
+    config = RelayConfig(batch_size=2, slots_per_queue=1, poll_seconds=0.1)
+    with start_relay(jobs, config) as relay:
+        wait_until(lambda: len(relay.of(JobDone)) == 2, "the others")
+        assert len(relay.of(JobDied)) == 1
+        release.set()
+    assert effects(engine) == ["good", "good"]
+    assert not relay.of(JobsSuspected)
+    (error,) = dead_errors(engine)
+    assert error["type"] == TIMED_OUT
+    assert "in stubborn" in " ".join(error["where"])
+
+
+def hang_in_sleep(release: threading.Event) -> None:
+    release.wait(30)
+
+
+def hang_in_a_loop(release: threading.Event) -> None:
+    while not release.is_set():
+        pass
+
+
+@pytest.mark.parametrize("hang", [hang_in_sleep, hang_in_a_loop])
+@pytest.mark.parametrize("ending", ["write", "return"])
+def test_a_sync_handler_that_hangs_is_cut_off(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    release: threading.Event,
+    hang: Callable[[threading.Event], None],
+    ending: str,
+) -> None:
+    """Recorded with its place; its batch runs again, not charged or suspected; nothing lands later."""
+    jobs, woken = recording(), threading.Event()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
+    def stuck(ctx: Context) -> None:
+        ctx.session.add(Effect(name="stuck"))
+        ctx.session.flush()
+        hang(release)
+        if ending == "write":
+            woken.set()
+            ctx.session.add(Effect(name="too late"))
+            ctx.session.flush()
+        woken.set()
+
+    add(sessions, jobs, "good", "stuck", "good")
+    config = RelayConfig(batch_size=3, slots_per_queue=1, poll_seconds=0.1)
+    with start_relay(jobs, config) as relay:
+        wait_until(lambda: len(relay.of(JobDone)) == 2, "the others")
+        assert [event.job.attempt for event in relay.of(JobDone)] == [1, 1]
+        assert [event.job.crashes for event in relay.of(JobDone)] == [0, 0]
+        abandoned = [thread for thread in threading.enumerate() if thread.name == "outboxq-slot"]
+        assert len(abandoned) == 2
+        release.set()
+        assert woken.wait(20)
+        wait_until(lambda: sum(thread.is_alive() for thread in abandoned) == 1, "the thread to end")
+    assert effects(engine) == ["good", "good"]
+    assert not relay.of(JobsSuspected)
+    assert not relay.of(DatabaseLost)
+    (error,) = dead_errors(engine)
+    assert error["type"] == TIMED_OUT
+    assert f"in {hang.__name__}" in " ".join(error["where"])
+    assert rows(engine, "SELECT FROM outboxq.job") == []
+
+
+def test_slots_that_are_replaced_stay_within_the_pool(
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    outboxq_database: Database,
+    release: threading.Event,
+) -> None:
+    """Hanging handlers, more of them than the user's pool has places: each gives its own to the slot that follows."""
+    jobs = recording()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
+    def stuck(ctx: Context) -> None:
+        release.wait(30)
+
+    add(sessions, jobs, *["stuck"] * 6, "good")
+    # A place for each of two slots, and one for the relay; its lease and its listener are not of the pool.
+    own = create_engine(outboxq_database.url, pool_size=3, max_overflow=0, pool_timeout=5)
+    try:
+        config = RelayConfig(groups=(SlotGroup(("sync",), 2),), poll_seconds=0.1)
+        with start_relay(jobs, config, engine=own) as relay:
+            wait_until(lambda: len(relay.of(JobDone)) == 1, "the good one")
+            assert len(relay.of(JobDied)) == 6
+            release.set()
+            wait_until(lambda: sum(t.name == "outboxq-slot" for t in threading.enumerate()) == 2, "the threads to end")
+        assert own.pool.checkedout() == 0
+    finally:
+        own.dispose()
+
+
+def test_many_that_hang_at_once_are_dealt_with_at_once(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, release: threading.Event
+) -> None:
+    """Twelve hanging slots are all replaced within a moment of their deadline."""
+    jobs = recording()
+    begun = threading.Barrier(13)
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
+    def stuck(ctx: Context) -> None:
+        begun.wait(20)
+        release.wait(30)
+
+    add(sessions, jobs, *["stuck"] * 12)
+    with start_relay(jobs, RelayConfig(slots_per_queue=12, poll_seconds=0.1)) as relay:
+        begun.wait(20)
+        add(sessions, jobs, "good")
+        started = time.monotonic()
+        wait_until(lambda: len(relay.of(JobDied)) == 12 and relay.of(JobDone), "all to be dealt with")
+        assert time.monotonic() - started < 8
+        release.set()
+    assert effects(engine) == ["good"]
+
+
+def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    outboxq_database: Database,
+    release: threading.Event,
+) -> None:
+    """The slot is replaced all the same; the hanging claim dies when its thread wakes, and its job runs alone."""
+    jobs, refusing, entered = recording(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
+    def stuck(ctx: Context) -> None:
+        entered.set()
+        if ctx.job.lease_token is None:
+            refusing.set()
+            release.wait(30)
+        ctx.session.add(Effect(name="alone"))
+
+    def connect() -> psycopg.Connection:
+        if refusing.is_set() and threading.current_thread().name == "outboxq-watch":
+            raise OSError("no way to the database")
+        return psycopg.connect(make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(False))
+
+    own = create_engine("postgresql+psycopg://", creator=connect, pool_size=5, max_overflow=5)
+    try:
+        add(sessions, jobs, "stuck", "good")
+        config = RelayConfig(groups=(SlotGroup(("sync",), 1),), poll_seconds=0.1)
+        with start_relay(jobs, config, engine=own) as relay:
+            assert entered.wait(20)
+            wait_until(lambda: relay.of(JobDone), "the other job, on another slot")
+            release.set()
+            wait_until(lambda: len(relay.of(JobDone)) == 2, "the job that hung")
+    finally:
+        own.dispose()
+    assert effects(engine) == ["alone", "good"]
+    assert relay.of(JobsSuspected)
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("suspect", [False, True])
+def test_a_lease_is_no_way_around_the_deadline(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    release: threading.Event,
+    flavour: str,
+    writes: bool,
+    suspect: bool,
+) -> None:
+    """In lease mode and as a suspect: the attempt is counted, no crash is, and what wakes up commits nothing."""
+    jobs = recording()
+    claim = "transaction" if suspect else "lease"
+    attempts: list[int] = []
+
+    if flavour == "sync":
+
+        @jobs.handler(kind="stuck", queue="hang", claim=claim, retry=TWICE, timeout_seconds=0.3)
+        def stuck(ctx: Context) -> None:
+            attempts.append(ctx.job.attempt)
+            if ctx.job.attempt == 1:
+                if writes:
+                    ctx.session.add(Effect(name="early"))
+                    ctx.session.flush()
+                release.wait(30)
+            ctx.session.add(Effect(name="done"))
+
+    else:
+
+        @jobs.handler(kind="stuck", queue="hang", claim=claim, retry=TWICE, timeout_seconds=0.3)
+        async def stuck_async(ctx: AsyncContext) -> None:
+            attempts.append(ctx.job.attempt)
+            if ctx.job.attempt == 1:
+                if writes:
+                    ctx.session.add(Effect(name="early"))
+                    await ctx.session.flush()
+                while not release.is_set():
+                    try:
+                        await asyncio.sleep(0.05)
+                    except asyncio.CancelledError:
+                        continue
+            ctx.session.add(Effect(name="done"))
+
+    add(sessions, jobs, "stuck")
+    if suspect:
+        with engine.connect() as connection, connection.begin() as transaction:
+            connection.execute(text("DELETE FROM outboxq.job"))
+            transaction.rollback()
+    config = RelayConfig(slots_per_queue=1, poll_seconds=0.1)
+    with start_relay(jobs, config) as relay:
+        (done,) = wait_until(lambda: relay.of(JobDone), "the second attempt")
+        release.set()
+    assert attempts == [1, 2]
+    assert (done.job.attempt, done.job.crashes) == (2, 0)
+    (retried,) = relay.of(JobRetried)
+    assert retried.error_type == TIMED_OUT
+    assert "in stuck" in " ".join(retried.where)
+    assert not relay.of(JobCrashed)
+    assert effects(engine) == ["done"]
+    assert rows(engine, "SELECT FROM outboxq.job") == []
+
+
+def run_until_stuck(database: Database, jobs: Jobs, config: RelayConfig) -> list[Event]:
+    """Run a relay until it says that it must be replaced; its events."""
+    events: list[Event] = []
+    relay = Relay(database.url, jobs, config, hooks=[events.append])
+    with pytest.raises(RelayStuck, match="must be replaced"):
+        relay.run()
+    return events
+
+
+@asynccontextmanager
+async def in_the_loop() -> AsyncIterator[None]:
+    """A lifespan that cannot be left while the loop is blocked."""
+    yield
+
+
+def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    release: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who blocks it pays, who is held up by it does not; then the process must be replaced, and says so."""
+    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", 0.5)
+    jobs, waits = recording(in_the_loop), asyncio.Event()
+
+    @jobs.handler(queue="async", retry=ONCE, timeout_seconds=0.5)
+    async def spin(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="spin"))
+        await ctx.session.flush()
+        await waits.wait()
+        while not release.is_set():
+            pass
+
+    @jobs.handler(queue="async", retry=ONCE, timeout_seconds=0.5)
+    async def innocent(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="innocent"))
+        await ctx.session.flush()
+        waits.set()
+        await asyncio.sleep(0.3)
+
+    add(sessions, jobs, "spin", "innocent")
+    started = time.monotonic()
+    relay = run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=2, drain_seconds=30))
+    assert time.monotonic() - started < 15
+    release.set()
+    assert len(of(relay, JobInterrupted)) == 1
+    (error,) = dead_errors(engine)
+    assert error["type"] == TIMED_OUT
+    assert "in spin" in " ".join(error["where"])
+    assert effects(engine) == []
+    assert rows(engine, "SELECT kind, state, attempt FROM outboxq.job") == [("innocent", "ready", 0)]
+
+
+def test_a_thread_that_never_ends_ends_its_relay(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    release: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not at once: the slots beside it work on until the time to notice is over, and finish what they run."""
+    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", 1.5)
+    jobs = recording()
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
+    def stuck(ctx: Context) -> None:
+        release.wait(30)
+
+    add(sessions, jobs, "stuck", "good")
+    run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1))
+    release.set()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "outboxq-slot"], "the thread to end")
+    assert effects(engine) == ["good"]
+    assert len(dead_errors(engine)) == 1
+
+
+# Blocks the loop of its process.
+SPINNING = """
+import outboxq.watch
+from outboxq import AsyncContext, Backoff, Jobs
+from tests.support.app import Effect
+
+outboxq.watch.CUT_AFTER_SECONDS = 0.3
+outboxq.watch.FREE_AFTER_SECONDS = 0.5
+jobs = Jobs()
+
+@jobs.handler(queue="async", retry=Backoff(first_seconds=0.0), timeout_seconds=0.3)
+async def spin(ctx: AsyncContext) -> None:
+    if ctx.job.attempt < 3:
+        ctx.session.add(Effect(name="spin"))
+        await ctx.session.flush()
+        while True:
+            pass
+    ctx.session.add(Effect(name="done"))
+"""
+
+
+def test_the_supervisor_replaces_a_relay_whose_loop_is_blocked(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, tmp_path: Path
+) -> None:
+    """Alone it ends with 3; a supervised one gives way to another at once, which does the job at its next attempt."""
+    (tmp_path / "spinning.py").write_text(SPINNING)
+    with sessions.begin() as session:
+        session.add_job(external("spin", queue="async"))
+    said = run("relay", "spinning:jobs", "--no-listen", url=outboxq_database.url, cwd=tmp_path)
+    assert said.exit_code == 3
+    assert effects(engine) == []
+    assert rows(engine, "SELECT attempt, crashes FROM outboxq.job") == [(1, 0)]
+    said = run("relay", "spinning:jobs", "--drain", "--processes", 2, url=outboxq_database.url, cwd=tmp_path).ok()
+    assert "could not be freed" in said.stderr
+    assert effects(engine) == ["done"]
+    assert rows(engine, "SELECT FROM outboxq.job") == []
+
+
+ASYNC_ENGINE_ONLY = """
+import sys
+from sqlalchemy.ext.asyncio import create_async_engine
+from outboxq import Relay, RelayConfig
+from outboxq.errors import RelayStuck
+from spinning import jobs
+
+config = RelayConfig(poll_seconds=0.1, lease_seconds=1, max_crashes=1, drain_seconds=5)
+try:
+    Relay(create_async_engine(sys.argv[1]), jobs, config).run()
+except RelayStuck:
+    # As the command does: Python itself would wait for the loop.
+    import os
+    os._exit(3)
+"""
+
+
+def test_without_a_sync_engine_a_blocked_loop_is_found_by_its_mark(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    outboxq_database: Database,
+    tmp_path: Path,
+) -> None:
+    """Nothing can be recorded through a blocked loop: its process ends, and its job is bounded by max_crashes."""
+    (tmp_path / "spinning.py").write_text(SPINNING)
+    (tmp_path / "relay.py").write_text(ASYNC_ENGINE_ONLY)
+    with sessions.begin() as session:
+        session.add_job(external("spin", queue="async"))
+    url = make_url(outboxq_database.url).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    script = [sys.executable, tmp_path / "relay.py", url]
+    for _ in range(2):
+        assert subprocess.run(script, cwd=tmp_path, env=environment(), check=False, timeout=50).returncode == 3
+    # Reaped by the second relay itself, or by whoever comes after it.
+    with start_relay(recording(), RelayConfig(max_crashes=1)):
+        wait_until(lambda: rows(engine, "SELECT FROM outboxq.dead_job"), "the reaper")
+    assert effects(engine) == []
+    assert rows(engine, "SELECT attempt, crashes FROM outboxq.dead_job") == [(0, 1)]
+
+
+@contextmanager
+def impatient_server(engine: Engine) -> Iterator[None]:
+    """Within the block, new sessions of this database are ended after 300 ms of idling in a transaction."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(
+            text(f'ALTER DATABASE "{engine.url.database}" SET idle_in_transaction_session_timeout = 300')
+        )
+        yield
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(20.0, "done"), (None, "dead")])
+def test_the_roles_own_idle_timeout(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, seconds: float | None, ends: str
+) -> None:
+    """A deadline wins over it; without one it ends the backend, and the job is bounded as one that crashes."""
+    jobs = Jobs()
+    runs: list[int] = []
+
+    @jobs.handler(queue="sync", timeout_seconds=seconds)
+    def pause(ctx: Context) -> None:
+        runs.append(ctx.job.attempt)
+        ctx.session.add(Effect(name="paused"))
+        ctx.session.flush()
+        time.sleep(0.8)
+
+    add(sessions, jobs, "pause")
+    with impatient_server(engine):
+        events = drain(jobs, slots_per_queue=1, max_crashes=2, lease_seconds=5, heartbeat_seconds=0.5)
+    if ends == "done":
+        assert effects(engine) == ["paused"]
+        assert len(of(events, JobDone)) == 1
+        assert not of(events, DatabaseBack)
+    else:
+        assert effects(engine) == []
+        assert runs == [1, 1, 1]
+        assert [event.died for event in of(events, JobCrashed)] == [False, True]
+        assert rows(engine, "SELECT attempt, crashes FROM outboxq.dead_job") == [(0, 2)]

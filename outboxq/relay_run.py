@@ -127,8 +127,11 @@ class RelayRun:
         """Open everything, serve, and close everything in the opposite order."""
         try:
             report = self._work()
-        except Exception as error:
-            if not self._failures:
+        except BaseException as error:
+            # Slots that are left without a relay must not go on claiming.
+            self._stopping.set()
+            self.wake_all()
+            if not self._failures or not isinstance(error, Exception):
                 raise
             # What fails while a stuck relay is closed is a consequence.
             raise self._failures[0] from error

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "the end of the backend at a timeout",
         "outboxq/watch.py",
-        "            end_other_transaction(connection, progress, terminate=True)\n",
+        "        end_other_transaction(connection, progress, terminate=True)\n",
         "",
         ("tests/faults/test_deadlines.py",),
     ),

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, NullPool, create_engine, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import JobHandle, OutboxSession, RelayConfig, SlotGroup
+from outboxq import JobHandle, OutboxSession, RelayConfig, SlotGroup, find_job
 from outboxq.events import JobDone
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy, RelayProcess, Trap, start_embedded
@@ -108,6 +108,9 @@ def test_a_producer_cut_off_at_commit_can_read_the_truth_in_its_own_row(
     assert [type(error) for error in errors] == [OperationalError]
     stands = cut == "reply-lost"
     assert (accounts(engine), waiting_ids(engine)) == ((1, [handle.id]) if stands else (0, []))
+    with engine.connect() as connection:
+        found = find_job(connection, handle)
+    assert (found.state if found else None) == ("waiting" if stands else None)
     drain()
     assert ledger(engine) == (["placed"] if stands else [])
 

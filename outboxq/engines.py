@@ -41,6 +41,7 @@ class Engines:
 _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
+RELAY_NAME, LISTENER_NAME = "outboxq relay", "outboxq listener"
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
     "connect_timeout": _CONNECT_SECONDS,
@@ -56,8 +57,6 @@ _SERVER_SETTINGS: Mapping[str, int] = {
     "tcp_keepalives_interval": _INTERVAL_SECONDS,
     "tcp_keepalives_count": _PROBES,
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
-    # A handler that works outside the database leaves its slot's connection idle for as long as it takes.
-    "idle_session_timeout": 0,
     # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
 }
@@ -81,7 +80,8 @@ _OUTAGE_REASONS = (
     "closed the connection unexpectedly",
     "No space left on device",
 )
-_SERVER_OPTIONS = " ".join(f"-c {name}={value}" for name, value in _SERVER_SETTINGS.items())
+# A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
+_RELAY_SETTINGS: Mapping[str, int] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
 
 
 def make_engine(url: str | URL, *, application_name: str = "outboxq") -> Engine:
@@ -118,8 +118,8 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
     """
     if isinstance(given, str | URL):
         return Engines(
-            make_engine(given, application_name="outboxq relay"),
-            async_engine or make_async_engine(given, application_name="outboxq relay"),
+            make_engine(given, application_name=RELAY_NAME),
+            async_engine or make_async_engine(given, application_name=RELAY_NAME),
             owned=True,
         )
     if isinstance(given, AsyncEngine):
@@ -151,10 +151,10 @@ def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | 
     if "prepare_threshold" in url.query:
         # psycopg's own, and the only one that must not come as text.
         chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
+    settings = _RELAY_SETTINGS if application_name in (RELAY_NAME, LISTENER_NAME) else _SERVER_SETTINGS
+    ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
     # A service file may hold options of its own, which these would replace.
-    return (
-        chosen if "service" in url.query else {**chosen, "options": f"{_SERVER_OPTIONS} {_given_options(url)}".strip()}
-    )
+    return chosen if "service" in url.query else {**chosen, "options": f"{ours} {_given_options(url)}".strip()}
 
 
 def _prepare_threshold(given: str | tuple[str, ...]) -> int | None:
@@ -207,7 +207,7 @@ def _refuses_options(error: psycopg.OperationalError) -> bool:
     # A refused connection has no SQLSTATE in libpq. Names are not translated: pgbouncer says "unsupported startup
     # parameter: options", PostgreSQL "unrecognized configuration parameter" and its name.
     text = str(error)
-    return "options" in text or any(name in text for name in _SERVER_SETTINGS)
+    return "options" in text or any(name in text for name in _RELAY_SETTINGS)
 
 
 def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
@@ -256,7 +256,7 @@ def listen_connector(
 def _url_connector(url: URL) -> Callable[[], DriverConnection]:
     """Without an engine, whose first questions to a new connection have no time limit."""
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
-    parameters = {**in_url, **connect_arguments(url, "outboxq listener"), "autocommit": True}
+    parameters = {**in_url, **connect_arguments(url, LISTENER_NAME), "autocommit": True}
     refused = threading.Event()
     return lambda: _connect(psycopg.connect, parameters, url, refused)
 

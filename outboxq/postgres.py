@@ -316,6 +316,18 @@ def start_embedded(*, settings: Mapping[str, str] | None = None, durable: bool =
         return _start_cluster(embedded_binaries(), _server_settings(settings, durable=durable), durable=durable)
 
 
+def start_local(
+    binaries: str | None = None, *, settings: Mapping[str, str] | None = None, durable: bool = False
+) -> Server:
+    """Start a server from the binaries in a directory with `initdb` and `postgres`. The arguments are `find_server`'s.
+
+    Raises:
+        PostgresUnavailable: they are not there or do not run here.
+    """
+    with _as_unavailable():
+        return _start_cluster(local_binaries(binaries), _server_settings(settings, durable=durable), durable=durable)
+
+
 def _start_cluster(binaries: Binaries, settings: Mapping[str, str], *, durable: bool) -> Server:
     from sqlalchemy import URL
 

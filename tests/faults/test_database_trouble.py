@@ -10,12 +10,13 @@ from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.engines import check_durability, make_engine, outage_reason
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, JobRetried
 from outboxq.postgres import Database, Server
 from tests.conftest import StartRelay
+from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import dead, enqueue, ledger, waiting
 from tests.support.own_server import own_database, own_server, stop_fast
@@ -164,6 +165,8 @@ def test_asynchronous_commit_is_refused_wherever_it_is_set(
         with pytest.raises(ConfigError, match=r"synchronous_commit is off.*allow_asynchronous_commit=True"):
             check_durability(connection, allowed=False)
         check_durability(connection, allowed=True)
+    with pytest.raises(ConfigError, match="synchronous_commit is off"):
+        Relay(url, app.jobs, hooks=()).drain()
     relays.dispose()
 
 

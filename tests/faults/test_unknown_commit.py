@@ -13,9 +13,10 @@ from sqlalchemy.orm import Session, sessionmaker
 from outboxq import JobHandle, OutboxSession, RelayConfig, SlotGroup, find_job
 from outboxq.events import JobDone
 from outboxq.postgres import Database
-from outboxq.testing import CommitProxy, RelayProcess, Trap, start_embedded
+from outboxq.testing import CommitProxy, RelayProcess, Trap
 from tests.support import app
 from tests.support.app import Account, Effect
+from tests.support.own_server import own_server
 from tests.support.waiting import wait_until
 
 SetTrap = Callable[..., Trap]
@@ -145,7 +146,7 @@ def test_a_transaction_id_that_a_crash_gave_to_somebody_else_tells_nothing() -> 
     """
     # Nothing but a COMMIT flushes the log.
     settings = {"wal_writer_delay": "10s", "autovacuum": "off", "bgwriter_delay": "10s"}
-    with start_embedded(settings=settings) as server, server.create_database() as database:
+    with own_server(settings) as server, server.create_database() as database:
         app.prepare(database.url)
         engine = create_engine(database.url, poolclass=NullPool)
         # Anything that flushes the log at the wrong moment keeps the id from being used again: then once more.

@@ -10,16 +10,18 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, make_url
 
-from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
+from outboxq.config import local_binaries
+from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded, start_local
 from tests.support import app
 from tests.support.waiting import wait_until
 
 
 @contextmanager
 def own_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """An embedded server of the test's own; skips the test where there is none."""
+    """A server of the test's own, embedded or by OUTBOXQ_PG_BIN; skips the test where there is none."""
+    binaries = local_binaries()
     try:
-        server = start_embedded(settings=settings)
+        server = start_local(binaries, settings=settings) if binaries else start_embedded(settings=settings)
     except PostgresUnavailable as error:
         pytest.skip(f"needs a server of its own: {error}")
     with server:

@@ -6,7 +6,8 @@ thread calls it on its `Connection`, an event loop through `run_sync`.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,9 @@ from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.statements.claim import ClaimScript
 from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts, local_timeouts_off
 
+# Held for a moment, but for a cancellation that is on its way to the server.
+_LOCK_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
@@ -59,7 +63,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedQueue:
-    """A queue, the longest deadline of its handlers, and what its transactions are set to."""
+    """A queue, and the longest deadline of its handlers."""
 
     name: str
     timeout_seconds: float | None
@@ -69,11 +73,13 @@ class ClaimedQueue:
 class Progress:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
-    `anchor` is None until the transaction has begun. `position` is the job that runs, until `deadline` (monotonic) if
-    it has one; `epoch` is the run of the server that knows the transaction. `events` is what becomes of the jobs before
-    it, should the transaction commit. `certifying` says that COMMIT was sent by us, `seized` that the relay took the
-    batch away from its slot: never both, whoever comes first. `late_result` is what a handler returned that never used
-    the database, until the transaction of its settlement has begun.
+    `anchor` is None until the transaction has begun, `begun` says that it was tried. `position` is the job that runs,
+    until `deadline` (monotonic) if it has one; `epoch` is the run of the server that knows the transaction. `events` is
+    what becomes of the jobs before it, should the transaction commit; `late_result` what a handler returned that never
+    used the database, until the transaction of its settlement has begun.
+
+    One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
+    stands (`recovering`; `recovery_xid` is what it wrote then), or the relay took the batch away (`seized`).
     """
 
     queue: str
@@ -89,6 +95,7 @@ class Progress:
     late_result: Result | None = None
     certifying: bool = False
     recovering: bool = False
+    begun: bool = False
     seized: bool = False
     recovery_xid: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -113,6 +120,7 @@ class Progress:
         if self.seized:
             raise Abandoned("the relay does not wait for this job any more")
         if self.anchor is None:
+            self.begun = True
             self.anchor = anchor(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
         return self.anchor
 
@@ -131,10 +139,22 @@ class Progress:
             self.recovering = True
 
     def seize(self) -> bool:
-        """Take the batch away from its slot; False where its COMMIT, or its recovery, is under way."""
+        """Take the batch away from its slot, once; False where its COMMIT, or its recovery, is under way."""
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            return False
+        try:
+            if self.seized or self.certifying or self.recovering:
+                return False
+            self.seized = True
+            return True
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def held(self, deadline: float) -> Iterator[bool]:
+        """Whether the job with this deadline still runs; meanwhile it is neither committed nor taken away."""
         with self._lock:
-            self.seized = not (self.certifying or self.recovering)
-            return self.seized
+            yield self.deadline == deadline and not self.certifying
 
     def report(self) -> BatchReport:
         """What the batch came to, once its transaction is known to be committed."""
@@ -209,7 +229,7 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
         progress.position = position
         begun = time.perf_counter()
         result = _execute_one(connection, progress, job, work, shared=shared)
-        if progress.anchor is None:
+        if not progress.begun:
             # The handler worked outside the database: should this connection be gone by now, its work is not.
             progress.late_result = result
         progress.begin(connection)

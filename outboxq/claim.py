@@ -15,6 +15,7 @@ from outboxq.driver import run_script
 from outboxq.job import Job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, claim_by_id, park_head
+from outboxq.statements.session import LOCAL_SETTINGS
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
@@ -67,7 +68,7 @@ def claim(connection: Connection, script: ClaimScript, limit: int, before: str =
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     """Claim one job by its id; nothing where it is gone, leased, or held by another transaction."""
-    return claim(connection, claim_by_id(schema, job_id), 1)
+    return claim(connection, claim_by_id(schema, job_id), 1, LOCAL_SETTINGS)
 
 
 def anchor(connection: Connection, settings: str = "") -> Anchor:

@@ -25,8 +25,6 @@ logger = logging.getLogger("outboxq.lease")
 
 # Jobs that one sweep takes from dead relays: the next sweep is a heartbeat away.
 REAP_LIMIT = 100
-# More crashes than a job can have.
-NEVER = 32_767
 _FORGET_EVERY_BEATS = 1_000
 _BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
@@ -157,7 +155,11 @@ class Lease:
     def _serve(self, connection: PGconn) -> None:
         while not self._stopping:
             more = self._beat(connection)
-            self._wait(0.0 if more else self._beat_seconds)
+            while more and not self._stopping:
+                if self._wanted:
+                    self._extend(connection)
+                more = self._reap(connection) == REAP_LIMIT
+            self._wait(self._beat_seconds)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
@@ -165,6 +167,7 @@ class Lease:
         """One heartbeat; whether there is more to reap."""
         if self._wanted:
             self._extend(connection)
+            self._take_back_orphans(connection)
         # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
         reaped = self._reap(connection) if self._beats >= self._reap_from_beat else 0
         found = run_on_libpq(connection, statements.suspect_queues(self._schema, self._queues))
@@ -186,7 +189,6 @@ class Lease:
         with self._changed:
             self._held_until = until
             self._changed.notify_all()
-        self._take_back_orphans(connection)
 
     def _reap(self, connection: PGconn) -> int:
         try:
@@ -196,7 +198,7 @@ class Lease:
                 raise
             # One that cannot be buried must not keep the others from coming back: this time nobody is.
             logger.warning("jobs could not be moved to the dead letters: %s", type(error).__name__)
-            rows = run_on_libpq(connection, statements.reap(self._schema, NEVER, REAP_LIMIT))
+            rows = run_on_libpq(connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT))
         self._tell(rows)
         return len(rows)
 
@@ -211,7 +213,9 @@ class Lease:
         held = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = held - self._running() - before
         for job_id, token in orphans & self._orphans:
-            self._tell(run_on_libpq(connection, statements.take_back_unstarted(self._schema, UUID(job_id), token)))
+            # Never buried: its handler did not even start.
+            taken = statements.take_back(self._schema, UUID(job_id), token, statements.NEVER)
+            self._tell(run_on_libpq(connection, taken))
         self._orphans = orphans
 
     def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:

@@ -17,7 +17,7 @@ from outboxq.execute import ConnectionLost, Result, TransactionEscaped, Unknown,
 from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.statements.durability import server_epoch
-from outboxq.statements.lease import take_back
+from outboxq.statements.lease import NEVER, take_back
 from outboxq.statements.session import end_backend
 
 PUT_OFF = timedelta(minutes=5)
@@ -101,14 +101,29 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
             settle.certify(connection, savepoint)
     except LeaseLost:
         events = (JobLeaseLost(job),)
+    except (psycopg.Error, SQLAlchemyError):
+        if is_lost(connection):
+            raise
+        end_transaction(connection)
+        with connection.begin():
+            settle.put_off(connection, job, PUT_OFF)
+        events = ()
     return BatchReport(1, events)
 
 
 def lost_with(connection: Connection, job: Job, work: Work) -> BatchReport:
     """A leased job lost its connection while its relay lives on: as if the relay had died with it."""
     assert job.lease_token is not None
-    with connection.begin():
-        rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, work.max_crashes))[0].rows
+    try:
+        with connection.begin():
+            rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, work.max_crashes))[0].rows
+    except psycopg.Error:
+        if is_lost(connection):
+            raise
+        # It cannot be buried: back with it, rather than holding its slot for ever.
+        end_transaction(connection)
+        with connection.begin():
+            rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, NEVER))[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
@@ -135,7 +150,7 @@ def cut_off(connection: Connection, progress: Progress, work: Work, failed: Fail
     if not progress.is_leased:
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)
-    if progress.is_leased:
+    else:
         try:
             with connection.begin():
                 settle.give_back(connection, progress.job)

@@ -167,8 +167,9 @@ class RelayRun:
     def _leased(self) -> set[tuple[str, int]]:
         """The jobs that run here under the lease, with their tokens."""
         # One that was cut off, and could not be settled, has started: it is charged if it takes the process with it.
-        hanging = [runner for runner in list(self._cut_off) if runner.is_alive()]
-        progresses = [runner.slot.progress for runner in [*self._runners, *hanging]]
+        serving = list(self._runners)
+        hanging = [runner for runner in self._cut_off if runner.is_alive()]
+        progresses = [runner.slot.progress for runner in [*serving, *hanging]]
         jobs = [progress.job for progress in progresses if progress is not None]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
@@ -262,10 +263,10 @@ class RelayRun:
         self._emit(RelayStarted(self._queues, sum(group.slots for group, _ in self._groups)))
         tally = self._shared.tally
         while not self._stopping.is_set():
-            before = tally.claimed
+            before = tally.claimed, self._watch.cuts
             self._serve()
             # Draining: one slot may have ended while another's handler enqueued for it, so look once more.
-            if tally.claimed == before:
+            if self._shared.until_empty and (tally.claimed, self._watch.cuts) == before:
                 break
         self._emit(RelayStopped(tally.done, tally.failed, self._abandoned))
 
@@ -297,9 +298,9 @@ class RelayRun:
 
     def _replace(self, runner: Runner) -> None:
         """Start another in the place of a slot that was cut off."""
+        self._cut_off = [other for other in self._cut_off if other.is_alive()] + [runner]
         if runner not in self._runners:
             return
-        self._cut_off.append(runner)
         self._runners.remove(runner)
         if not self._stopping.is_set():
             self._runners.append(self._start_slot(SlotGroup(runner.slot.queues), runner.slot.flavour))

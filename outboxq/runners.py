@@ -12,6 +12,7 @@ from collections.abc import Callable
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
@@ -61,8 +62,10 @@ class SlotThread:
         connection = self._connection
         if connection is None or connection.closed or connection.invalidated or self._detached is not None:
             return
-        self._detached = connection.connection.dbapi_connection
-        connection.detach()
+        # Its thread may be closing it at this moment.
+        with contextlib.suppress(SQLAlchemyError):
+            self._detached = connection.connection.dbapi_connection
+            connection.detach()
 
     def ask(self) -> None:
         """A thread is its own."""

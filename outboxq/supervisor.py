@@ -27,7 +27,8 @@ FIRST_RESTART_SECONDS = 0.5
 RESTART_CAP_SECONDS = 30.0
 # A child that lived this long was well: the next restart is quick again.
 WELL_AFTER_SECONDS = 60.0
-_KILL_AFTER_DRAIN_SECONDS = 5.0
+# A child that drained in vain gives its jobs back, which takes up to 15 seconds where the database is slow.
+_KILL_AFTER_DRAIN_SECONDS = 20.0
 _TEND_SECONDS = 0.05
 # Several beats may be late on a busy machine.
 _LEAST_STALL_SECONDS = 4 * BEAT_SECONDS

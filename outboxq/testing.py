@@ -34,6 +34,7 @@ from outboxq.postgres import Server as Server
 from outboxq.postgres import find_server as find_server
 from outboxq.postgres import start_embedded as start_embedded
 from outboxq.statements.claim import ClaimStatements
+from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts_off
 from outboxq.tables import job, mapped_schema
 from outboxq.testing_faults import CRASH_STEPS as CRASH_STEPS
 from outboxq.testing_faults import CrashStep as CrashStep
@@ -156,14 +157,15 @@ def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
     statements = ClaimStatements(work.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
-        claimed = claim(connection, statements.ready, 1)
+        claimed = claim(connection, statements.ready, 1, LOCAL_SETTINGS)
         if claimed.anchor is None:
-            claimed = claim(connection, statements.due, 1)
+            claimed = claim(connection, statements.due, 1, LOCAL_SETTINGS)
         if claimed.anchor is None:
             return events
         progress = Progress(name, claimed.jobs, claimed.anchor)
         execute_all(connection, progress, work, shared=True)
-        run_script(connection, f"RELEASE SAVEPOINT {claimed.anchor.savepoint}")
+        # The handlers' deadlines are not the test's.
+        run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.anchor.savepoint}")
         events += progress.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
 

@@ -75,6 +75,8 @@ class Runner(Protocol):
 class Watch:
     """Looks at the runners of a relay, from the relay's own thread.
 
+    `cuts` counts the handlers that were cut off.
+
     Args:
         replace: Starts another runner in the place of one that was cut off.
         stuck: Ends the relay.
@@ -96,7 +98,7 @@ class Watch:
         self._acting: dict[Runner, threading.Thread] = {}
         self._ended: list[Runner] = []
         self._cut: list[tuple[Runner, float]] = []
-        self._lock = threading.Lock()
+        self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def look(self, runners: list[Runner]) -> None:
@@ -125,7 +127,7 @@ class Watch:
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
                 progress = runner.slot.progress
-                if progress is not None and self._take(progress):
+                if progress is not None and progress.seize():
                     taken += len(progress.jobs)
                     pending.remove(runner)
                     self._start(self._end, runner, progress, None)
@@ -158,11 +160,6 @@ class Watch:
         self._cut.append((runner, now + FREE_AFTER_SECONDS))
         self._replace(runner)
 
-    def _take(self, progress: Progress) -> bool:
-        """Seize a batch, once; False where its COMMIT is under way, or where it was seized before."""
-        with self._lock:
-            return not progress.seized and progress.seize()
-
     def _enforce(self, runner: Runner, progress: Progress, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
         runner.ask()
@@ -174,8 +171,9 @@ class Watch:
             time.sleep(min(_STEP_SECONDS, CUT_AFTER_SECONDS))
             if progress.deadline != deadline or progress.seized:
                 return
-        if not self._take(progress):
+        if not progress.seize():
             return
+        self.cuts += 1
         # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
         is_charged = progress.deadline == deadline and not runner.is_held_up()
         failed = _timed_out(runner, progress) if is_charged else None
@@ -194,8 +192,8 @@ class Watch:
 
         def cancel(connection: Connection, _pause: Pause) -> None:
             # Held, so that it does not hit the certificate either.
-            with progress._lock:  # noqa: SLF001
-                if progress.deadline == deadline and not progress.certifying:
+            with progress.held(deadline) as runs:
+                if runs:
                     end_other_transaction(connection, progress, terminate=False)
 
         self._on_connection(cancel)

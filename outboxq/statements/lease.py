@@ -3,10 +3,12 @@
 Every time is the database's. All are sent as text on the lease's own connection, a transaction each.
 """
 
-from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
+
+# More crashes than a job can have: nothing is buried.
+NEVER = 32_767
 
 # The newest 24 records and this one.
 _CRASH_RECORD = """\
@@ -68,21 +70,12 @@ def take_back(schema: str, job_id: UUID, token: int, max_crashes: int) -> str:
     return _take(schema, ours, max_crashes, 1, "the connection was lost while the job ran")
 
 
-def take_back_unstarted(schema: str, job_id: UUID, token: int) -> str:
-    """As `take_back`, for a job whose handler never started: a crash that was counted with its claim goes back."""
-    ours = sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
-        id=sql.Literal(job_id), token=sql.Literal(token)
-    )
-    return _take(schema, ours, 32_767, 1, "the answer to its claim was lost", crashes="greatest(job.crashes - 1, 0)")
-
-
 def _take(
     schema: str,
     lost: sql.Composable,
     max_crashes: int,
     limit: int,
     message: str,
-    crashes: LiteralString = "job.crashes",
 ) -> str:
     record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
     # A new seq, so that it is ahead of no cursor; a new token, so that nobody else can complete it.
@@ -95,7 +88,7 @@ WITH lost AS MATERIALIZED (
   LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
 ), back AS (
   UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = job.lease_token + 1, seq = DEFAULT,
-    attempt = greatest(job.attempt - 1, 0), crashes = {crashes}, errors = {record}
+    attempt = greatest(job.attempt - 1, 0), errors = {record}
   FROM lost WHERE job.id = lost.id AND NOT lost.over
   RETURNING job.id, job.queue, job.kind, job.crashes
 ), gone AS (
@@ -123,7 +116,6 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
             limit=sql.Literal(limit),
             max_crashes=sql.Literal(max_crashes),
             record=record,
-            crashes=sql.SQL(crashes),
         )
         .as_string(None)
     )

@@ -92,7 +92,10 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
 
 
 def put_off(claimed: Job, delay: timedelta) -> Insert | Update:
-    """Move a waiting job out of the way, without reading or writing anything else of it. Waits for no lock."""
+    """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
+
+    One that waits is changed only if no other transaction holds it; nothing but its time is written.
+    """
     later = {"state": "scheduled", "run_at": func.clock_timestamp() + literal(delay)}
     if claimed.lease_token is not None:
         return _write(claimed, {**later, "attempt": claimed.attempt - 1})

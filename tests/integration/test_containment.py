@@ -358,3 +358,23 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
     drain()
     assert effects(engine) == {"behind it": 1}
     assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
+
+
+def test_a_charge_outside_the_batch_reads_any_database(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The claim by id asks for ISO dates like every other: psycopg reads no others."""
+    with engine.begin() as connection:
+        connection.execute(text(f'ALTER DATABASE "{engine.url.database}" SET datestyle = German'))
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger", retry=Backoff(max_attempts=2, first_seconds=0))
+    def end_transaction(ctx: Context) -> None:
+        ctx.session.connection().connection.rollback()
+
+    with sessions.begin() as session:
+        session.add_job(end_transaction)
+    drain(jobs)
+    ((kind, reason),) = dead(engine)
+    assert kind == "end_transaction"
+    assert reason.startswith("gave up after 2 of 2 attempts")

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -367,13 +369,7 @@ def test_a_handler_that_worked_outside_is_done_although_its_idle_connection_is_g
         session.add_job(outside)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
         assert entered.wait(10)
-        with engine.begin() as connection:
-            connection.execute(
-                text(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-                )
-            )
+        end_all_other_backends(engine)
         leave.set()
         wait_until(lambda: running.of(JobDone), "the job")
     assert calls == [1]
@@ -444,3 +440,66 @@ def test_a_job_that_cannot_be_buried_keeps_no_other_from_coming_back(
     with start_relay(jobs, RelayConfig(lease_seconds=1, poll_seconds=0.1)) as running:
         wait_until(lambda: len(running.of(JobDone)) == 2, "both")
     assert effects(engine) == ["over", "under"]
+
+
+def test_a_handler_that_swallows_the_loss_of_its_connection_is_not_done(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """What it wrote is gone with the connection, so it did not work outside the database: it runs again."""
+    jobs, entered, leave = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def swallow(ctx: Context) -> None:
+        entered.set()
+        leave.wait(20)
+        with suppress(DBAPIError, psycopg.Error):
+            ctx.session.execute(text("INSERT INTO effect_ledger (name) VALUES ('written')"))
+
+    with sessions.begin() as session:
+        session.add_job(swallow)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert entered.wait(10)
+        end_all_other_backends(engine)
+        leave.set()
+        wait_until(lambda: running.of(JobDone), "the job")
+    assert effects(engine) == ["written"]
+
+
+def test_a_late_result_that_cannot_be_written_does_not_hold_its_slot(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The connection was lost, and then the dead letter is refused: the job is put off, and the next one runs."""
+    jobs, entered, leave = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="lease", claim="lease")
+    def give_up(ctx: Context) -> DeadLetter:
+        entered.set()
+        leave.wait(20)
+        return DeadLetter("no")
+
+    @jobs.handler(queue="lease", claim="lease")
+    def behind(ctx: Context) -> None:
+        ctx.session.add(Effect(name="behind"))
+
+    with sessions.begin() as session:
+        session.add_job(give_up)
+        session.add_job(behind)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outboxq.dead_job ADD CONSTRAINT broken CHECK (false)"))
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert entered.wait(10)
+        end_all_other_backends(engine)
+        leave.set()
+        wait_until(lambda: running.of(JobDone), "the job behind it")
+    assert effects(engine) == ["behind"]
+    assert rows(engine) == [("scheduled", 0, 0)]
+
+
+def end_all_other_backends(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        )

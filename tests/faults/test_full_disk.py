@@ -93,7 +93,8 @@ def small(server: Server, small_disk: Path) -> Iterator[tuple[Database, Engine]]
             connection.execute(text(f"CREATE TABLESPACE small LOCATION '{small_disk}'"))
         try:
             with engine.begin() as connection:
-                connection.execute(text("CREATE TABLE filler (body text STORAGE PLAIN) TABLESPACE small"))
+                # Short enough to have no TOAST table, whose index TRUNCATE would have to write.
+                connection.execute(text("CREATE TABLE filler (body varchar(400)) TABLESPACE small"))
                 connection.execute(text("ALTER TABLE report ALTER body SET STORAGE PLAIN"))
             yield database, engine
         finally:
@@ -115,7 +116,9 @@ def fill(engine: Engine) -> None:
     """Take all of the small disk."""
     with contextlib.suppress(OperationalError), engine.connect() as connection:
         for _ in range(2000):
-            connection.execute(text("INSERT INTO filler SELECT :page FROM generate_series(1, 4)"), {"page": PAGE})
+            connection.execute(
+                text("INSERT INTO filler SELECT left(:page, 400) FROM generate_series(1, 70)"), {"page": PAGE}
+            )
             connection.commit()
         raise AssertionError("the small disk is larger than it should be")
 

@@ -1,6 +1,7 @@
 """pgbouncer, the distribution's, in front of a server of the tests: started for a `with` block, gone after it."""
 
 import contextlib
+import fcntl
 import os
 import pwd
 import secrets
@@ -63,16 +64,24 @@ def pgbouncer(
         shutil.rmtree(directory)
 
 
-@cache
-def _program() -> str:
-    found = _find()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+def _install() -> str | None:
+    found = None
+    if os.geteuid() == 0 and shutil.which("apt-get"):
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for command in (_INSTALL, ("apt-get", "update"), _INSTALL):
-            subprocess.run(command, env=environment, capture_output=True, check=False, timeout=170)
+            subprocess.run(command, env=environment, capture_output=True, check=False, timeout=150)
             found = _find()
             if found is not None:
                 break
+    return found
+
+
+@cache
+def _program() -> str:
+    # One of the test processes installs it, the others wait.
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = _find() or _install()
     if found is None:
         pytest.skip("pgbouncer is not installed, and cannot be without root and apt-get: apt-get install pgbouncer")
     return found

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import psycopg
 from sqlalchemy import make_url
 
+from outboxq.config import local_binaries as configured_binaries
 from outboxq.postgres import Server
-from outboxq.postgres_binaries import embedded_binaries
+from outboxq.postgres_binaries import Binaries, embedded_binaries, local_binaries
 from outboxq.postgres_cluster import SUPERUSER, Cluster
 from tests.support.own_server import conninfo, own_server
 from tests.support.waiting import wait_until
@@ -26,7 +27,7 @@ class _StandbyCluster(Cluster):
     def __init__(self, primary_port: int) -> None:
         self._source = f"host=127.0.0.1 port={primary_port} user={SUPERUSER} application_name={NAME}"
         settings = {"primary_conninfo": self._source, "fsync": "off", "shared_buffers": "32MB"}
-        super().__init__(embedded_binaries(), {**settings, **_NO_LESS_THAN_THE_PRIMARY}, durable=False)
+        super().__init__(_binaries(), {**settings, **_NO_LESS_THAN_THE_PRIMARY}, durable=False)
 
     def _initdb(self, *, durable: bool) -> None:
         # With the signal file, and without a wait for the next scheduled checkpoint.
@@ -110,3 +111,9 @@ def _first_value(url: str, statement: str) -> object:
         cursor = connection.execute(statement.encode())
         row = cursor.fetchone() if cursor.description else None
         return None if row is None else row[0]
+
+
+def _binaries() -> Binaries:
+    """As the primary's, see `own_server`."""
+    directory = configured_binaries()
+    return local_binaries(directory) if directory else embedded_binaries()

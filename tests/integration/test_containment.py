@@ -256,7 +256,11 @@ def test_a_handler_that_closes_its_connection_time_after_time_is_buried(
     assert effects(engine) == {"behind it": 1}
     ((kind, reason),) = dead(engine)
     assert kind == "hang_up"
-    assert reason == "crashed 3 of 3 times while it ran alone"
+    # SQLAlchemy 2.0 rolls back on close(), which the guard sees; 2.1 does not.
+    assert reason in (
+        "crashed 3 of 3 times while it ran alone",
+        "gave up after 2 of 2 attempts: outboxq.errors.TransactionVerbRefused",
+    )
 
 
 def test_a_connection_lost_after_a_handlers_own_commit_costs_no_other_job(

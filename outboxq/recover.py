@@ -177,8 +177,8 @@ def _was_committed(connection: Connection, xid: str) -> bool:
 def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport:
     """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
 
-    Between that handler's COMMIT and ours the jobs behind it are in no table; only the death of this process in that
-    window loses them, and only a handler that commits on the driver's own connection opens it.
+    Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
+    server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
     """
     if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
         return _recover_committed(connection, progress, escaped.failed)

@@ -99,7 +99,7 @@ def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
         else:
             longest = lease_seconds * 2 if name == "relay-stopped" else 0.5
             # The names that are not of handlers are those of `OutsideKind`.
-            kind: OutsideKind = name  # type: ignore[assignment]
+            kind: OutsideKind = name  # type: ignore[assignment]  # the rest of the drawn names
             outside.append(Fault(kind, at, chance.random(), chance.uniform(0.1, longest), chance.random() < 0.5))
     return Plan(tuple(outside), behaviours, inside)
 

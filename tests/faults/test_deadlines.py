@@ -28,6 +28,7 @@ from outboxq.events import (
     JobInterrupted,
     JobRetried,
     JobsSuspected,
+    RelayStopped,
 )
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers import DEFAULT_TIMEOUT_SECONDS
@@ -569,6 +570,44 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
         assert time.monotonic() - started < 8
         release.set()
     assert effects(engine) == ["good"]
+
+
+def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    outboxq_database: Database,
+    release: threading.Event,
+) -> None:
+    """Only a drain ends where nobody serves any more; what the watch could not settle in time changes nothing."""
+    jobs, asked = recording(), []
+
+    @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
+    def stuck(ctx: Context) -> None:
+        if ctx.job.lease_token is None:
+            release.wait(30)
+
+    def connect() -> psycopg.Connection:
+        if threading.current_thread().name == "outboxq-watch":
+            asked.append(True)
+            if len(asked) == 2:
+                # The batch is seized: its slot ends meanwhile, and the relay looks round a few times.
+                release.set()
+                wait_until(lambda: "outboxq-slot" not in {thread.name for thread in threading.enumerate()}, "its end")
+                time.sleep(0.5)
+            raise OSError("no way to the database")
+        return psycopg.connect(make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(False))
+
+    own = create_engine("postgresql+psycopg://", creator=connect, pool_size=5, max_overflow=5)
+    try:
+        add(sessions, jobs, "stuck", "good")
+        config = RelayConfig(groups=(SlotGroup(("sync",), 1),), poll_seconds=0.1)
+        with start_relay(jobs, config, engine=own) as relay:
+            wait_until(lambda: len(asked) >= 2, "the watch to ask for the database")
+            wait_until(lambda: len(relay.of(JobDone)) == 2, "both jobs")
+            assert not relay.of(RelayStopped)
+    finally:
+        own.dispose()
 
 
 def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(

@@ -292,15 +292,19 @@ def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
     with owner_process("start_embedded()", WAIT_FOREVER) as owner:
         process = psutil.Process(owner.pid)
 
-        def initdb_runs() -> bool:
+        def at_work() -> tuple[list[psutil.Process], Path] | None:
+            # In one look: initdb is soon over, and a child that just ended has no command line.
             with contextlib.suppress(psutil.NoSuchProcess):
-                return any(child.name() == "initdb" for child in process.children(recursive=True))
-            return False
+                children = process.children(recursive=True)
+                parts = [Path(part) for child in children for part in child.cmdline()]
+                named = [path for path in parts if path.name.startswith("outboxq-postgres-") and path.is_dir()]
+                if named and any(child.name() == "initdb" for child in children):
+                    return children, named[0]
+            return None
 
-        assert wait_until(initdb_runs)
-        children = process.children(recursive=True)
-        directory = Path(children[0].cmdline()[-1])
-        assert directory.is_dir()
+        seen: list[tuple[list[psutil.Process], Path]] = []
+        assert wait_until(lambda: seen.extend(filter(None, [at_work()])) or seen)
+        children, directory = seen[0]
         owner.kill()
         assert wait_until(lambda: not any(is_running(child.pid) for child in children))
         assert wait_until(lambda: not directory.exists())

@@ -323,6 +323,10 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
         case Done():
             settle.finish(connection, job)
             return JobDone(job, seconds)
+        case Failed(record) if result.permanent:
+            reason = f"{record.type}: another attempt cannot help"
+            settle.bury(connection, job, reason, record)
+            return JobDied(job, reason, record.where)
         case Failed(record):
             return _retry_or_bury(connection, job, record, handler.retry, None)
         case Retry(delay, reason):

@@ -4,6 +4,7 @@ Each argument is encoded on its own by msgspec and decoded once more by its anno
 accepted at enqueue can be read at execution. Entities (mapped objects) are stored as their primary keys.
 """
 
+import hashlib
 import inspect
 import re
 import types
@@ -17,11 +18,13 @@ from sqlalchemy import inspect as sqlalchemy_inspect
 from sqlalchemy.orm import InstanceState, Mapper
 
 from outboxq.annotations import declared_signature, resolve_annotation
-from outboxq.errors import ArgumentError, PayloadError, RegistryError
+from outboxq.errors import ArgumentError, InvalidKey, PayloadError, RegistryError
 
 MAX_ARGS_BYTES = 256 * 1024
 MAX_HEADERS_BYTES = 64 * 1024
 MAX_NAME_BYTES = 63
+MAX_KEY_BYTES = 512
+MAX_SCOPE_BYTES = 255
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
@@ -58,6 +61,7 @@ def _decode_foreign(annotation: type[object], value: object) -> object:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_encode_foreign)
+_canonical_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorted")
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -167,6 +171,41 @@ def check_name(what: str, name: str) -> str:
     if what == "queue" and (set(name) & set(",=*") or name != name.strip()):
         raise ArgumentError(f"the queue name {name!r} may not hold ',', '=' or '*', nor begin or end with a space")
     return name
+
+
+def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
+    """Refuse a consumer, a message id, a scope or a key that its column could not hold.
+
+    Raises:
+        InvalidKey: not a string, empty, over `max_bytes` of UTF-8, or with control characters (NUL included).
+    """
+    if not isinstance(key, str):
+        raise InvalidKey(f"a {what} is a string, got {type(key).__name__}: {what} = str(...)")
+    try:
+        size_bytes = len(key.encode())
+    except UnicodeEncodeError:
+        raise InvalidKey(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
+    if not 1 <= size_bytes <= max_bytes:
+        raise InvalidKey(
+            f"a {what} takes 1 to {max_bytes} bytes, got {size_bytes}: "
+            + ("a hash of it, such as hashlib.sha256(...).hexdigest(), is as good" if size_bytes else "it is empty")
+        )
+    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in key):
+        raise InvalidKey(f"the {what} {key[:80]!r} holds a control character")
+    return key
+
+
+def fingerprint(payload: object) -> bytes:
+    """32 bytes (SHA-256) that stand for a content: of bytes as they are, of anything else as JSON with sorted keys.
+
+    Raises:
+        ArgumentError: JSON cannot hold it.
+    """
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return hashlib.sha256(payload).digest()
+    # For its refusals; the order of its keys is that of the dict.
+    encode_value("payload", payload)
+    return hashlib.sha256(_canonical_encoder.encode(payload)).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,26 @@ gives the entity its key; a rollback before that forgets both, and a commit with
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, Insert, event, func, insert, literal, text
+from sqlalchemy import Connection, Insert, event, func, insert, literal, text
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
-from sqlalchemy.exc import UnboundExecutionError
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session, scoped_session
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
 
 from outboxq.errors import ArgumentError, EnqueueError, SchemaError
 from outboxq.job import JobHandle, uuid7
 from outboxq.kinds import JobKind, JobOptions, NewJob, P
+from outboxq.sessions import (
+    AnySession,
+    autocommit_error,
+    is_autocommit_by_default,
+    outbox_bind,
+    plain_session,
+    refuse_autocommit,
+    type_name,
+)
 from outboxq.tables import JobRow, job
-
-AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
 
 _WAITING = "outboxq.waiting"
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
@@ -83,9 +88,9 @@ def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P
         JobTooLarge: over 256 KiB of JSON.
         EnqueueError: a session that cannot hold jobs (AUTOCOMMIT, or `binds` that leave the outbox out).
     """
-    plain = _plain_session(session)
+    plain = plain_session(session, "add_job")
     if not isinstance(kind, JobKind):
-        raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {_type_name(kind)}")
+        raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type_name(kind)}")
     return _add(plain, [kind.job(*args, **kwargs)])[0]
 
 
@@ -96,21 +101,7 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
         ArgumentError, JobTooLarge, EnqueueError: as `add_job`.
     """
     # Drawn first: a generator that fails half-way adds nothing.
-    return _add(_plain_session(session), list(jobs))
-
-
-def _plain_session(session: AnySession) -> Session:
-    if isinstance(session, scoped_session | async_scoped_session):
-        session = session()
-    if isinstance(session, AsyncSession):
-        return session.sync_session
-    if isinstance(session, Session):
-        return session
-    raise EnqueueError(f"add_job takes an SQLAlchemy session (Session, AsyncSession, ...), got {_type_name(session)}")
-
-
-def _type_name(value: object) -> str:
-    return type(value).__name__
+    return _add(plain_session(session, "add_job"), list(jobs))
 
 
 def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
@@ -122,11 +113,11 @@ def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
 
 def _check(session: Session, new: NewJob) -> None:
     if not isinstance(new, NewJob):
-        raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {_type_name(new)}")
+        raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {type_name(new)}")
     for entity in new.pending_entities():
         if object_session(entity) is not session:
             raise EnqueueError(
-                f"{new.kind!r} takes a {_type_name(entity)} that has no primary key yet and is not in this session: "
+                f"{new.kind!r} takes a {type_name(entity)} that has no primary key yet and is not in this session: "
                 "session.add() it before add_job"
             )
 
@@ -174,11 +165,11 @@ def _row(job_id: UUID, new: NewJob) -> JobRow:
 
 def _prepare(session: Session) -> None:
     """Refuse what can be seen without I/O, and look again at each flush."""
-    bind = _outbox_bind(session)
+    bind = outbox_bind(session)
     if isinstance(bind, Connection):
-        _refuse_autocommit(bind)
-    elif _autocommit_by_default(session, bind):
-        raise _autocommit_error()
+        refuse_autocommit(bind)
+    elif is_autocommit_by_default(session, bind):
+        raise autocommit_error()
     # On the dialect: engine.execution_options() makes engines for a moment, which share it.
     if not event.contains(bind.dialect, "handle_error", _explain_missing_tables):
         event.listen(bind.dialect, "handle_error", _explain_missing_tables)
@@ -194,44 +185,11 @@ def _watch_for_keys(session: Session) -> None:
         event.listen(session, "after_transaction_end", _after_transaction_end)
 
 
-def _outbox_bind(session: Session) -> Engine | Connection:
-    try:
-        bind = session.get_bind(mapper=JobRow)
-    except UnboundExecutionError as error:
-        raise EnqueueError(
-            "this session is not bound to a database for the outbox: give the session a bind, or add "
-            "`outboxq.tables.JobRow: engine` to its binds, with the engine that your business rows use"
-        ) from error
-    if bind.dialect.name != "postgresql":
-        raise EnqueueError(f"the outbox needs PostgreSQL, but this session is bound to {bind.dialect.name}")
-    return bind
-
-
-def _autocommit_by_default(session: Session, engine: Engine) -> bool:
-    """Whether the engine or the session asks for AUTOCOMMIT, as far as their settings tell; the flush looks again."""
-    session_options: dict[str, object] = getattr(session, "execution_options", None) or {}
-    level = session_options.get("isolation_level") or engine.get_execution_options().get("isolation_level")
-    return (level or getattr(engine.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
-
-
-def _refuse_autocommit(connection: Connection) -> None:
-    # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
-    if getattr(connection.connection.dbapi_connection, "autocommit", False):
-        raise _autocommit_error()
-
-
-def _autocommit_error() -> EnqueueError:
-    return EnqueueError(
-        "this session is in AUTOCOMMIT: a job would not be one with your rows. "
-        "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"
-    )
-
-
 def _before_flush(session: Session, _context: UOWTransaction, _instances: object) -> None:
     if not (session.info.get(_WAITING) or any(isinstance(row, JobRow) for row in session.new)):
         return
     connection = session.connection(bind_arguments={"mapper": JobRow})
-    _refuse_autocommit(connection)
+    refuse_autocommit(connection)
     if session.twophase:
         # PREPARE TRANSACTION refuses a transaction that has notified. Local, and per flush: a rolled back savepoint
         # takes the setting with it.

@@ -10,6 +10,10 @@ class OutboxqError(Exception):
     """The base of every error that outboxq raises."""
 
 
+class PermanentError(OutboxqError):
+    """Trying again cannot help: a handler that lets it out sends its job to the dead letters at once."""
+
+
 class ConfigError(OutboxqError):
     """A setting, a URL or a module path cannot be used as given."""
 
@@ -118,3 +122,89 @@ class JobNotFound(OutboxqError):
     def __init__(self, job_id: UUID, where: str) -> None:
         super().__init__(f"no {where} with id {job_id}")
         self.job_id = job_id
+
+
+class InvalidKey(OutboxqError, ValueError):
+    """A consumer, a message id, a scope or a key that cannot be stored as given."""
+
+
+class MessageConflict(PermanentError):
+    """A message has the id of one that was accepted, and another content."""
+
+    def __init__(self, consumer: str, message_id: str) -> None:
+        super().__init__(
+            f"message {message_id!r} of consumer {consumer!r} was accepted with other content: its sender gave one id "
+            "to two messages, so look at both before you choose"
+        )
+        self.consumer = consumer
+        self.message_id = message_id
+
+
+class EffectError(OutboxqError):
+    """An effect did not come to a result. `scope` and `key` say which."""
+
+    def __init__(self, scope: str, key: str, message: str) -> None:
+        super().__init__(f"effect {scope!r}, key {key!r}: {message}")
+        self.scope = scope
+        self.key = key
+
+
+class EffectInProgress(EffectError):
+    """Somebody else calls at this moment, or died calling not long ago. In a handler: run again later, uncounted."""
+
+    def __init__(self, scope: str, key: str, retry_after_seconds: float) -> None:
+        super().__init__(scope, key, f"a call is under way: ask again in {retry_after_seconds:.1f} s")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EffectRetryable(EffectError):
+    """The call was not applied, for sure: it may be made again."""
+
+
+class EffectFailed(EffectError, PermanentError):
+    """The other side refused for good. The refusal is recorded, and replayed instead of a call."""
+
+    def __init__(self, scope: str, key: str, reason: str) -> None:
+        super().__init__(scope, key, f"refused for good: {reason}")
+        self.reason = reason
+
+
+class EffectUnknown(EffectError):
+    """Nobody can know whether the call was applied: an operator decides."""
+
+    def __init__(self, scope: str, key: str, reason: str) -> None:
+        super().__init__(
+            scope,
+            key,
+            f"nobody knows whether it was applied ({reason}): ask the other side, then run "
+            f"`outboxq effects resolve` with --applied or --not-applied",
+        )
+        self.reason = reason
+
+
+class EffectConflict(EffectError, PermanentError):
+    """The key was used before, with another request."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key, "the key was used before with another request: a key stands for one request")
+
+
+class EffectLockLost(EffectError):
+    """The call took longer than its lock lasted, and somebody took over: what it came to was not recorded."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key, "taken over by another caller while this one stood still: nothing was recorded")
+
+
+class ResultNotStorable(EffectError, PermanentError):
+    """The effect is recorded as done, and will not be called again; its result is lost, because JSON cannot hold it."""
+
+    def __init__(self, scope: str, key: str, reason: str) -> None:
+        super().__init__(
+            scope, key, f"done, but its result was not kept ({reason}): return what JSON can hold, such as the id"
+        )
+        self.reason = reason
+
+
+class EffectRefused(HandlerError):
+    """An effect was asked for where it cannot be called safely."""

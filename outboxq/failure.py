@@ -17,7 +17,7 @@ import msgspec
 import psycopg
 from sqlalchemy.exc import StatementError
 
-from outboxq.errors import OutboxqError
+from outboxq.errors import OutboxqError, PermanentError
 from outboxq.job import Job
 
 MAX_MESSAGE_CHARACTERS = 2_000
@@ -49,10 +49,14 @@ class ErrorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that raised. `transient`: a deadlock or a serialization failure, which is nobody's fault."""
+    """An attempt that raised.
+
+    `transient`: a deadlock or a serialization failure, which is nobody's fault. `permanent`: another cannot help.
+    """
 
     record: ErrorRecord
     transient: bool = False
+    permanent: bool = False
 
 
 def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.FrameSummary] | None = None) -> Failed:
@@ -69,7 +73,7 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
         message=_described(lambda: _message(error, job.args)),
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
-    return Failed(record, transient=_sqlstate(original) in _TRANSIENT)
+    return Failed(record, transient=_sqlstate(original) in _TRANSIENT, permanent=isinstance(original, PermanentError))
 
 
 def describe_reason(reason: object, job: Job) -> str:

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Identity,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     SmallInteger,
     Table,
@@ -167,6 +168,59 @@ event.listen(
         "ALTER TABLE %(fullname)s SET "
         "(fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500)"
     ),
+)
+
+# The messages that were accepted, written in the transaction of what they lead to.
+inbox = Table(
+    "inbox",
+    metadata,
+    Column("consumer", Text, primary_key=True),
+    Column("message_id", Text, primary_key=True),
+    Column("fingerprint", LargeBinary),
+    Column("seen_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    CheckConstraint("octet_length(consumer) BETWEEN 1 AND 63", name="inbox_consumer_bytes"),
+    CheckConstraint("octet_length(message_id) BETWEEN 1 AND 512", name="inbox_message_id_bytes"),
+)
+Index("inbox_expires", inbox.c.expires_at)
+
+# The calls to the outside, written in short transactions of their own. `in_doubt`: an earlier call may have been applied.
+effect = Table(
+    "effect",
+    metadata,
+    Column("scope", Text, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("fingerprint", LargeBinary),
+    Column("status", Text, nullable=False),
+    Column("in_doubt", Boolean, nullable=False, server_default=text("false")),
+    Column("provider_key", Uuid, nullable=False),
+    Column("lock_token", Uuid, nullable=False),
+    Column("locked_until", DateTime(timezone=True), nullable=False),
+    Column("attempts", Integer, nullable=False, server_default=text("1")),
+    Column("result", JsonText),
+    Column("error", Text),
+    Column("first_called_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("changed_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", DateTime(timezone=True)),
+    CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
+    CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
+    CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
+    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome nobody knows.
+    CheckConstraint(
+        "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
+        name="effect_kept",
+    ),
+)
+Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
+Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
+
+# What makes the keys that providers are given differ between two installations.
+deployment = Table(
+    "deployment",
+    metadata,
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("id", Uuid, nullable=False, server_default=text("gen_random_uuid()")),
+    CheckConstraint("singleton", name="deployment_one_row"),
 )
 
 migration = Table(

@@ -9,9 +9,9 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import ModuleType
-from typing import get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 from outboxq.errors import RegistryError
 
@@ -31,23 +31,48 @@ def resolve_annotation(function: Callable[..., object], parameter: inspect.Param
     Raises:
         RegistryError: a name in it cannot be found.
     """
+    what = f"the annotation of argument {parameter.name!r} of {function.__module__}.{function.__qualname__}"
+    return _resolve(function, parameter.annotation, what)
+
+
+def resolve_return(call: Callable[..., object]) -> object:
+    """The type that a function is declared to return, or to return when awaited; None where it says nothing.
+
+    Raises:
+        RegistryError: a name in it cannot be found.
+    """
+    function = call
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        return None
+    annotation = declared_signature(function).return_annotation
+    if annotation is inspect.Signature.empty:
+        return None
+    what = f"what {function.__module__}.{function.__qualname__} is declared to return"
+    resolved = _resolve(function, annotation, what)
+    if get_origin(resolved) in (Awaitable, Coroutine):
+        return get_args(resolved)[-1]
+    return resolved
+
+
+def _resolve(function: Callable[..., object], annotation: object, what: str) -> object:
     globals_ = getattr(inspect.unwrap(function), "__globals__", {})
-    # A carrier with one annotation: a name that only the context's or the return annotation uses never matters.
-    carrier = type("carrier", (), {"__annotations__": {"value": parameter.annotation}})
+    # A carrier with one annotation: a name that only the other annotations use never matters.
+    carrier = type("carrier", (), {"__annotations__": {"value": annotation}})
     try:
         return _hints(carrier, globals_)
     except (NameError, AttributeError, SyntaxError, TypeError):
         module = sys.modules.get(function.__module__)
         type_checking = _type_checking_names(module) if module is not None else {}
-    where = f"the annotation of argument {parameter.name!r} of {function.__module__}.{function.__qualname__}"
     try:
         return _hints(carrier, {**globals_, **type_checking})
     except NameError as error:
         raise RegistryError(
-            f"{where} names {error.name!r}, which cannot be found: import it at the top of the module"
+            f"{what} names {error.name!r}, which cannot be found: import it at the top of the module"
         ) from error
     except (AttributeError, SyntaxError, TypeError) as error:
-        raise RegistryError(f"{where} is not a type ({error}): mend it") from error
+        raise RegistryError(f"{what} is not a type ({error}): mend it") from error
 
 
 def _hints(carrier: type[object], globals_: Mapping[str, object]) -> object:

@@ -18,7 +18,7 @@ from sqlalchemy import inspect as sqlalchemy_inspect
 from sqlalchemy.orm import InstanceState, Mapper
 
 from outboxq.annotations import declared_signature, resolve_annotation
-from outboxq.errors import ArgumentError, InvalidKey, PayloadError, RegistryError
+from outboxq.errors import ArgumentError, ConfigError, InvalidKey, PayloadError, RegistryError
 
 MAX_ARGS_BYTES = 256 * 1024
 MAX_HEADERS_BYTES = 64 * 1024
@@ -206,6 +206,33 @@ def fingerprint(payload: object) -> bytes:
     # For its refusals; the order of its keys is that of the dict.
     encode_value("payload", payload)
     return hashlib.sha256(_canonical_encoder.encode(payload)).digest()
+
+
+def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]:
+    """Reads what JSON holds of `annotation`; `object` for JSON's own types.
+
+    Raises:
+        ConfigError: an entity, or a type that JSON cannot hold; `what` begins the message.
+    """
+    if entity_mapper(annotation) is not None:
+        raise ConfigError(f"{what}: an entity cannot be its result: return its key, or what you need of it")
+    try:
+        stored = typing.Any if annotation is object else annotation
+        return msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
+    except TypeError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -> object:
+    """A stored value, as its type says.
+
+    Raises:
+        PayloadError: it does not fit; `what` begins the message, which never quotes a value.
+    """
+    try:
+        return decoder.decode(text.encode())
+    except ValueError as error:
+        raise PayloadError(f"{what} does not fit its type: {_problem(error)}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,23 @@ class EffectInProgress(EffectError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class EffectRetryable(EffectError):
-    """The call was not applied, for sure: it may be made again."""
+class EffectNotRecorded(EffectError):
+    """The call came to an end, and the database could not be told: the next caller finds the effect in doubt."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key, "the call came to an end, but the database could not be told what it came to")
+
+
+class CallNotApplied(OutboxqError):
+    """Raised by the function given as `call`: the other side did nothing, for sure. It will be called again."""
+
+
+class CallRefused(OutboxqError):
+    """Raised by the function given as `call`: the other side refused for good. `reason` is stored and replayed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class EffectFailed(EffectError, PermanentError):
@@ -176,8 +191,8 @@ class EffectUnknown(EffectError):
         super().__init__(
             scope,
             key,
-            f"nobody knows whether it was applied ({reason}): ask the other side, then run "
-            f"`outboxq effects resolve` with --applied or --not-applied",
+            f"nobody knows whether it was applied: {reason}. Ask the other side, then run `outboxq effects resolve` "
+            "with --applied or --not-applied",
         )
         self.reason = reason
 
@@ -208,3 +223,21 @@ class ResultNotStorable(EffectError, PermanentError):
 
 class EffectRefused(HandlerError):
     """An effect was asked for where it cannot be called safely."""
+
+
+class EffectNotFound(OutboxqError):
+    """No effect has this scope and key."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(f"no effect of scope {scope!r} with key {key!r}: it was never called, or is forgotten")
+        self.scope = scope
+        self.key = key
+
+
+class MessageNotFound(OutboxqError):
+    """The inbox has no such message."""
+
+    def __init__(self, consumer: str, message_id: str) -> None:
+        super().__init__(f"consumer {consumer!r} has no message {message_id!r}: forgotten, expired or never accepted")
+        self.consumer = consumer
+        self.message_id = message_id

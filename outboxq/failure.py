@@ -17,7 +17,7 @@ import msgspec
 import psycopg
 from sqlalchemy.exc import StatementError
 
-from outboxq.errors import OutboxqError, PermanentError
+from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.job import Job
 
 MAX_MESSAGE_CHARACTERS = 2_000
@@ -84,7 +84,7 @@ def describe_reason(reason: object, job: Job) -> str:
 def _described(describe: Callable[[], str]) -> str:
     """A storable text, whatever users' values do to our description of it: a job must always be settled."""
     try:
-        return _storable(describe())
+        return storable(describe())
     except Exception:  # noqa: BLE001  # the error is recorded all the same, by its type and place
         return "(text withheld: it could not be redacted)"
 
@@ -111,6 +111,8 @@ def kept_errors(stored: str) -> str:
 
 
 def _message(error: BaseException, args: str) -> str:
+    if isinstance(error, EffectFailed | CallRefused):
+        return str(error).replace(error.reason, redact(error.reason, args)) if error.reason else str(error)
     # Our own texts never quote a value.
     return str(error) if isinstance(error, OutboxqError) else redact(_foreign_message(error), args)
 
@@ -164,7 +166,7 @@ def _text_of(value: object) -> str:
         return f"(the text of this {type(value).__name__} cannot be read)"
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
     kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return kept.encode(errors="replace").decode()
@@ -211,4 +213,4 @@ def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
         if not frame.filename.startswith(own) and "site-packages" not in PurePath(frame.filename).parts
     ]
     for frame in frames[-_KEPT_FRAMES:]:
-        yield _storable(f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")
+        yield storable(f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
-FaultPoint: TypeAlias = Literal[
+JobFaultPoint: TypeAlias = Literal[
     "before-claim",
     "after-claim",
     "before-handler",
@@ -12,8 +12,13 @@ FaultPoint: TypeAlias = Literal[
     "before-commit",
     "after-commit",
 ]
+EffectFaultPoint: TypeAlias = Literal["before-call", "after-call", "after-record"]
 # In the order in which a job passes them. In lease mode the claim is committed at "after-claim".
-FAULT_POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
+FAULT_POINTS: tuple[JobFaultPoint, ...] = get_args(JobFaultPoint)
+# Those of a call to the outside: its claim is committed before the first, its result between the last two.
+EFFECT_FAULT_POINTS: tuple[EffectFaultPoint, ...] = get_args(EffectFaultPoint)
+
+FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint
 
 _action: Callable[[FaultPoint], None] | None = None
 

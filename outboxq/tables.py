@@ -184,7 +184,7 @@ inbox = Table(
 )
 Index("inbox_expires", inbox.c.expires_at)
 
-# The calls to the outside, written in short transactions of their own. `in_doubt`: an earlier call may have been applied.
+# Calls to the outside, written in short transactions of their own. `in_doubt`: an earlier call may have been applied.
 effect = Table(
     "effect",
     metadata,

@@ -20,7 +20,7 @@ from outboxq.config import RelayConfig, child_environment, psycopg_url
 from outboxq.engines import make_engine
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import ConfigError
-from outboxq.fault_points import FAULT_POINTS, FaultPoint
+from outboxq.fault_points import FAULT_POINTS, FaultPoint, JobFaultPoint
 from outboxq.tables import SCHEMA, dead_job, job
 from outboxq.testing_proxy import CommitProxy, Trap
 from outboxq.testing_relay import RelayOrder
@@ -28,7 +28,7 @@ from outboxq.testing_relay import RelayOrder
 ConnectionStep: TypeAlias = Literal[
     "connection-cut-before-commit", "connection-cut-after-commit", "connections-terminated-in-handler"
 ]
-CrashStep: TypeAlias = FaultPoint | ConnectionStep
+CrashStep: TypeAlias = JobFaultPoint | ConnectionStep
 # Killed at each fault point, then three ways to lose the connection.
 CRASH_STEPS: tuple[CrashStep, ...] = (*FAULT_POINTS, *get_args(ConnectionStep))
 

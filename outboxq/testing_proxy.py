@@ -28,6 +28,9 @@ _PLAINTEXT_PLEASE = (80877103, 80877104)  # SSLRequest and GSSENCRequest
 _NO_CODE = re.compile(r"'(?:[^']|'')*'|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _COMMIT = re.compile(r"(?:^|;)\s*(?:COMMIT|END)(?:\s+(?:WORK|TRANSACTION))?\s*(?:;|$)", re.IGNORECASE)
 _WRITES = re.compile(r"(?:INSERT 0|UPDATE|DELETE|MERGE|COPY) (?!0$)\d+")
+# A CTE that writes and hands its rows to a SELECT says SELECT.
+_READS = re.compile(r"SELECT (?!0$)\d+")
+_WRITING_CTE = re.compile(r"^\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
 _WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNORECASE)
 
 _Address: TypeAlias = "tuple[str, int] | str"
@@ -360,11 +363,16 @@ class _Link:
     def _note_answer(self, kind: bytes, frame: bytes) -> None:
         if kind == b"C":
             tag = frame[5:-1].decode(errors="replace")
-            self._has_written = self._has_written or _WRITES.match(tag) is not None
+            self._has_written = self._has_written or _WRITES.match(tag) is not None or self._wrote_in_cte(tag)
         elif kind == b"Z" and frame[5:6] == b"I":
             # Before the client reads it and sends its next statement.
             self._statements.clear()
             self._has_written = False
+
+    def _wrote_in_cte(self, tag: str) -> bool:
+        return _READS.match(tag) is not None and any(
+            _WRITING_CTE.search(_NO_CODE.sub(" ", statement)) for statement in self._statements
+        )
 
     def _after_commit(self, trap: Trap) -> bool:
         """The server has answered a COMMIT; False where the connection is over."""

@@ -1,0 +1,334 @@
+"""Once: the protocol of a call to the outside, without any I/O of its own.
+
+Claim, call, record at once, replay ever after. `once` is a generator that yields what is to be done next (a
+transaction, the call, a look-up, a pause) and is sent what came of it, so that one text serves threads and event loops.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeAlias, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from outboxq.codec import MAX_ARGS_BYTES, decode_stored, encode_value, entity_state
+from outboxq.effect_request import Doubt, Request, provider_key
+from outboxq.errors import (
+    ArgumentError,
+    CallNotApplied,
+    CallRefused,
+    EffectConflict,
+    EffectFailed,
+    EffectInProgress,
+    EffectLockLost,
+    EffectNotRecorded,
+    EffectUnknown,
+    HandlerError,
+    ResultNotStorable,
+)
+from outboxq.failure import storable
+from outboxq.fault_points import fault_point
+from outboxq.statements import effects as statements
+from outboxq.statements.effects import Seen, Status
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Generic[T]):
+    """A look-up's answer: the call was applied, and this is what it came to."""
+
+    result: T
+
+
+@dataclass(frozen=True, slots=True)
+class NotApplied:
+    """A look-up's answer: the call was not applied, and never will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A look-up's answer: the other side cannot tell."""
+
+
+LookUp: TypeAlias = Applied[T] | NotApplied | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Transact:
+    """Run this in a short transaction of its own, committed before the answer."""
+
+    run: Callable[[Connection], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call the other side with this key."""
+
+    provider_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the other side whether a call with this key was applied."""
+
+    provider_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait."""
+
+    seconds: float
+
+
+Step: TypeAlias = Transact | Call | Ask | Pause
+Steps: TypeAlias = Generator[Step, Any, T]
+
+
+class Hold:
+    """How long this process may believe that the lock on a call is its own."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._until = 0.0
+
+    def renew(self, begun: float) -> None:
+        """The lock was taken, or extended, by a statement that began then (monotonic)."""
+        self._until = begun + self.request.lease.total_seconds()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether nobody can have taken over."""
+        return time.monotonic() < self._until
+
+
+def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
+    """Call once, and record what it came to; or replay what an earlier call came to.
+
+    Raises:
+        EffectInProgress: somebody else calls, or died calling not long ago.
+        EffectConflict: the key stands for another request.
+        EffectFailed: refused for good, now or earlier.
+        EffectUnknown: nobody can know.
+        ResultNotStorable: done, but what it came to was not kept.
+        EffectLockLost, EffectNotRecorded: it was called, and that could not be recorded.
+        Whatever the call or the look-up raised: to be tried again.
+    """
+    while True:
+        seen = yield from _claim(request, hold, deployment)
+        if not seen.claimed:
+            return _replay(request, seen)
+        in_doubt = seen.in_doubt
+        if in_doubt:
+            answer = yield from _look_up(request, seen)
+            if isinstance(answer, Applied):
+                return (yield from _record_result(request, answer.result))
+            in_doubt = not isinstance(answer, NotApplied)
+        fault_point("before-call")
+        # A process that stood still until here for longer than its lock lasts may have been taken over: claim again.
+        if hold.lasts:
+            break
+    try:
+        value = yield Call(str(seen.provider_key))
+    except BaseException as error:
+        fault_point("after-call")
+        yield from _record_failure(request, error, seen, in_doubt=in_doubt)
+        raise
+    fault_point("after-call")
+    return (yield from _record_result(request, value))
+
+
+def _claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
+    wanted = provider_key(deployment, request.scope, request.key)
+    statement = statements.claim(request.scope, request.key, request.fingerprint, wanted, request.token, request.lease)
+    row = None
+    while row is None:
+        begun = time.monotonic()
+        row = yield from _insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
+        # Measured from before the statement: what the server adds, we leave out.
+        hold.renew(begun)
+    return Seen(*row)
+
+
+def _replay(request: Request, seen: Seen) -> object:
+    """What an earlier call came to, as its result or as its error."""
+    scope, key = request.scope, request.key
+    if not seen.same_request:
+        raise EffectConflict(scope, key)
+    if seen.status == "done" and seen.result is not None:
+        return decode_stored(f"the result of effect {scope!r}", request.decoder, seen.result)
+    if seen.status == "done":
+        raise ResultNotStorable(scope, key, seen.error or "no reason was stored")
+    if seen.status == "failed":
+        raise EffectFailed(scope, key, seen.error or "no reason was stored")
+    if seen.status == "unknown":
+        raise EffectUnknown(scope, key, seen.error or "no reason was stored")
+    raise EffectInProgress(scope, key, max(seen.locked_seconds, 0.0))
+
+
+def _look_up(request: Request, seen: Seen) -> Steps[LookUp[object]]:
+    """Find out whether an earlier call was applied; returns only where it may be called again, or need not be."""
+    answer: LookUp[object] = Unknown()
+    if request.asks:
+        try:
+            answer = _check_answer((yield Ask(str(seen.provider_key))))
+        except BaseException as error:
+            # Asked again by the next caller; the doubt stays.
+            yield from _record(request, "retryable", in_doubt=True, error=_name_of(error))
+            raise
+    if isinstance(answer, Unknown) and not _still_remembered(request, seen):
+        reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
+        yield from _record(request, "unknown", error=reason)
+        raise EffectUnknown(request.scope, request.key, reason)
+    return answer
+
+
+def _check_answer(answer: object) -> LookUp[object]:
+    if not isinstance(answer, Applied | NotApplied | Unknown):
+        raise HandlerError(
+            f"already_applied returned a {type(answer).__name__}: return Applied(result), NotApplied() or Unknown()"
+        )
+    return answer
+
+
+def _still_remembered(request: Request, seen: Seen) -> bool:
+    """Whether the other side still knows the key, so that a second call with it is no second effect."""
+    remembers = request.provider_remembers
+    return remembers is not None and seen.known_seconds < remembers.total_seconds()
+
+
+def _why_unknown(request: Request, *, asked: bool) -> str:
+    asked_text = "the look-up could not tell" if asked else "there is no look-up (already_applied)"
+    known = "does not honour keys (provider_remembers)"
+    if request.provider_remembers is not None:
+        known = f"honoured its key for {request.provider_remembers} only (provider_remembers)"
+    return f"{asked_text}, and the other side {known}"
+
+
+def _record_failure(request: Request, error: BaseException, seen: Seen, *, in_doubt: bool) -> Steps[None]:
+    """Record a call that raised; returns where the error itself is to go on to the caller."""
+    doubt = _doubt_of(request, error)
+    if doubt == "final":
+        reason = storable(error.reason if isinstance(error, CallRefused) else _name_of(error))
+        yield from _record(request, "failed", error=reason, keep=request.retention)
+        raise EffectFailed(request.scope, request.key, reason) from error
+    if doubt == "retryable":
+        keep = None if in_doubt else request.retention
+        yield from _record(request, "retryable", in_doubt=in_doubt, error=_name_of(error), keep=keep)
+    elif _still_remembered(request, seen):
+        yield from _record(request, "retryable", in_doubt=True, error=_name_of(error))
+    elif request.asks:
+        # Its lock runs on: a call that is still on its way gets that long to arrive before anybody asks for it.
+        yield from _record(request, "started", in_doubt=True, error=_name_of(error), unlock=False)
+    else:
+        reason = f"the call raised {_name_of(error)}; " + _why_unknown(request, asked=False)
+        yield from _record(request, "unknown", error=reason)
+        if isinstance(error, Exception):
+            raise EffectUnknown(request.scope, request.key, reason) from error
+
+
+def _doubt_of(request: Request, error: BaseException) -> Doubt:
+    if not isinstance(error, Exception):
+        return "ambiguous"
+    if isinstance(error, CallRefused):
+        return "final"
+    # Not found by way of __cause__: behind a retrying client the last try was refused, and the first one applied.
+    if isinstance(error, CallNotApplied | ConnectionRefusedError):
+        return "retryable"
+    return "ambiguous" if request.classify is None else request.classify(error)
+
+
+def _record_result(request: Request, value: object) -> Steps[object]:
+    stored, reason = _encode(value)
+    if stored is None:
+        yield from _record(request, "done", error=reason, keep=request.retention)
+        fault_point("after-record")
+        raise ResultNotStorable(request.scope, request.key, reason)
+    yield from _record(request, "done", result=stored, keep=request.retention)
+    fault_point("after-record")
+    # Not the value itself: the first caller gets exactly what a replay will give.
+    return decode_stored(f"the result of effect {request.scope!r}", request.decoder, stored)
+
+
+def _encode(value: object) -> tuple[str | None, str]:
+    """The result as JSON text, or None and why not."""
+    if entity_state(value) is not None:
+        return None, "it is an entity: return its key, or what you need of it"
+    try:
+        data = encode_value("result", value)
+    except ArgumentError as error:
+        return None, storable(str(error))
+    if len(data) > MAX_ARGS_BYTES:
+        return None, f"it takes {len(data):,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}"
+    return data.decode(), ""
+
+
+def _record(
+    request: Request,
+    status: Status,
+    *,
+    in_doubt: bool = False,
+    result: str | None = None,
+    error: str | None = None,
+    keep: timedelta | None = None,
+    unlock: bool = True,
+) -> Steps[None]:
+    statement = statements.record(
+        request.scope,
+        request.key,
+        request.token,
+        status,
+        in_doubt=in_doubt,
+        result=result,
+        error=error,
+        keep=keep,
+        unlock=unlock,
+    )
+    try:
+        recorded = yield from _insist(
+            lambda connection: connection.execute(statement).one_or_none(), seconds=request.lease.total_seconds()
+        )
+    except (SQLAlchemyError, OSError) as lost:
+        raise EffectNotRecorded(request.scope, request.key) from lost
+    if recorded is None:
+        raise EffectLockLost(request.scope, request.key)
+
+
+def _insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds: float = 0.0) -> Steps[T]:
+    """Run a transaction, again where the database was away; claims and records may be repeated."""
+    deadline = time.monotonic() + seconds
+    pause_seconds = _FIRST_PAUSE_SECONDS
+    made = 0
+    while True:
+        made += 1
+        try:
+            answer: T = yield Transact(run)
+            return answer
+        except (SQLAlchemyError, OSError) as error:
+            over = made >= tries if tries is not None else time.monotonic() + pause_seconds > deadline
+            if over or not _is_outage(error):
+                raise
+        yield Pause(pause_seconds)
+        pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
+
+
+def _is_outage(error: SQLAlchemyError | OSError) -> bool:
+    """Whether the server is gone, going, starting or full, or its pool is; by any driver."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError | PoolTimeout)
+    original = error.orig
+    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    return error.connection_invalidated or sqlstate is None or str(sqlstate)[:2] in ("08", "53", "57")
+
+
+def _name_of(error: BaseException) -> str:
+    # Its text may quote what was sent; the job's own record has it, redacted.
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,182 @@
+"""Effects: claim or take over a call, keep it, record what it came to.
+
+Each statement is a transaction of its own on READ COMMITTED. A call is fenced by its `lock_token`, a UUID that its
+caller made: whoever takes over writes a token of its own, and the earlier caller's statements match no row any more.
+All times are the database's.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+from uuid import UUID
+
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Float,
+    FromClause,
+    Select,
+    and_,
+    cast,
+    exists,
+    extract,
+    func,
+    literal,
+    or_,
+    select,
+    true,
+    update,
+)
+from sqlalchemy.dialects.postgresql import insert
+
+from outboxq.tables import deployment, effect
+
+Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
+
+_now = func.clock_timestamp
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An effect as its claim found it, or left it.
+
+    `claimed`: the call is ours to make. `in_doubt`: an earlier one may have been applied. `known_seconds`: since the
+    first one; `locked_seconds`: how long the lock still lasts, negative once it ran out.
+    """
+
+    claimed: bool
+    status: Status
+    in_doubt: bool
+    provider_key: UUID
+    same_request: bool
+    result: str | None
+    error: str | None
+    known_seconds: float
+    locked_seconds: float
+
+
+def claim(
+    scope: str, key: str, fingerprint: bytes | None, provider_key: UUID, token: UUID, lease: timedelta
+) -> Executable:
+    """Claim the call, or take it over from a caller that died; else look at what stands. One row, or none.
+
+    None only where another caller's first claim was committed while this one waited for it: look again.
+    Index: the primary key. Locks: the effect's row; waits for a claim or a record that is just being committed.
+    A repetition of a claim whose COMMIT was not answered finds its own token.
+    """
+    given = literal(fingerprint, effect.c.fingerprint.type)
+    new = insert(effect).values(
+        scope=scope,
+        key=key,
+        fingerprint=given,
+        status="started",
+        provider_key=provider_key,
+        lock_token=token,
+        locked_until=_now() + lease,
+    )
+    same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
+    # Judged on the row's newest version, after the wait for its lock.
+    is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
+    claimed = (
+        new.on_conflict_do_update(
+            index_elements=[effect.c.scope, effect.c.key],
+            set_={
+                "status": "started",
+                "fingerprint": func.coalesce(effect.c.fingerprint, given),
+                # Our own token: this caller claimed before, stood still, and has not called.
+                "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
+                "lock_token": token,
+                "locked_until": _now() + lease,
+                "attempts": effect.c.attempts + 1,
+                "changed_at": _now(),
+                "expires_at": None,
+            },
+            where=and_(same_request, is_free),
+        )
+        .returning(*effect.c)
+        .cte("claimed")
+    )
+    is_ours = and_(effect.c.lock_token == token, effect.c.status == "started")
+    standing = (
+        select(*_seen(effect, is_ours, same_request))
+        .where(effect.c.scope == scope, effect.c.key == key)
+        .where(~exists(select(claimed.c.scope)))
+    )
+    return select(*_seen(claimed, true(), true())).union_all(standing)
+
+
+def _seen(
+    rows: FromClause, claimed: ColumnElement[bool], same_request: ColumnElement[bool]
+) -> list[ColumnElement[Any]]:
+    return [
+        claimed.label("claimed"),
+        rows.c["status"],
+        rows.c["in_doubt"],
+        rows.c["provider_key"],
+        same_request.label("same_request"),
+        rows.c["result"],
+        rows.c["error"],
+        _seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
+        _seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
+    ]
+
+
+def _seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
+    return cast(extract("epoch", interval), Float(53))
+
+
+def record(
+    scope: str,
+    key: str,
+    token: UUID,
+    status: Status,
+    *,
+    in_doubt: bool = False,
+    result: str | None = None,
+    error: str | None = None,
+    keep: timedelta | None = None,
+    unlock: bool = True,
+) -> Executable:
+    """Write what a call came to; one row, or none where somebody took over. May be repeated: the token stays.
+
+    Args:
+        keep: How long it is remembered; None for ever, as for everything that is not settled.
+        unlock: Let the next caller take over at once, and not when the lock runs out.
+
+    Index: the primary key. Locks: the effect's row.
+    """
+    values: dict[str, object] = {
+        "status": status,
+        "in_doubt": in_doubt,
+        "result": result,
+        "error": error,
+        "changed_at": _now(),
+        "expires_at": None if keep is None else _now() + keep,
+    }
+    if unlock:
+        values["locked_until"] = _now()
+    return update(effect).where(*_held(scope, key, token)).values(values).returning(true())
+
+
+def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:
+    """Keep a call that is under way; no row where somebody took over, or where its record is just being committed.
+
+    Index: the primary key. Locks: the effect's row, never waited for.
+    """
+    held = select(effect.c.scope, effect.c.key).where(*_held(scope, key, token), effect.c.status == "started")
+    locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
+    return (
+        update(effect)
+        .where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key)
+        .values(locked_until=_now() + lease)
+        .returning(true())
+    )
+
+
+def _held(scope: str, key: str, token: UUID) -> tuple[ColumnElement[bool], ...]:
+    return effect.c.scope == scope, effect.c.key == key, effect.c.lock_token == token
+
+
+def select_deployment() -> Select[Any]:
+    """The id of this deployment. One row; no locks."""
+    return select(deployment.c.id)

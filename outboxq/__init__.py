@@ -13,15 +13,26 @@ if TYPE_CHECKING:
     from outboxq.config import SlotGroup as SlotGroup
     from outboxq.context import AsyncContext as AsyncContext
     from outboxq.context import Context as Context
+    from outboxq.effects import Applied as Applied
+    from outboxq.effects import AsyncEffects as AsyncEffects
+    from outboxq.effects import Effects as Effects
+    from outboxq.effects import NotApplied as NotApplied
+    from outboxq.effects import Unknown as Unknown
     from outboxq.enqueue import AsyncOutboxSession as AsyncOutboxSession
     from outboxq.enqueue import OutboxSession as OutboxSession
     from outboxq.enqueue import add_job as add_job
     from outboxq.enqueue import add_jobs as add_jobs
+    from outboxq.errors import CallNotApplied as CallNotApplied
+    from outboxq.errors import CallRefused as CallRefused
     from outboxq.errors import OutboxqError as OutboxqError
+    from outboxq.errors import PermanentError as PermanentError
     from outboxq.find import FoundJob as FoundJob
     from outboxq.find import find_job as find_job
     from outboxq.handlers import Handler as Handler
     from outboxq.handlers import Jobs as Jobs
+    from outboxq.inbox import Acceptance as Acceptance
+    from outboxq.inbox import AcceptedBatch as AcceptedBatch
+    from outboxq.inbox import Inbox as Inbox
     from outboxq.job import Job as Job
     from outboxq.job import JobHandle as JobHandle
     from outboxq.kinds import JobKind as JobKind
@@ -38,29 +49,40 @@ if TYPE_CHECKING:
     from outboxq.retry import Snooze as Snooze
 
 _HOMES = {
+    "Acceptance": "inbox",
+    "AcceptedBatch": "inbox",
+    "Applied": "effects",
     "AsyncContext": "context",
+    "AsyncEffects": "effects",
     "AsyncOutboxSession": "enqueue",
     "Backoff": "retry",
+    "CallNotApplied": "errors",
+    "CallRefused": "errors",
     "Context": "context",
     "DeadLetter": "retry",
     "Discard": "retry",
     "Done": "retry",
+    "Effects": "effects",
     "FoundJob": "find",
     "Handler": "handlers",
+    "Inbox": "inbox",
     "Job": "job",
     "JobHandle": "job",
     "JobKind": "kinds",
     "Jobs": "handlers",
     "NewJob": "kinds",
-    "Outcome": "retry",
+    "NotApplied": "effects",
     "OutboxSession": "enqueue",
     "OutboxqError": "errors",
+    "Outcome": "retry",
+    "PermanentError": "errors",
     "Relay": "relay",
     "RelayConfig": "config",
     "RelayReport": "relay_run",
     "Retry": "retry",
     "SlotGroup": "config",
     "Snooze": "retry",
+    "Unknown": "effects",
     "add_job": "enqueue",
     "add_jobs": "enqueue",
     "external": "kinds",
@@ -68,29 +90,40 @@ _HOMES = {
 }
 
 __all__ = [
+    "Acceptance",
+    "AcceptedBatch",
+    "Applied",
     "AsyncContext",
+    "AsyncEffects",
     "AsyncOutboxSession",
     "Backoff",
+    "CallNotApplied",
+    "CallRefused",
     "Context",
     "DeadLetter",
     "Discard",
     "Done",
+    "Effects",
     "FoundJob",
     "Handler",
+    "Inbox",
     "Job",
     "JobHandle",
     "JobKind",
     "Jobs",
     "NewJob",
+    "NotApplied",
     "OutboxSession",
     "OutboxqError",
     "Outcome",
+    "PermanentError",
     "Relay",
     "RelayConfig",
     "RelayReport",
     "Retry",
     "SlotGroup",
     "Snooze",
+    "Unknown",
     "__version__",
     "add_job",
     "add_jobs",

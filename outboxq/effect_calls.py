@@ -36,6 +36,10 @@ class Transactions(Protocol):
         """Run `work` in a transaction of its own, committed when it returns."""
         ...
 
+    def keeper_transaction(self) -> Transaction:
+        """The same for the thread that keeps the locks."""
+        ...
+
 
 class AsyncTransactions(Protocol):
     """Where the short transactions of async callers run."""
@@ -61,6 +65,10 @@ class EngineTransactions:
         """See `Transactions`."""
         with self._engine.begin() as connection:
             return work(connection)
+
+    def keeper_transaction(self) -> Transaction:
+        """From any thread."""
+        return self.run
 
     def dispose(self) -> None:
         """Close the pool."""
@@ -132,6 +140,10 @@ class SavepointTransactions:
         with connection.begin_nested():
             return work(connection)
 
+    def keeper_transaction(self) -> Transaction:
+        """None: the connection is the test's own, and nobody else sees these rows."""
+        return lambda _: None
+
 
 class AsyncSavepointTransactions:
     """As `SavepointTransactions`."""
@@ -146,7 +158,7 @@ class AsyncSavepointTransactions:
             return await connection.run_sync(work)
 
     def keeper_transaction(self) -> Transaction:
-        """None: nobody else sees these rows."""
+        """None: see `SavepointTransactions`."""
         return lambda _: None
 
 
@@ -156,7 +168,7 @@ class Caller:
     def __init__(self, transactions: Transactions, lease_seconds: float) -> None:
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions
-        self._keeper = Keeper(transactions.run, lease_seconds)
+        self._keeper = Keeper(transactions.keeper_transaction(), lease_seconds)
         self._deployment: UUID | None = None
 
     def run(self, request: Request, call: Callable[[str], object], ask: Callable[[str], LookUp[Any]] | None) -> object:

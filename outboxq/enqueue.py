@@ -15,12 +15,13 @@ from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
 
-from outboxq.errors import ArgumentError, EnqueueError, SchemaError
+from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.job import JobHandle, uuid7
 from outboxq.kinds import JobKind, JobOptions, NewJob, P
 from outboxq.sessions import (
     AnySession,
     autocommit_error,
+    explain_missing_tables,
     is_autocommit_by_default,
     outbox_bind,
     plain_session,
@@ -30,7 +31,6 @@ from outboxq.sessions import (
 from outboxq.tables import JobRow, job
 
 _WAITING = "outboxq.waiting"
-_UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +233,9 @@ def _after_transaction_end(session: Session, transaction: SessionTransaction) ->
 
 
 def _explain_missing_tables(context: ExceptionContext) -> None:
-    error = context.original_exception
-    sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    if sqlstate in _UNDEFINED_TABLE_OR_COLUMN and _inserts_jobs(context.execution_context):
-        raise SchemaError(
-            "the outbox table is missing, or older than this outboxq: run `outboxq migrate`, or call "
-            "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
-        ) from error
+    missing = explain_missing_tables(context.original_exception)
+    if missing is not None and _inserts_jobs(context.execution_context):
+        raise missing from context.original_exception
 
 
 def _inserts_jobs(context: ExecutionContext | None) -> bool:

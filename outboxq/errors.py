@@ -216,7 +216,10 @@ class ResultNotStorable(EffectError, PermanentError):
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(
-            scope, key, f"done, but its result was not kept ({reason}): return what JSON can hold, such as the id"
+            scope,
+            key,
+            f"done, but its result was not kept: {reason}. Let the call return what JSON can hold, such as an id; this "
+            "one can be given its result by `outboxq effects resolve` with --applied and --result",
         )
         self.reason = reason
 

@@ -32,6 +32,7 @@ from outboxq.errors import (
 )
 from outboxq.failure import storable
 from outboxq.fault_points import fault_point
+from outboxq.sessions import sqlstate_of
 from outboxq.statements import effects as statements
 from outboxq.statements.effects import Seen, Status
 
@@ -323,9 +324,8 @@ def _is_outage(error: SQLAlchemyError | OSError) -> bool:
     """Whether the server is gone, going, starting or full, or its pool is; by any driver."""
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)
-    original = error.orig
-    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    return error.connection_invalidated or sqlstate is None or str(sqlstate)[:2] in ("08", "53", "57")
+    sqlstate = sqlstate_of(error)
+    return error.connection_invalidated or sqlstate is None or sqlstate[:2] in ("08", "53", "57")
 
 
 def _name_of(error: BaseException) -> str:

@@ -3,12 +3,14 @@
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
-from outboxq.errors import EnqueueError
+from outboxq.errors import EnqueueError, SchemaError
 from outboxq.tables import JobRow
+
+_UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 
 AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
 
@@ -46,9 +48,30 @@ def outbox_bind(session: Session) -> Engine | Connection:
             "this session is not bound to a database for the outbox: give the session a bind, or add "
             "`outboxq.tables.JobRow: engine` to its binds, with the engine that your business rows use"
         ) from error
+    _check_dialect(bind)
+    return bind
+
+
+def _check_dialect(bind: Engine | Connection) -> None:
     if bind.dialect.name != "postgresql":
         raise EnqueueError(f"the outbox needs PostgreSQL, but this session is bound to {bind.dialect.name}")
-    return bind
+
+
+def outbox_connection(session: Session | Connection, what: str) -> Connection:
+    """The connection of the session's transaction for rows of ours, for statements that are sent at once.
+
+    Raises:
+        EnqueueError: there is none, or none that can hold them; `what` names the call in its message.
+    """
+    if isinstance(session, Connection):
+        _check_dialect(session)
+        connection = session
+    else:
+        plain = plain_session(session, what)
+        outbox_bind(plain)
+        connection = plain.connection(bind_arguments={"mapper": JobRow})
+    refuse_autocommit(connection)
+    return connection
 
 
 def is_autocommit_by_default(session: Session, engine: Engine) -> bool:
@@ -74,4 +97,21 @@ def autocommit_error() -> EnqueueError:
     return EnqueueError(
         "this session is in AUTOCOMMIT: what is written here would not be one with your rows. "
         "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"
+    )
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """What PostgreSQL calls an error, by any driver; SQLAlchemy's wrapper will do too."""
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    return sqlstate if isinstance(sqlstate, str) else None
+
+
+def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
+    """What to raise from an error of a statement on our tables alone; None where they are there."""
+    if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
+        return None
+    return SchemaError(
+        "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
+        "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
     )

@@ -398,7 +398,7 @@ def test_a_result_that_json_cannot_hold_is_done_and_not_called_again(once, engin
     """Recorded as done, its result marked as not kept: a clear error each time."""
     provider = Provider(object())
     for _ in range(2):
-        with pytest.raises(ResultNotStorable, match=r"not kept .*type object"):
+        with pytest.raises(ResultNotStorable, match=r"not kept.*type object"):
             once("charge", key="1", call=provider)
     assert len(provider.keys) == 1
     assert row(engine, "1") | {"status": "done", "result": None} == row(engine, "1")

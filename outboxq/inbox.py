@@ -1,0 +1,295 @@
+"""The inbox: a message is accepted once, in the transaction of what it leads to.
+
+Accepting is one INSERT in the caller's own transaction: the message counts as accepted if and only if the caller's rows
+are committed. A delivery that comes meanwhile waits for that transaction, and takes the message over if it rolls back.
+"""
+
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from itertools import islice
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, overload
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from outboxq.codec import check_key, fingerprint
+from outboxq.enqueue import add_jobs
+from outboxq.errors import ArgumentError, ConfigError, InvalidKey, MessageConflict, SchemaError
+from outboxq.job import JobHandle
+from outboxq.kinds import NewJob
+from outboxq.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
+from outboxq.statements import inbox as statements
+from outboxq.statements.inbox import Outcome
+
+T = TypeVar("T")
+SyncTarget: TypeAlias = Session | scoped_session[Any] | Connection
+AsyncTarget: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+SyncSession: TypeAlias = Session | scoped_session[Any]
+AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
+
+DEFAULT_RETENTION = timedelta(days=30)
+MIN_RETENTION, MAX_RETENTION = timedelta(seconds=1), timedelta(days=3653)
+MAX_CONSUMER_BYTES = 63
+MAX_BATCH_MESSAGES = 10_000
+
+_LOCK_NOT_AVAILABLE = "55P03"
+# The second sees what the first waited for; a third is for a message that was forgotten between the two.
+_ROUNDS = 5
+
+
+class Acceptance(Enum):
+    """What `try_accept` found; true only where the message was accepted."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    IN_PROGRESS = "in progress"
+
+    def __bool__(self) -> bool:
+        return self is Acceptance.ACCEPTED
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedBatch:
+    """What became of the messages of `accept_all`: their ids, in the order given.
+
+    `conflicts` have the id of a message that was accepted, or that is in the same batch, with other content; they are
+    not accepted, and it is for the caller to do something about them.
+    """
+
+    accepted: tuple[str, ...]
+    duplicates: tuple[str, ...]
+    conflicts: tuple[str, ...]
+
+
+class Unawaited(Generic[T]):
+    """What the methods of `Inbox` return for an async session: await it. Nothing has happened before."""
+
+    def __init__(self, answer: Awaitable[T]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._answer.__await__()
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("this is an async session's answer, and nothing has happened yet: `await inbox...`")
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """The messages that one consumer has accepted.
+
+    Args:
+        consumer: A name of yours that never changes, of 1 to 63 bytes: under another name every message is new.
+        retention: How long an id is remembered, from 1 second to 10 years. Make it longer than the sender repeats.
+
+    Raises:
+        InvalidKey: such a consumer cannot be stored.
+        ConfigError: a retention that is no time from 1 second to 10 years.
+    """
+
+    consumer: str
+    retention: timedelta = DEFAULT_RETENTION
+
+    def __post_init__(self) -> None:
+        check_key("consumer", self.consumer, MAX_CONSUMER_BYTES)
+        if not isinstance(self.retention, timedelta) or not MIN_RETENTION <= self.retention <= MAX_RETENTION:
+            given = self.retention if isinstance(self.retention, timedelta) else type_name(self.retention)
+            raise ConfigError(f"retention is a timedelta from 1 second to 10 years, got {given}")
+
+    @overload
+    def accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> bool: ...
+
+    @overload
+    def accept(self, session: AsyncTarget, message_id: str, *, payload: object = None) -> Unawaited[bool]: ...
+
+    def accept(
+        self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
+    ) -> bool | Unawaited[bool]:
+        """Accept a message in this transaction; False for a duplicate. Await it on an async session.
+
+        Waits for a transaction that is accepting the same message: False if that commits, True if it rolls back.
+
+        Args:
+            payload: Its content: bytes, or what JSON can hold. Only a fingerprint of it is stored. None: not compared.
+
+        Raises:
+            MessageConflict: it was accepted with other content; nothing was written.
+            InvalidKey, ArgumentError: an id or a content that cannot be stored.
+            EnqueueError: a session that cannot hold it (AUTOCOMMIT, or `binds` that leave the outbox out).
+            SchemaError: the tables are missing.
+        """
+        given = _given(message_id, payload)
+        return _on(session, lambda target: self._accept(outbox_connection(target, "accept"), given))
+
+    @overload
+    def try_accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> Acceptance: ...
+
+    @overload
+    def try_accept(self, session: AsyncTarget, message_id: str, *, payload: object = None) -> Unawaited[Acceptance]: ...
+
+    def try_accept(
+        self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
+    ) -> Acceptance | Unawaited[Acceptance]:
+        """As `accept`, without waiting for another transaction: IN_PROGRESS where one is accepting the same message.
+
+        That one may still roll back: let the sender deliver again.
+        """
+        given = _given(message_id, payload)
+        return _on(session, lambda target: self._try_accept(outbox_connection(target, "try_accept"), given))
+
+    @overload
+    def accept_all(self, session: SyncTarget, messages: Messages) -> AcceptedBatch: ...
+
+    @overload
+    def accept_all(self, session: AsyncTarget, messages: Messages) -> Unawaited[AcceptedBatch]: ...
+
+    def accept_all(
+        self, session: SyncTarget | AsyncTarget, messages: Messages
+    ) -> AcceptedBatch | Unawaited[AcceptedBatch]:
+        """Accept many messages by one statement; await it on an async session. All are checked before the first.
+
+        A conflict is returned and not raised, because others of the batch may have been accepted. Batches that overlap
+        do not deadlock, each in a transaction of its own.
+
+        Args:
+            messages: 1 to 10,000 ids, or pairs of ids and contents, or a mapping of ids to contents.
+
+        Raises:
+            InvalidKey: none or too many, or an id that cannot be stored.
+            ArgumentError, EnqueueError, SchemaError: as `accept`.
+        """
+        given, conflicts = _distinct(messages)
+        return _on(session, lambda target: self._accept_all(outbox_connection(target, "accept_all"), given, conflicts))
+
+    @overload
+    def accept_job(
+        self, session: SyncSession, message_id: str, job: NewJob, *, payload: object = None
+    ) -> JobHandle | None: ...
+
+    @overload
+    def accept_job(
+        self, session: AnAsyncSession, message_id: str, job: NewJob, *, payload: object = None
+    ) -> Unawaited[JobHandle | None]: ...
+
+    def accept_job(
+        self, session: SyncSession | AnAsyncSession, message_id: str, job: NewJob, *, payload: object = None
+    ) -> JobHandle | Unawaited[JobHandle | None] | None:
+        """Accept a message and add the job that handles it, made by `kind.job(...)`; None for a duplicate.
+
+        For webhooks: commit, answer, and let a relay do the work. Await it on an async session.
+
+        Raises:
+            MessageConflict, InvalidKey, ArgumentError, EnqueueError, SchemaError: as `accept` and `add_jobs`.
+        """
+        given = _given(message_id, payload)
+        if not isinstance(job, NewJob):
+            raise ArgumentError(f"accept_job takes a job made by kind.job(...), got {type_name(job)}")
+
+        def work(target: Session | Connection) -> JobHandle | None:
+            if isinstance(target, Connection):
+                raise ArgumentError("accept_job takes a session and not a connection: the job is one of its rows")
+            connection = outbox_connection(target, "accept_job")
+            # A job of an entity that has no key yet may be refused only now: then the message was not accepted either.
+            with connection.begin_nested() if job.pending else nullcontext():
+                return add_jobs(target, [job])[0] if self._accept(connection, given) else None
+
+        return _on(session, work)
+
+    def _accept(self, connection: Connection, given: Mapping[str, bytes | None]) -> bool:
+        ((message_id, outcome),) = self._outcomes(connection, given).items()
+        if outcome == "conflict":
+            raise MessageConflict(self.consumer, message_id)
+        return outcome == "accepted"
+
+    def _try_accept(self, connection: Connection, given: Mapping[str, bytes | None]) -> Acceptance:
+        try:
+            # What ends it also puts the lock_timeout back.
+            with connection.begin_nested():
+                before = connection.execute(statements.shorten_lock_timeout()).scalar_one()
+                accepted = self._accept(connection, given)
+                connection.execute(statements.set_lock_timeout(before))
+        except DBAPIError as error:
+            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE:
+                return Acceptance.IN_PROGRESS
+            raise
+        return Acceptance.ACCEPTED if accepted else Acceptance.DUPLICATE
+
+    def _accept_all(
+        self, connection: Connection, given: Mapping[str, bytes | None], conflicts: set[str]
+    ) -> AcceptedBatch:
+        asked = {message_id: digest for message_id, digest in given.items() if message_id not in conflicts}
+        outcomes: dict[str, Outcome] = dict.fromkeys(conflicts, "conflict")
+        outcomes |= self._outcomes(connection, asked)
+        return AcceptedBatch(
+            accepted=tuple(message_id for message_id in given if outcomes[message_id] == "accepted"),
+            duplicates=tuple(message_id for message_id in given if outcomes[message_id] == "duplicate"),
+            conflicts=tuple(message_id for message_id in given if outcomes[message_id] == "conflict"),
+        )
+
+    def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
+        """What became of each; one statement, and another one for those that it had to wait for."""
+        outcomes: dict[str, Outcome] = {}
+        for _ in range(_ROUNDS):
+            asked = {message_id: digest for message_id, digest in given.items() if message_id not in outcomes}
+            if not asked:
+                return outcomes
+            rows = _execute(connection, statements.accept_parameters(self.consumer, asked, self.retention))
+            outcomes |= {message_id: outcome for message_id, outcome in rows if outcome != "unseen"}
+        raise SchemaError(
+            "messages are in the inbox, but this role cannot see them: does a row security policy hide rows of it?"
+        )
+
+
+def _on(session: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T]) -> T | Unawaited[T]:
+    plain = session() if isinstance(session, scoped_session | async_scoped_session) else session
+    if isinstance(plain, AsyncSession | AsyncConnection):
+        # Made at once, so that Python warns of one that nobody awaits.
+        return Unawaited(plain.run_sync(work))
+    return work(plain)
+
+
+def _given(message_id: str, payload: object) -> dict[str, bytes | None]:
+    return {check_key("message id", message_id): None if payload is None else fingerprint(payload)}
+
+
+def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
+    """Each id once, in the order given, and those that came with more than one content."""
+    if isinstance(messages, str | bytes):
+        raise InvalidKey(f"accept_all takes an iterable of ids or a mapping, got one {type_name(messages)}: use accept")
+    items = messages.items() if isinstance(messages, Mapping) else messages
+    # An endless generator is refused too.
+    drawn = list(islice(items, MAX_BATCH_MESSAGES + 1))
+    if not 1 <= len(drawn) <= MAX_BATCH_MESSAGES:
+        got = "more" if drawn else "none"
+        raise InvalidKey(f"accept_all takes 1 to {MAX_BATCH_MESSAGES:,} messages, got {got}: split what you have")
+    given: dict[str, bytes | None] = {}
+    conflicts: set[str] = set()
+    for item in drawn:
+        ((message_id, digest),) = _given(*_pair(item)).items()
+        known = given.get(message_id)
+        if digest and known and digest != known:
+            conflicts.add(message_id)
+        given[message_id] = known or digest
+    return given, conflicts
+
+
+def _pair(item: object) -> tuple[Any, object]:
+    # Whatever else it is, check_key refuses it.
+    return item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+
+
+def _execute(connection: Connection, parameters: dict[str, object]) -> list[tuple[str, Outcome]]:
+    try:
+        rows = connection.execute(statements.accept_messages(), parameters)
+        return [(message_id, outcome) for message_id, outcome in rows]
+    except DBAPIError as error:
+        missing = explain_missing_tables(error)
+        if missing is None:
+            raise
+        raise missing from error

@@ -12,7 +12,7 @@ from outboxq.config import check_schema
 from outboxq.errors import ConfigError
 from outboxq.migrations.quoting import quote_identifier, quote_literal
 
-Part: TypeAlias = Literal["producer", "relay", "reader", "operator"]
+Part: TypeAlias = Literal["producer", "receiver", "relay", "reader", "operator"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 _DOLLAR_QUOTE = "$outboxq$"
@@ -45,6 +45,14 @@ RIGHTS: Mapping[Part, Rights] = {
         {"job": ("INSERT",)},
         calls_functions=True,
     ),
+    "receiver": Rights(
+        "accepts messages and calls effects outside of handlers, such as a web process",
+        {
+            "inbox": ("SELECT", "INSERT"),
+            "effect": ("SELECT", "INSERT", "UPDATE"),
+            "deployment": ("SELECT",),
+        },
+    ),
     "relay": Rights(
         "runs `outboxq relay`; its handlers need rights on their own tables besides",
         {
@@ -54,17 +62,24 @@ RIGHTS: Mapping[Part, Rights] = {
             "queue": ("SELECT",),
             "migration": ("SELECT",),
             "relay": _CHANGE,
+            # UPDATE, because pruning locks what it deletes.
+            "inbox": _CHANGE,
+            "effect": _CHANGE,
+            "deployment": ("SELECT",),
         },
         calls_functions=True,
     ),
-    "reader": Rights("stats, queues list, jobs list and show, dead list and show", {}, reads_all=True),
+    "reader": Rights("stats, and every list and show", {}, reads_all=True),
     "operator": Rights(
-        "all that a reader does, and jobs cancel, dead retry and discard, queues pause and resume",
+        "all that a reader does, and jobs cancel, dead retry and discard, queues pause and resume, inbox forget, "
+        "effects resolve",
         {
             # UPDATE, because PostgreSQL asks for it before it locks a row.
             "job": ("INSERT", "UPDATE", "DELETE"),
             "dead_job": ("UPDATE", "DELETE"),
             "queue": ("INSERT", "UPDATE"),
+            "inbox": ("UPDATE", "DELETE"),
+            "effect": ("UPDATE",),
         },
         reads_all=True,
     ),

@@ -1,4 +1,4 @@
-"""Stats: how many jobs wait, run and died, per queue, as one look at the tables.
+"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown, as one look at the tables.
 
 The counts are taken by reading the whole table, so the price grows with the backlog: for a look or a scrape every few
 seconds, not for every request.
@@ -54,10 +54,14 @@ class ParkedKind:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What `collect_stats` found: queues by name, and kinds that wait for a relay that knows them."""
+    """What `collect_stats` found: queues by name, and kinds that wait for a relay that knows them.
+
+    `unknown_effects` wait for an operator, who resolves them.
+    """
 
     queues: tuple[QueueStats, ...]
     parked_kinds: tuple[ParkedKind, ...]
+    unknown_effects: int
 
 
 def collect_stats(connection: Connection) -> Stats:
@@ -69,4 +73,6 @@ def collect_stats(connection: Connection) -> Stats:
         QueueStats(**{"queue": name, **jobs.get(name, {})}, dead=dead.get(name, 0), paused_at=paused.get(name))
         for name in sorted({*jobs, *dead, *paused})
     )
-    return Stats(queues, tuple(ParkedKind(*row) for row in connection.execute(statements.parked_kinds())))
+    parked = tuple(ParkedKind(*row) for row in connection.execute(statements.parked_kinds()))
+    unknown: int = connection.execute(statements.count_unknown_effects()).scalar_one()
+    return Stats(queues, parked, unknown)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outboxq import __version__
-from outboxq.cli import dead, demo, doctor, health, jobs, migrate, queues, relay, roles, stats, torture
+from outboxq.cli import dead, demo, doctor, effects, health, inbox, jobs, migrate, queues, relay, roles, stats, torture
 
 # Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.
 app = typer.Typer(
@@ -48,3 +48,5 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(queues.app, name="queues")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dead.app, name="dead")
+app.add_typer(inbox.app, name="inbox")
+app.add_typer(effects.app, name="effects")

@@ -20,6 +20,7 @@ class Purpose(StrEnum):
 
     relay = "relay"
     producer = "producer"
+    receiver = "receiver"
     reader = "reader"
     operator = "operator"
 

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 from uuid import UUID
@@ -26,6 +27,22 @@ QueueFilter: TypeAlias = Annotated[
 KindFilter: TypeAlias = Annotated[
     str | None, typer.Option("--kind", metavar="NAME", help="Only of this kind.", show_default=False)
 ]
+ConsumerFilter: TypeAlias = Annotated[
+    str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.", show_default=False)
+]
+ScopeFilter: TypeAlias = Annotated[
+    str | None, typer.Option("--scope", metavar="NAME", help="Only of this scope.", show_default=False)
+]
+Since: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--since",
+        metavar="TIME",
+        formats=["%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"],
+        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC.",
+        show_default=False,
+    ),
+]
 Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All there are. Asks first.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
@@ -46,4 +63,19 @@ class State(StrEnum):
 
 StateFilter: TypeAlias = Annotated[
     State | None, typer.Option("--state", help="Only in this state.", show_default=False)
+]
+
+
+class EffectStatus(StrEnum):
+    """What an effect's row says; see the documentation of the tables."""
+
+    started = "started"
+    done = "done"
+    failed = "failed"
+    retryable = "retryable"
+    unknown = "unknown"
+
+
+EffectStatusFilter: TypeAlias = Annotated[
+    EffectStatus | None, typer.Option("--status", help="Only in this status.", show_default=False)
 ]

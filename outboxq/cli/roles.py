@@ -16,6 +16,15 @@ def roles(
     producer: Annotated[
         str | None, typer.Option("--producer", metavar="NAME", help="The role that enqueues.", show_default=False)
     ] = None,
+    receiver: Annotated[
+        str | None,
+        typer.Option(
+            "--receiver",
+            metavar="NAME",
+            help="The role that accepts messages and calls effects outside of handlers.",
+            show_default=False,
+        ),
+    ] = None,
     relay: Annotated[
         str | None, typer.Option("--relay", metavar="NAME", help="The role of the relays.", show_default=False)
     ] = None,
@@ -25,7 +34,10 @@ def roles(
     operator: Annotated[
         str | None,
         typer.Option(
-            "--operator", metavar="NAME", help="The role that also cancels, retries and pauses.", show_default=False
+            "--operator",
+            metavar="NAME",
+            help="The role that also cancels, retries, pauses, forgets and resolves.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -33,9 +45,10 @@ def roles(
 ) -> None:
     """Show the least that each part of a system needs in the database, or print the SQL that grants it.
 
-    Without names it is about all of them: outboxq_producer, outboxq_relay, outboxq_reader and outboxq_operator, groups
-    that you grant to the roles which log in. With names, only about those. No database is asked. Run the SQL as the
-    owner of the tables, and again after each migration: it grants what is missing and takes nothing away.
+    Without names it is about all of them: outboxq_producer, outboxq_receiver, outboxq_relay, outboxq_reader and
+    outboxq_operator, groups that you grant to the roles which log in. With names, only about those. No database is
+    asked. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing and takes
+    nothing away.
 
     \b
     Examples:
@@ -47,7 +60,7 @@ def roles(
 
     if sql and as_json:
         raise WrongUsage("--sql prints SQL: leave --json out")
-    given = zip(PARTS, (producer, relay, reader, operator), strict=True)
+    given = zip(PARTS, (producer, receiver, relay, reader, operator), strict=True)
     named: dict[Part, str] = {part: name for part, name in given if name is not None}
     names = named or default_names()
     # Also where it is not printed, so that a name is refused either way.

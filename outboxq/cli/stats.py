@@ -7,14 +7,15 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     """Count what waits, runs and died, per queue.
 
     "due" jobs are scheduled ones whose time has come. "parked" jobs, a part of scheduled and due, were put off because
-    no relay that saw them knows their kind: start one that does. The counts read the whole table.
+    no relay that saw them knows their kind: start one that does. Effects whose outcome nobody knows are counted too.
+    The counts read the whole table of jobs.
 
     \b
     Example:
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
     from outboxq.cli.database import open_database
-    from outboxq.cli.output import print_json, print_table
+    from outboxq.cli.output import count, notice, print_json, print_table
     from outboxq.stats import collect_stats
 
     with open_database(database_url, schema) as begin, begin() as connection:
@@ -36,3 +37,6 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
             [(row.queue, row.kind, row.jobs, row.next_look_at) for row in found.parked_kinds],
             title="Kinds that no relay knows:",
         )
+    if found.unknown_effects:
+        effects = count(found.unknown_effects, "effect waits", "effects wait")
+        notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")

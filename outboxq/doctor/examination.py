@@ -8,14 +8,21 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.doctor import pooler, rights, server, sessions, structure, work
+from outboxq.doctor import effects, pooler, rights, server, sessions, structure, work
 from outboxq.doctor.findings import Check, Connect, Examination, Finding, Limits
 from outboxq.driver import driver_connection, is_lost, run_script
 from outboxq.handlers import Registry
 from outboxq.roles import Part
 from outboxq.tables import SCHEMA
 
-CHECKS: tuple[Check, ...] = (*structure.CHECKS, *work.CHECKS, *sessions.CHECKS, *rights.CHECKS, *server.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *structure.CHECKS,
+    *work.CHECKS,
+    *effects.CHECKS,
+    *sessions.CHECKS,
+    *rights.CHECKS,
+    *server.CHECKS,
+)
 
 # LOCAL, because a transaction pooler would keep anything else for the next client. No session is held up: the longest
 # look is bounded, and a table that is locked is passed by.

@@ -129,7 +129,7 @@ def _index_missing(name: str, table: str, found: Sequence[Row[Any]]) -> Finding:
     return Finding(
         "index-different",
         "problem",
-        f"index {name!r} on {table} is not what the claims need: {same.definition}",
+        f"index {name!r} on {table} is not what the code needs: {same.definition}",
         {**detail, "definition": same.definition},
         f"Drop it. {advice}",
     )

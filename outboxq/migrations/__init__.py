@@ -82,21 +82,29 @@ BEGIN
         || ', and this outboxq knows steps up to @latest@',
       HINT = 'Run the downgrade with the newer outboxq that made step ' || newest || '.';
   END IF;
-  IF newest >= 1 AND @target@ = 0 THEN
-@guard@
-  END IF;
+@guards@
 END
 $outboxq$"""
 
-_GUARD = """\
-    -- An old snapshot would not see the jobs of a producer that commits while the lock is waited for.
+_CHECK_STEP = """\
+  IF newest >= {step} AND @target@ < {step} THEN
+{guard}
+  END IF;"""
+
+_NEEDS_READ_COMMITTED = """\
+    -- An old snapshot would not see what somebody commits while the lock is waited for.
     IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
       RAISE EXCEPTION USING
         ERRCODE = 'active_sql_transaction',
-        MESSAGE = 'outboxq: a downgrade that drops the jobs needs READ COMMITTED, this transaction is '
+        MESSAGE = 'outboxq: a downgrade that drops {what} needs READ COMMITTED, this transaction is '
           || upper(current_setting('transaction_isolation')),
         HINT = 'Give the engine of the migration isolation_level="READ COMMITTED".';
     END IF;
+"""
+
+_GUARD_JOBS = (
+    _NEEDS_READ_COMMITTED.format(what="the jobs")
+    + """\
     -- No producer may slip a job in between the look and the drop.
     LOCK TABLE @schema@.job, @schema@.dead_job IN ACCESS EXCLUSIVE MODE;
     IF EXISTS (SELECT FROM @schema@.job) OR EXISTS (SELECT FROM @schema@.dead_job) THEN
@@ -107,6 +115,37 @@ _GUARD = """\
           || ' in schema ' || @schema_identifier_literal@,
         HINT = 'Let a relay work them off, or cancel and discard them (outboxq jobs cancel, outboxq dead discard).';
     END IF;"""
+)
+
+# An effect without an expiry may be under way, in doubt or unknown; what has expired only waits to be pruned. now() and
+# not clock_timestamp(), which no index could serve: it is earlier, so it lets less through.
+_GUARD_MEMORY = (
+    _NEEDS_READ_COMMITTED.format(what="the inbox and the effects")
+    + """\
+    -- Nobody may accept or call anything in between the look and the drop.
+    LOCK TABLE @schema@.inbox, @schema@.effect IN ACCESS EXCLUSIVE MODE;
+    IF EXISTS (SELECT FROM @schema@.effect WHERE expires_at IS NULL) THEN
+      RAISE EXCEPTION USING
+        ERRCODE = 'object_in_use',
+        MESSAGE = 'outboxq: the downgrade would drop effects that are under way or whose outcome nobody knows'
+          || ' in schema ' || @schema_identifier_literal@,
+        HINT = 'Let calls that are under way end, and resolve the others (outboxq effects list, outboxq effects resolve).';
+    END IF;
+    IF EXISTS (SELECT FROM @schema@.effect WHERE expires_at > now())
+        OR EXISTS (SELECT FROM @schema@.inbox WHERE expires_at > now()) THEN
+      RAISE EXCEPTION USING
+        ERRCODE = 'object_in_use',
+        MESSAGE = 'outboxq: the downgrade would forget '
+          || CASE WHEN EXISTS (SELECT FROM @schema@.effect WHERE expires_at > now())
+             THEN 'effects that were called' ELSE 'messages that were accepted' END
+          || ' in schema ' || @schema_identifier_literal@,
+        HINT = 'A message that comes again would be accepted again, and an effect called again. If that is meant: '
+          || 'TRUNCATE ' || @schema_identifier_literal@ || '.inbox, ' || @schema_identifier_literal@ || '.effect;';
+    END IF;"""
+)
+
+# What is lost with the tables of a step: looked at in this order, so that a relay's locks on jobs come first.
+GUARDS: Mapping[int, str] = {1: _GUARD_JOBS, 4: _GUARD_MEMORY}
 
 _DOWNGRADE = """\
 DO $outboxq$
@@ -167,7 +206,8 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
     """Go back to step `to` (0: nothing left).
 
-    Refused by the database while jobs or dead letters would be dropped, and where a newer outboxq made the tables.
+    Refused by the database while jobs, dead letters, messages or effects that still count would be dropped, and where a
+    newer outboxq made the tables.
 
     Raises:
         ConfigError: no such step, or a name that cannot be a schema.
@@ -204,12 +244,13 @@ def upgrade_sql(step: int, schema: str) -> str:
 
 def check_downgrade_sql(to: int, schema: str) -> str:
     """The `DO` block that refuses a downgrade before anything is changed."""
-    return _fill(_CHECK_DOWNGRADE.replace("@guard@", _GUARD), schema, latest=LATEST, target=to)
+    checks = "\n".join(_CHECK_STEP.format(step=step, guard=guard) for step, guard in GUARDS.items())
+    return _fill(_CHECK_DOWNGRADE.replace("@guards@", checks), schema, latest=LATEST, target=to)
 
 
 def downgrade_sql(step: int, schema: str) -> str:
     """The `DO` block of one step downwards."""
-    template = _DOWNGRADE.replace("@guard@", _GUARD if step == 1 else "").replace("@statements@", STEPS[step - 1][1])
+    template = _DOWNGRADE.replace("@guard@", GUARDS.get(step, "")).replace("@statements@", STEPS[step - 1][1])
     return _fill(template, schema, step=step)
 
 

@@ -1,9 +1,9 @@
-"""Counting what waits, runs and died."""
+"""Counting what waits, runs and died, and what nobody knows."""
 
 from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, not_, or_, select
 
 from outboxq.statements.backlog import listed, running_transactions, xmax
-from outboxq.tables import dead_job, queue
+from outboxq.tables import dead_job, effect, queue
 
 
 def count_jobs() -> Executable:
@@ -51,6 +51,11 @@ def parked_kinds() -> Executable:
 def paused_queues() -> Executable:
     """The queues that are paused. Reads the small table `queue`; no locks."""
     return select(queue.c.name, queue.c.paused_at).where(queue.c.paused_at.is_not(None))
+
+
+def count_unknown_effects() -> Executable:
+    """How many effects wait for an operator. Index: effect_unknown, which holds no others; no locks."""
+    return select(func.count()).select_from(effect).where(effect.c.status == "unknown")
 
 
 def _count(name: str, *conditions: ColumnElement[bool]) -> ColumnElement[int]:

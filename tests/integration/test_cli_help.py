@@ -28,6 +28,12 @@ COMMANDS = [
     ("dead", "show"),
     ("dead", "retry"),
     ("dead", "discard"),
+    ("inbox", "list"),
+    ("inbox", "show"),
+    ("inbox", "forget"),
+    ("effects", "list"),
+    ("effects", "show"),
+    ("effects", "resolve"),
 ]
 
 

@@ -75,6 +75,17 @@ def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: An
     assert only(url, "grant-missing", "--for", "producer")["detail"]["missing"] == ["INSERT"]
 
 
+def test_a_receiver_learns_what_it_lacks(outboxq_database: Database, role: AnotherRole) -> None:
+    """Whoever accepts messages and calls effects needs nothing of the jobs."""
+    name, url = role
+    execute(outboxq_database.url, f"GRANT USAGE ON SCHEMA outboxq TO {name}; GRANT INSERT ON outboxq.inbox TO {name}")
+    found = named(url, "grant-missing", "--for", "receiver")
+    assert {one["detail"]["object"]: one["detail"]["missing"] for one in found} == {
+        "deployment": ["SELECT"], "effect": ["INSERT", "SELECT", "UPDATE"], "inbox": ["SELECT"],
+    }  # fmt: skip
+    assert "which a receiver needs" in found[0]["title"]
+
+
 def test_transactions_of_others_that_are_hidden_are_told(outboxq_database: Database, role: AnotherRole) -> None:
     """Without pg_monitor the age of others' transactions is hidden, which is said, with the grant that helps."""
     name, url = role

@@ -46,23 +46,31 @@ def test_tables_of_a_newer_step_are_only_told(outboxq_database: Database) -> Non
     assert named(outboxq_database.url, "index-missing") == []
 
 
-def test_a_missing_table_is_named(outboxq_database: Database) -> None:
+@pytest.mark.parametrize("table", ["dead_job", "inbox", "effect", "deployment"])
+def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> None:
     """A table that somebody dropped is named, although the marker stands."""
-    execute(outboxq_database.url, "DROP TABLE outboxq.dead_job")
-    assert only(outboxq_database.url, "table-missing")["detail"]["table"] == "dead_job"
+    execute(outboxq_database.url, f"DROP TABLE outboxq.{table}")
+    assert only(outboxq_database.url, "table-missing")["detail"]["table"] == table
 
 
-@pytest.mark.parametrize("name", ["job_ready", "job_scheduled", "job_leased", "job_suspect", "dead_job_queue"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "job_ready", "job_scheduled", "job_leased", "job_suspect", "dead_job_queue", "inbox_expires", "effect_expires",
+        "effect_unknown",
+    ],
+)  # fmt: skip
 def test_a_missing_index_is_named(outboxq_database: Database, name: str) -> None:
     """Each index of tables.py is missed when it is gone."""
     execute(outboxq_database.url, f"DROP INDEX outboxq.{name}")
     assert only(outboxq_database.url, "index-missing")["detail"]["index"] == name
 
 
-def test_a_missing_primary_key_is_named(outboxq_database: Database) -> None:
-    """Without its primary key a table lets the same job in twice."""
-    execute(outboxq_database.url, "ALTER TABLE outboxq.job DROP CONSTRAINT job_pkey")
-    assert only(outboxq_database.url, "index-missing")["detail"]["table"] == "job"
+@pytest.mark.parametrize("table", ["job", "inbox", "effect", "deployment"])
+def test_a_missing_primary_key_is_named(outboxq_database: Database, table: str) -> None:
+    """Without its primary key a table lets the same job, message or effect in twice."""
+    execute(outboxq_database.url, f"ALTER TABLE outboxq.{table} DROP CONSTRAINT {table}_pkey")
+    assert only(outboxq_database.url, "index-missing")["detail"]["table"] == table
 
 
 def test_an_index_of_another_shape_is_named(outboxq_database: Database) -> None:

@@ -12,11 +12,15 @@ from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, Relay, RelayConfig, external
+from outboxq.effects import Effects
+from outboxq.errors import CallRefused, EffectFailed
 from outboxq.events import Event, JobDied, JobDone, JobRetried, JobSnoozed, JobsParked
+from outboxq.inbox import Inbox
 from outboxq.migrations import LATEST
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database, Server
 from outboxq.roles import PARTS, Part, roles_sql
+from outboxq.statements.prune import delete_effects, delete_messages
 from tests.support import app
 from tests.support.cli import Outcome, call
 from tests.support.waiting import wait_until
@@ -140,6 +144,68 @@ def test_a_producer_enqueues_and_does_nothing_else(roles: Cast, engine: Engine) 
     )
 
 
+@pytest.mark.parametrize("part", ["receiver", "relay"])
+def test_receivers_and_relays_accept_messages_and_call_effects(roles: Cast, part: Part) -> None:
+    """Accepting, repeating, calling, replaying and being refused, each within its rights."""
+    calls: list[str] = []
+
+    def fail(key: str) -> str:
+        raise CallRefused("no")
+
+    with role_engine(roles.url(part)) as engine:
+        with sessionmaker(engine, class_=OutboxSession).begin() as session:
+            inbox = Inbox("shop")
+            assert inbox.accept(session, "evt_1", payload=b"content")
+            assert not inbox.accept(session, "evt_1", payload=b"content")
+            assert not inbox.try_accept(session, "evt_1")
+            assert inbox.accept_all(session, ["evt_1", "evt_2"]).accepted == ("evt_2",)
+        effects = Effects(engine)
+        try:
+            for _ in range(2):
+                effects.once("pay", key="one", call=calls.append)
+            with pytest.raises(EffectFailed):
+                effects.once("pay", key="two", call=fail)
+        finally:
+            effects.dispose()
+    assert len(calls) == 1
+    roles.refuses(
+        part,
+        "UPDATE outboxq.deployment SET id = gen_random_uuid()",
+        "DELETE FROM outboxq.deployment",
+        "TRUNCATE outboxq.inbox",
+        "TRUNCATE outboxq.effect",
+    )
+
+
+def test_a_relay_prunes(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
+    """Messages and effects that have expired are deleted with its own rights."""
+    with sessions.begin() as session:
+        remember(session)
+        for statement in (
+            "UPDATE outboxq.inbox SET expires_at = now() - interval '1 hour'",
+            "UPDATE outboxq.effect SET status = 'done', expires_at = now() - interval '1 hour'",
+        ):
+            session.connection().exec_driver_sql(statement)
+    with psycopg.connect(libpq_url(roles.url("relay")), autocommit=True) as connection:
+        for prune in (delete_messages, delete_effects):
+            assert connection.execute(prune("outboxq", 10).encode()).fetchone() == (1,)
+
+
+def test_a_receiver_does_nothing_else(roles: Cast) -> None:
+    """It forgets nothing, and has nothing to do with jobs."""
+    roles.refuses(
+        "receiver",
+        "DELETE FROM outboxq.inbox",
+        "UPDATE outboxq.inbox SET expires_at = now()",
+        "DELETE FROM outboxq.effect",
+        "SELECT FROM outboxq.job",
+        "INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'q', 'k', '{}')",
+        "SELECT FROM outboxq.dead_job",
+        "SELECT FROM outboxq.queue",
+    )
+    roles.refuses("producer", "SELECT FROM outboxq.inbox", "SELECT FROM outboxq.effect")
+
+
 def test_a_relay_works_and_may_not_pause_or_migrate(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
     """Jobs are done, retried, buried (a second time, too), snoozed and parked, by a relay with its own rights."""
     grant_application(roles.database, roles.groups["relay"])
@@ -196,6 +262,7 @@ def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: ses
     with sessions.begin() as session:
         handle = session.add_job(app.record, name="a")
         dead = session.add_job(app.fail, name="b")
+        remember(session)
     Relay(roles.database.url, app.jobs, RelayConfig(), hooks=[]).drain()
     with sessions.begin() as session:
         handle = session.add_job(app.record, name="a")
@@ -210,6 +277,10 @@ def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: ses
         ("jobs", "show", handle.id),
         ("dead", "list"),
         ("dead", "show", dead.id),
+        ("inbox", "list"),
+        ("inbox", "show", "shop", "evt_1"),
+        ("effects", "list"),
+        ("effects", "show", "pay", "one"),
     ):
         roles.call("reader", *words).ok()
     for words in (
@@ -218,6 +289,8 @@ def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: ses
         ("dead", "discard", dead.id),
         ("queues", "pause", "ledger"),
         ("queues", "resume", "ledger"),
+        ("inbox", "forget", "shop", "evt_1"),
+        ("effects", "resolve", "pay", "one", "--applied"),
     ):
         said = roles.call("reader", *words)
         assert said.exit_code == 1
@@ -228,6 +301,7 @@ def test_an_operator_mends_and_does_not_migrate(roles: Cast, sessions: sessionma
     """Cancel, retry, discard, pause and resume; the tables themselves and the marker of the migrations stay."""
     with sessions.begin() as session:
         dead = [session.add_job(app.fail, name=name) for name in "ab"]
+        remember(session)
     Relay(roles.database.url, app.jobs, RelayConfig(), hooks=[]).drain()
     for words in (
         ("queues", "pause", "ledger"),
@@ -238,15 +312,29 @@ def test_an_operator_mends_and_does_not_migrate(roles: Cast, sessions: sessionma
         ("jobs", "list"),
         ("jobs", "cancel", dead[0].id),
         ("stats",),
+        ("inbox", "forget", "shop", "evt_1"),
+        ("effects", "resolve", "pay", "one", "--applied"),
     ):
         roles.call("operator", *words).ok()
     roles.refuses(
         "operator",
         "INSERT INTO outboxq.dead_job SELECT",
         "DELETE FROM outboxq.queue",
+        "INSERT INTO outboxq.inbox SELECT",
+        "INSERT INTO outboxq.effect SELECT",
+        "DELETE FROM outboxq.effect",
         "DELETE FROM outboxq.migration",
         "TRUNCATE outboxq.job",
         "DROP TABLE outboxq.job",
+    )
+
+
+def remember(session: OutboxSession) -> None:
+    """A message that was accepted, and an effect that nobody knows about."""
+    Inbox("shop").accept(session, "evt_1")
+    session.connection().exec_driver_sql(
+        "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) "
+        "VALUES ('pay', 'one', 'unknown', gen_random_uuid(), gen_random_uuid(), now())"
     )
 
 
@@ -285,6 +373,7 @@ def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
                 ("operator", "SELECT", True),
                 ("operator", "UPDATE", False),
                 ("producer", "SELECT", False),
+                ("receiver", "SELECT", False),
             ):
                 query = "SELECT has_table_privilege(%s, 'other.relay', %s)"
                 assert connection.execute(query, (names[part], right)).fetchone() == (expected,), (part, right)
@@ -328,9 +417,9 @@ def test_names_that_cannot_be_are_wrong_usage(options: tuple[str, ...]) -> None:
 
 
 def test_only_the_named_roles_are_printed() -> None:
-    """Without names all four have ours; the table and JSON tell the same."""
+    """Without names every one has ours; the table and JSON tell the same."""
     everything = call("roles", "--sql").ok().stdout
-    assert [f'CREATE ROLE "outboxq_{part}" NOLOGIN' in everything for part in PARTS] == [True] * 4
+    assert [f'CREATE ROLE "outboxq_{part}" NOLOGIN' in everything for part in PARTS] == [True] * len(PARTS)
     one = call("roles", "--sql", "--relay", "worker").ok().stdout
     assert one.count("CREATE ROLE") == 1
     assert 'CREATE ROLE "worker" NOLOGIN' in one

@@ -79,10 +79,12 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
         _OWN_TABLES,
         ("migrations.upgrade(op, to=1)", "migrations.downgrade(op, to=0)"),
         ("migrations.upgrade(op, to=2)", "migrations.downgrade(op, to=1)"),
+        ("migrations.upgrade(op, to=3)", "migrations.downgrade(op, to=2)"),
+        ("migrations.upgrade(op, to=4)", "migrations.downgrade(op, to=3)"),
     ],
     "the plugin's operations": [
         _OWN_TABLES,
-        ("op.outboxq_upgrade(to=2)", "op.outboxq_downgrade(to=0)"),
+        ("op.outboxq_upgrade(to=4)", "op.outboxq_downgrade(to=0)"),
     ],
 }
 

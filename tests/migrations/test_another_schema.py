@@ -116,6 +116,17 @@ def test_a_sleeping_relay_wakes_for_its_own_installation(
     assert not running.is_alive()
 
 
+def test_each_installation_has_an_id_of_its_own(installations: Engine) -> None:
+    """Providers are given keys made from it, so that two installations never use the same; migrating again keeps it."""
+    ids = text(f"SELECT id FROM outboxq.deployment UNION ALL SELECT id FROM {QUOTED}.deployment")
+    with installations.begin() as connection:
+        before = connection.execute(ids).scalars().all()
+        migrate(connection)
+        migrate(connection, schema=SCHEMA)
+        assert connection.execute(ids).scalars().all() == before
+    assert len(before) == len(set(before)) == 2
+
+
 def _kinds(connection: Connection, source: str) -> list[str]:
     query = text(f"SELECT kind FROM {source}")
     return sorted(connection.execute(query).scalars())

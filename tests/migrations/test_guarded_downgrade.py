@@ -1,17 +1,19 @@
-"""A downgrade never drops a job: it refuses, and everything stays where it was."""
+"""A downgrade never drops what still counts: it refuses, and everything stays where it was."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, TextClause, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq import migrations
+from outboxq.migrations.quoting import quote_identifier
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.statements.version import schema_version
@@ -27,6 +29,24 @@ ADD_DEAD_LETTER = text(
     "(id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at) VALUES "
     "(gen_random_uuid(), 'mail', 'greet', '{\"secret\": \"hunter2\"}', '{}', 0, 8, 0, '[]', 'gave up', now())"
 )
+
+ADD_MESSAGE = (
+    "INSERT INTO outboxq.inbox (consumer, message_id, expires_at) "
+    "VALUES ('shop', 'hunter2', clock_timestamp() + interval '{}')"
+)
+ADD_EFFECT = (
+    "INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, lock_token, locked_until, result, "
+    "expires_at) VALUES ('pay', 'hunter2', '{}', {}, gen_random_uuid(), gen_random_uuid(), now(), "
+    "'\"hunter2\"', clock_timestamp() + CAST({} AS interval))"
+)
+NOBODY_KNOWS = "drop effects that are under way or whose outcome nobody knows"
+WHAT_COUNTS = {
+    "a call under way": (ADD_EFFECT.format("started", False, "NULL"), NOBODY_KNOWS),
+    "an unknown effect": (ADD_EFFECT.format("unknown", False, "NULL"), NOBODY_KNOWS),
+    "a failed call in doubt": (ADD_EFFECT.format("retryable", True, "NULL"), NOBODY_KNOWS),
+    "a done effect": (ADD_EFFECT.format("done", False, "'1 hour'"), "forget effects that were called"),
+    "a message": (ADD_MESSAGE.format("1 hour"), "forget messages that were accepted"),
+}
 
 
 @pytest.fixture
@@ -114,6 +134,96 @@ def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, i
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
 
 
+@pytest.mark.parametrize(("row", "said"), WHAT_COUNTS.values(), ids=list(WHAT_COUNTS))
+@pytest.mark.parametrize("target", [0, 3])
+def test_what_makes_a_repetition_harmless_is_not_dropped(
+    database: Database, installed: Engine, row: str, said: str, target: int
+) -> None:
+    """A message that was accepted and an effect that was called, or may have been, are still known afterwards."""
+    with installed.begin() as connection:
+        connection.execute(text(row))
+    before = read_catalog(database.url)
+    with pytest.raises(DBAPIError) as refused:
+        downgrade(installed.execution_options(isolation_level="AUTOCOMMIT"), to=target)
+    message = str(refused.value.orig)
+    assert f'outboxq: the downgrade would {said} in schema "outboxq"' in message
+    assert "outboxq effects resolve" in message or 'TRUNCATE "outboxq".inbox, "outboxq".effect;' in message
+    assert "hunter2" not in message
+    assert read_catalog(database.url) == before
+    with installed.connect() as connection:
+        assert schema_version(connection, "outboxq") == migrations.LATEST
+
+
+def test_the_memory_goes_once_it_has_expired_or_was_emptied(database: Database, installed: Engine) -> None:
+    """What only waits to be pruned is no reason to refuse, nor what an operator has emptied on purpose."""
+    with installed.begin() as connection:
+        connection.execute(text(ADD_MESSAGE.format("-1 second")))
+        connection.execute(text(ADD_EFFECT.format("done", False, "'-1 second'")))
+    downgrade(installed, to=3)
+    with installed.begin() as connection:
+        migrate(connection)
+        connection.execute(text(WHAT_COUNTS["a message"][0]))
+        connection.execute(text(WHAT_COUNTS["an unknown effect"][0]))
+    with installed.begin() as connection:
+        connection.execute(text('TRUNCATE "outboxq".inbox, "outboxq".effect;'))
+    downgrade(installed)
+    assert not schema_exists(database.url)
+
+
+@pytest.mark.parametrize("schema", ["outboxq", "We\"ird; DROP's 50% :name"])
+def test_the_hint_can_be_copied_whatever_the_schema_is_called(empty_engine: Engine, schema: str) -> None:
+    """Its TRUNCATE is SQL for this very schema."""
+    with empty_engine.begin() as connection:
+        migrate(connection, schema=schema)
+        with connection.connection.cursor() as cursor:
+            cursor.execute(ADD_MESSAGE.format("1 hour").replace("outboxq.", quote_identifier(schema) + "."))
+    with pytest.raises(DBAPIError, match="would forget messages") as refused, empty_engine.begin() as connection:
+        migrate(connection, to=0, schema=schema)
+    assert isinstance(refused.value.orig, psycopg.Error)
+    hint = refused.value.orig.diag.message_hint or ""
+    with empty_engine.begin() as connection, connection.connection.cursor() as cursor:
+        cursor.execute(hint.partition("If that is meant: ")[2])
+    with empty_engine.begin() as connection:
+        assert migrate(connection, to=0, schema=schema) == (migrations.LATEST, 0)
+
+
+def test_an_upgrade_keeps_the_work_and_a_downgrade_of_the_memory_too(installed: Engine) -> None:
+    """Going from step 3 to 4 and back touches no job and no dead letter."""
+    downgrade(installed, to=3)
+    with installed.begin() as connection:
+        connection.execute(ADD_JOB)
+        connection.execute(ADD_DEAD_LETTER)
+        jobs = connection.execute(text("SELECT * FROM outboxq.job")).all()
+        dead = connection.execute(text("SELECT * FROM outboxq.dead_job")).all()
+        assert migrate(connection) == (3, migrations.LATEST)
+    downgrade(installed, to=3)
+    with installed.connect() as connection:
+        assert connection.execute(text("SELECT * FROM outboxq.job")).all() == jobs
+        assert connection.execute(text("SELECT * FROM outboxq.dead_job")).all() == dead
+
+
+@pytest.mark.parametrize("row", [row for row, _ in WHAT_COUNTS.values()], ids=list(WHAT_COUNTS))
+def test_the_offline_sql_of_one_step_refuses_too(installed: Engine, row: str) -> None:
+    """The block that drops the tables looks by itself, as a frozen file may hold only that one."""
+    with installed.begin() as connection:
+        connection.execute(text(row))
+    block = migrations.downgrade_sql(4, "outboxq")
+    with pytest.raises(DBAPIError, match="the downgrade would"), installed.begin() as connection:
+        connection.exec_driver_sql(block)
+    with installed.connect() as connection:
+        assert schema_version(connection, "outboxq") == migrations.LATEST
+
+
+def test_it_waits_for_an_open_transaction_and_sees_its_message(database: Database, installed: Engine) -> None:
+    """A message that is accepted but not committed yet is not forgotten by the drop."""
+    before = read_catalog(database.url)
+    with _downgrade_that_waits(installed, text(WHAT_COUNTS["a message"][0]), to=3) as (receiver, waiting):
+        receiver.commit()
+        with pytest.raises(DBAPIError, match="would forget messages"):
+            waiting.result(timeout=30)
+    assert read_catalog(database.url) == before
+
+
 def test_it_goes_on_when_the_open_transaction_rolls_back(database: Database, installed: Engine) -> None:
     """A job that never came to be is no reason to refuse."""
     with _downgrade_that_waits(installed) as (producer, waiting):
@@ -123,30 +233,35 @@ def test_it_goes_on_when_the_open_transaction_rolls_back(database: Database, ins
 
 
 @pytest.mark.parametrize("isolation_level", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("from_step", [3, migrations.LATEST])
 def test_it_refuses_a_transaction_whose_snapshot_may_be_too_old(
-    database: Database, installed: Engine, isolation_level: str
+    database: Database, installed: Engine, isolation_level: str, from_step: int
 ) -> None:
-    """Behind an old snapshot the guard would not see a job that was committed meanwhile, so it does not start."""
+    """Behind an old snapshot the guard would not see what was committed meanwhile, so it does not start."""
+    downgrade(installed, to=from_step)
     before = read_catalog(database.url)
     engine = installed.execution_options(isolation_level=isolation_level)
     with pytest.raises(DBAPIError, match=f"needs READ COMMITTED, this transaction is {isolation_level}"):
-        downgrade(engine)
+        downgrade(engine, to=0 if from_step == 3 else 3)
     assert read_catalog(database.url) == before
     # Nothing to lose: any transaction will do.
+    downgrade(installed, to=3)
     downgrade(engine, to=1)
     assert read_catalog(database.url)["functions"] == []
 
 
 @contextmanager
-def _downgrade_that_waits(engine: Engine) -> Iterator[tuple[Connection, "Future[None]"]]:
-    """A producer with an uncommitted job, and a downgrade that waits for its table lock."""
+def _downgrade_that_waits(
+    engine: Engine, row: TextClause = INSERT_JOB, to: int = 0
+) -> Iterator[tuple[Connection, "Future[None]"]]:
+    """A producer with an uncommitted row, and a downgrade that waits for its table lock."""
     waits_for_lock = text(
         "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted "
         "AND mode = 'AccessExclusiveLock' AND wait_event_type = 'Lock' AND datname = current_database()"
     )
     with ThreadPoolExecutor() as pool, engine.connect() as producer:
-        producer.execute(INSERT_JOB)
-        waiting = pool.submit(downgrade, engine)
+        producer.execute(row)
+        waiting = pool.submit(downgrade, engine, to)
         try:
             # In one transaction, pg_stat_activity would stay what it was at the first look.
             with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as watcher:

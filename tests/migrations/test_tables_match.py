@@ -49,6 +49,13 @@ def test_the_declared_tables_equal_the_migrated_ones(database: Database, other_d
         READY_INDEX.format("(queue, seq, (-priority)) WHERE state = 'ready'"),
         "ALTER TABLE outboxq.job RESET (fillfactor)",
         "ALTER TABLE outboxq.queue ADD COLUMN note text",
+        "ALTER TABLE outboxq.effect DROP CONSTRAINT effect_kept",
+        "ALTER TABLE outboxq.effect DROP CONSTRAINT effect_kept, ADD CONSTRAINT effect_kept CHECK (expires_at IS NULL)",
+        "ALTER TABLE outboxq.effect ALTER COLUMN in_doubt DROP NOT NULL",
+        "DROP INDEX outboxq.effect_unknown; CREATE INDEX effect_unknown ON outboxq.effect (changed_at)",
+        "DROP INDEX outboxq.inbox_expires",
+        "ALTER TABLE outboxq.inbox DROP CONSTRAINT inbox_message_id_bytes",
+        "ALTER TABLE outboxq.deployment DROP CONSTRAINT deployment_one_row",
     ],
 )
 def test_a_difference_between_them_is_seen(database: Database, empty_engine: Engine, change: str) -> None:

@@ -1,0 +1,183 @@
+"""`outboxq effects`."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.failures import WrongUsage
+from outboxq.cli.options import (
+    DEFAULT_SCHEMA,
+    AsJson,
+    DatabaseUrl,
+    EffectStatusFilter,
+    Limit,
+    Schema,
+    ScopeFilter,
+)
+from outboxq.cli.output import notice, print_document, print_fields, print_json, print_table
+
+if TYPE_CHECKING:
+    from outboxq.effect_records import EffectDetail, Verdict
+
+app = typer.Typer(
+    help="List, show and resolve effects: calls that are made once.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Scope = Annotated[str, typer.Argument(metavar="SCOPE", show_default=False)]
+Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False)]
+
+
+@app.command("list")
+def list_effects(
+    scope: ScopeFilter = None,
+    status: EffectStatusFilter = None,
+    limit: Limit = 50,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """List effects, the latest change first, without their results.
+
+    started: a call is under way, or its caller died. done and failed: what came of it is replayed. retryable: the next
+    caller calls again; in doubt where an earlier call may have been applied. unknown: nobody can know, and nobody calls
+    until you resolve it.
+
+    \b
+    Examples:
+      outboxq effects list --status unknown
+      outboxq effects list --scope payments --limit 10 --json
+    """
+    from outboxq import effect_records
+    from outboxq.cli.database import open_database
+
+    wanted = effect_records.EffectFilter(scope=scope, status=status.value if status else None)
+    with open_database(database_url, schema) as begin, begin() as connection:
+        # One more than shown, to know whether there are more.
+        found = effect_records.list_effects(connection, wanted, limit=limit + 1)
+    shown, more = found[:limit], len(found) > limit
+    if as_json:
+        print_json({"effects": shown, "more": more})
+        return
+    print_table(
+        ("scope", "key", "status", "attempts", "first called (UTC)", "changed (UTC)", "error"),
+        [
+            (
+                row.scope, row.key, f"{row.status}, in doubt" if row.in_doubt else row.status, row.attempts,
+                row.first_called_at, row.changed_at, row.error,
+            )
+            for row in shown
+        ],
+    )  # fmt: skip
+    if more:
+        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --scope or --status")
+
+
+@app.command("show")
+def show_effect(
+    scope: Scope,
+    key: Key,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Show one effect with its result.
+
+    The provider key is what the other side was given as idempotency key: ask for it there.
+
+    \b
+    Example:
+      outboxq effects show payments order-1001
+    """
+    from outboxq import effect_records
+    from outboxq.cli.database import open_database
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        detail = effect_records.show_effect(connection, scope, key)
+    _print_detail(detail, as_json=as_json)
+
+
+@app.command("resolve")
+def resolve_effect(
+    scope: Scope,
+    key: Key,
+    applied: Annotated[bool, typer.Option("--applied", help="The other side has applied the call.")] = False,
+    result: Annotated[
+        str | None,
+        typer.Option(
+            "--result",
+            metavar="JSON",
+            help="With --applied: what the call would have returned, or null where the handler does not use it.",
+            show_default=False,
+        ),
+    ] = None,
+    not_applied: Annotated[
+        bool, typer.Option("--not-applied", help="It has not, and never will: the next caller calls again.")
+    ] = False,
+    retention_days: Annotated[
+        int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="For how long it is remembered.")
+    ] = 30,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Say what became of a call that nobody knows about.
+
+    It is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that `outboxq
+    effects show` prints. After --applied nobody calls again, and callers get the result that you give as JSON; give
+    null where the handler does not use it, for without any --result a caller fails, and its job is a dead letter. After
+    --not-applied the next caller calls again: if that was wrong, the call is made twice.
+
+    One that is done without a result can be given its result in the same way. Otherwise an effect that is settled, or
+    that is being called, is not changed: the exit code is 1.
+
+    \b
+    Examples:
+      outboxq effects resolve payments order-1001 --not-applied
+      outboxq effects resolve payments order-1001 --applied --result '{"charge": "ch_42"}'
+      outboxq effects resolve mail welcome-7 --applied --result null
+    """
+    from datetime import timedelta
+
+    from outboxq import effect_records
+    from outboxq.cli.database import open_database
+
+    verdict = _verdict(applied=applied, not_applied=not_applied, result=result)
+    with open_database(database_url, schema) as begin, begin() as connection:
+        found = effect_records.resolve_effect(connection, scope, key, verdict, keep=timedelta(days=retention_days))
+    if as_json:
+        print_json({"resolved": found})
+        return
+    what = "applied: it will not be called again" if applied else "not applied: the next caller calls again"
+    typer.echo(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
+    if applied and result is None:
+        notice("it has no result: a caller that asks for it fails (see --result)")
+
+
+def _verdict(*, applied: bool, not_applied: bool, result: str | None) -> "Verdict":
+    from outboxq.effect_records import WasApplied, WasNotApplied
+
+    if applied == not_applied:
+        raise WrongUsage("what became of the call? Give --applied or --not-applied, and not both")
+    if not_applied and result is not None:
+        raise WrongUsage("a call that was not applied has no result: leave --result out, or give --applied")
+    return WasApplied(result) if applied else WasNotApplied()
+
+
+def _print_detail(detail: "EffectDetail", *, as_json: bool) -> None:
+    from msgspec import Raw
+
+    fields = asdict(detail.effect) | {"is_locked": detail.is_locked, "fingerprint": detail.fingerprint}
+    if as_json:
+        # The stored text itself: decoding it could change a number.
+        print_json(fields | {"result": None if detail.result is None else Raw(detail.result.encode())})
+        return
+    print_fields((name, _yes_or_no(value)) for name, value in fields.items())
+    if detail.result is not None:
+        print_document("result", detail.result)
+
+
+def _yes_or_no(value: object) -> object:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

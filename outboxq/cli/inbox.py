@@ -1,0 +1,123 @@
+"""`outboxq inbox`."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, ConsumerFilter, DatabaseUrl, Limit, Schema, Since
+from outboxq.cli.output import count, notice, print_fields, print_json, print_table
+
+app = typer.Typer(
+    help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", show_default=False)]
+MessageId = Annotated[str, typer.Argument(metavar="MESSAGE_ID", show_default=False)]
+MessageIds = Annotated[list[str], typer.Argument(metavar="MESSAGE_ID", show_default=False)]
+
+
+@app.command("list")
+def list_messages(
+    consumer: ConsumerFilter = None,
+    since: Since = None,
+    limit: Limit = 50,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """List accepted messages, those first that are kept longest: of one consumer, the latest.
+
+    Of a message its id is kept, and a fingerprint of its content; not the content.
+
+    \b
+    Examples:
+      outboxq inbox list --consumer payments
+      outboxq inbox list --since 2026-01-31T08:00:00 --json
+    """
+    from outboxq import inbox_messages
+    from outboxq.cli.database import open_database
+
+    wanted = inbox_messages.MessageFilter(consumer=consumer, since=_in_utc(since))
+    with open_database(database_url, schema) as begin, begin() as connection:
+        # One more than shown, to know whether there are more.
+        found = inbox_messages.list_messages(connection, wanted, limit=limit + 1)
+    shown, more = found[:limit], len(found) > limit
+    if as_json:
+        print_json({"messages": shown, "more": more})
+        return
+    print_table(
+        ("consumer", "message id", "accepted (UTC)", "remembered until (UTC)"),
+        [(row.consumer, row.message_id, row.seen_at, row.expires_at) for row in shown],
+    )
+    if more:
+        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --consumer or --since")
+
+
+@app.command("show")
+def show_message(
+    consumer: Consumer,
+    message_id: MessageId,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Show when one message was accepted, and until when it is remembered.
+
+    \b
+    Example:
+      outboxq inbox show payments evt_1Nq2
+    """
+    from dataclasses import asdict
+
+    from outboxq import inbox_messages
+    from outboxq.cli.database import open_database
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        found = inbox_messages.show_message(connection, consumer, message_id)
+    if as_json:
+        print_json(found)
+    else:
+        print_fields(asdict(found).items())
+
+
+@app.command("forget")
+def forget_messages(
+    consumer: Consumer,
+    message_ids: MessageIds,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Forget messages, so that they are accepted again if they are delivered again.
+
+    What they led to stays: whatever the consumer does for a message, it will do a second time. A message that another
+    transaction holds is not waited for. The exit code is 1 where one was held, or was not there.
+
+    \b
+    Examples:
+      outboxq inbox forget payments evt_1Nq2
+      outboxq inbox forget payments evt_1Nq2 evt_1Nq3 --json
+    """
+    from outboxq import inbox_messages
+    from outboxq.cli.database import open_database
+
+    with open_database(database_url, schema) as begin, begin() as connection:
+        result = inbox_messages.forget_messages(connection, consumer, message_ids)
+    if as_json:
+        print_json(result)
+    elif result.forgotten:
+        messages = count(len(result.forgotten), "message", "messages")
+        typer.echo(f"forgot {messages}: accepted again when delivered again")
+    else:
+        typer.echo("forgot nothing")
+    for message_id in result.not_found:
+        notice(f"no message {message_id!r} of consumer {consumer!r}")
+    for message_id in result.held:
+        notice(f"not forgotten, because another transaction holds it: {message_id!r}")
+    raise typer.Exit(1 if result.not_found or result.held else 0)
+
+
+def _in_utc(moment: datetime | None) -> datetime | None:
+    """What the option read has no time zone; every time that is printed is in UTC."""
+    return None if moment is None else moment.replace(tzinfo=UTC)

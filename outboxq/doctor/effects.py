@@ -1,0 +1,72 @@
+"""Calls to the outside that somebody must look at: whose outcome nobody knows, or for which nobody came back."""
+
+from collections.abc import Iterator, Sequence
+
+from outboxq.doctor.findings import Check, Examination, Finding, detail_of
+from outboxq.doctor.words import age, several, size
+from outboxq.statements import doctor_effects as statements
+
+# Retries of a handler come back sooner than this, as a rule.
+_ABANDONED_SECONDS = 3_600.0
+
+
+def find_unknown_effects(examination: Examination) -> Iterator[Finding]:
+    """Effects that nobody will call again until an operator says what became of them."""
+    found = examination.connection.execute(statements.unknown_effects(examination.schema)).one()
+    if found.effects:
+        effects, are = _effects(found.effects), "is" if found.effects == 1 else "are"
+        yield Finding(
+            "effects-unknown",
+            "warning",
+            f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: nobody can tell whether the call "
+            "was applied",
+            detail_of(found),
+            "Ask the other side by the provider key (outboxq effects list --status unknown), then: outboxq effects "
+            "resolve SCOPE KEY --applied, or --not-applied.",
+        )
+
+
+def find_abandoned_effects(examination: Examination) -> Iterator[Finding]:
+    """Effects whose caller died, or failed in doubt, and that nobody called again."""
+    connection, schema = examination.connection, examination.schema
+    bytes_to_read: int = connection.execute(statements.bytes_to_read(schema)).scalar_one()
+    if bytes_to_read > statements.MAX_READ_BYTES:
+        yield _not_read(bytes_to_read)
+        return
+    found = connection.execute(statements.abandoned_effects(schema, _ABANDONED_SECONDS)).one()
+    if found.effects:
+        was = "was" if found.effects == 1 else "were"
+        yield Finding(
+            "effects-abandoned",
+            "warning",
+            f"{_effects(found.effects)} {was} started, and nobody came back to finish: the oldest lock ran out "
+            f"{age(found.oldest_seconds)} ago",
+            detail_of(found),
+            "The next caller finds out what became of the call: see that there is one, for its job may be a dead "
+            "letter. Else ask the other side (outboxq effects list --status started, and --status retryable), then: "
+            "outboxq effects resolve SCOPE KEY --applied, or --not-applied.",
+        )
+
+
+def _not_read(number_of_bytes: int) -> Finding:
+    return Finding(
+        "effects-not-read",
+        "info",
+        f"table effect has {size(number_of_bytes)}, and was not searched for calls that nobody came back for",
+        {"bytes": number_of_bytes},
+        "To search it: outboxq effects list --status started. A shorter retention keeps the table small.",
+    )
+
+
+def _effects(number: int) -> str:
+    if number == statements.MAX_EFFECTS:
+        return f"{number:,} or more effects"
+    return several(number, "effect", "effects")
+
+
+_EFFECT = frozenset({"effect"})
+
+CHECKS: Sequence[Check] = (
+    Check("unknown effects", find_unknown_effects, _EFFECT, grant="SELECT on the table effect"),
+    Check("effects that were started", find_abandoned_effects, _EFFECT, grant="SELECT on the table effect"),
+)

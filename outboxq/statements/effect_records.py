@@ -1,0 +1,112 @@
+"""Effects as operators see them: looking at them, and deciding what nobody could know."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, literal, or_, select, update
+
+from outboxq.statements.effects import Status
+from outboxq.tables import effect
+
+
+@dataclass(frozen=True, slots=True)
+class EffectFilter:
+    """Which effects are meant; without a value everywhere, all of them."""
+
+    scope: str | None = None
+    status: Status | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `effect`."""
+        found: list[ColumnElement[bool]] = []
+        if self.scope is not None:
+            found.append(effect.c.scope == self.scope)
+        if self.status is not None:
+            found.append(effect.c.status == self.status)
+        return found
+
+
+SUMMARY_COLUMNS = (
+    "scope", "key", "status", "in_doubt", "provider_key", "attempts", "locked_until", "first_called_at", "changed_at",
+    "expires_at", "error",
+)  # fmt: skip
+
+
+def select_effects(wanted: EffectFilter, *, limit: int) -> Executable:
+    """The effects that match, the latest change first.
+
+    Index: effect_unknown (changed_at) backwards for the unknown ones, the primary key where a scope is given; else the
+    table is read once. No locks.
+    """
+    return (
+        select(*(effect.c[name] for name in SUMMARY_COLUMNS))
+        .where(*wanted.conditions())
+        .order_by(effect.c.changed_at.desc())
+        .limit(limit)
+    )
+
+
+def select_effect(scope: str, key: str) -> Executable:
+    """One effect with everything that is stored of it. Index: the primary key; no locks; one row."""
+    is_locked = and_(effect.c.status == "started", effect.c.locked_until > func.clock_timestamp())
+    return select(
+        *(effect.c[name] for name in SUMMARY_COLUMNS),
+        is_locked.label("is_locked"),
+        func.encode(effect.c.fingerprint, "hex").label("fingerprint"),
+        effect.c.result,
+    ).where(*_is(scope, key))
+
+
+def resolve(
+    scope: str, key: str, status: Status, *, result: str | None, error: str | None, keep: timedelta
+) -> Executable:
+    """Settle an effect that nobody can settle otherwise; one row with what it was and what it is, or none without it.
+
+    Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that stood still
+    and wakes later finds a token that is not its own, and can neither record nor keep its call.
+    """
+    # MATERIALIZED, and the condition only here: the lock checks it on the row's newest version.
+    is_open = _is_open(brings_result=result is not None)
+    open_one = select(effect.c.scope, effect.c.key).where(*_is(scope, key), is_open)
+    picked = open_one.with_for_update(skip_locked=True).cte("picked").prefix_with("MATERIALIZED")
+    resolved = (
+        update(effect)
+        .where(effect.c.scope == picked.c.scope, effect.c.key == picked.c.key)
+        .values(
+            status=status,
+            in_doubt=False,
+            lock_token=func.gen_random_uuid(),
+            locked_until=func.clock_timestamp(),
+            result=result,
+            error=error,
+            changed_at=func.clock_timestamp(),
+            expires_at=func.clock_timestamp() + keep,
+        )
+        .returning(*(effect.c[name] for name in SUMMARY_COLUMNS))
+        .cte("resolved")
+    )
+    locked_seconds = extract("epoch", effect.c.locked_until - func.clock_timestamp())
+    return (
+        select(
+            *(resolved.c[name] for name in SUMMARY_COLUMNS),
+            effect.c.status.label("was_status"),
+            is_open.label("was_open"),
+            cast(locked_seconds, Float(53)).label("locked_seconds"),
+        )
+        .select_from(effect.outerjoin(resolved, effect.c.key == resolved.c.key))
+        .where(*_is(scope, key))
+    )
+
+
+def _is(scope: str, key: str) -> tuple[ColumnElement[bool], ...]:
+    return effect.c.scope == scope, effect.c.key == key
+
+
+def _is_open(*, brings_result: bool) -> ColumnElement[bool]:
+    """Nobody knows what became of the call, or its result, and nobody is about to find out."""
+    return or_(
+        and_(literal(brings_result), effect.c.status == "done", effect.c.result.is_(None)),
+        effect.c.status == "unknown",
+        and_(effect.c.status == "started", effect.c.locked_until <= func.clock_timestamp()),
+        and_(effect.c.status == "retryable", effect.c.in_doubt),
+    )

@@ -1,0 +1,214 @@
+"""`outboxq effects`: looking at calls to the outside, and saying what became of those that nobody knows about."""
+
+import json
+
+import pytest
+from sqlalchemy import Engine, text
+
+from outboxq.postgres import Database
+from tests.support.cli import call, run
+
+ADD = text(
+    "INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, lock_token, locked_until, result, error, "
+    "expires_at) SELECT :scope, :key, :status, :in_doubt, gen_random_uuid(), gen_random_uuid(), "
+    "clock_timestamp() + make_interval(secs => :locked_seconds), CAST(:result AS jsonb), :error, "
+    "CASE WHEN :status IN ('done', 'failed') THEN clock_timestamp() + interval '1 day' END"
+)
+RESULT = '{"charge": "ch_42", "amount": 1.10}'
+
+
+@pytest.fixture
+def effects(engine: Engine) -> dict[str, str]:
+    """One effect of each sort, by its key."""
+    rows = {
+        "paid": {"status": "done", "result": RESULT},
+        "lost": {"status": "unknown", "error": "the call raised builtins.TimeoutError"},
+        "running": {"status": "started", "locked_seconds": 60.0},
+        "abandoned": {"status": "started", "locked_seconds": -60.0},
+        "doubtful": {"status": "retryable", "in_doubt": True},
+    }
+    defaults = {"scope": "payments", "in_doubt": False, "locked_seconds": 0.0, "result": None, "error": None}
+    with engine.begin() as connection:
+        for key, row in rows.items():
+            connection.execute(ADD, {**defaults, "key": key, **row})
+        connection.execute(ADD, {**defaults, "scope": "mail", "key": "welcome", "status": "unknown"})
+    return {key: str(row["status"]) for key, row in rows.items()}
+
+
+def status_of(engine: Engine, key: str) -> str:
+    with engine.connect() as connection:
+        return str(
+            connection.execute(text("SELECT status FROM outboxq.effect WHERE key = :key"), {"key": key}).scalar_one()
+        )
+
+
+def listed(*options: object, url: str) -> set[str]:
+    return {row["key"] for row in call("effects", "list", "--json", *options, url=url).ok().json["effects"]}
+
+
+def test_the_list_tells_what_became_of_each(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """Each effect stands there with its status, doubts and errors; none with its result, which is the users' data."""
+    said = run("effects", "list", url=outboxq_database.url).ok().stdout
+    lines = {key: line for line in said.splitlines() for key in effects if f" {key} " in line}
+    assert "retryable, in doubt" in lines["doubtful"]
+    assert "the call raised builtins.TimeoutError" in lines["lost"]
+    assert set(lines) == set(effects)
+    assert "ch_42" not in said
+    assert "ch_42" not in call("effects", "list", "--json", url=outboxq_database.url).ok().stdout
+
+
+def test_filters_narrow_the_list(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """Scope and status match exactly, and a status that does not exist is wrong usage."""
+    url = outboxq_database.url
+    assert listed("--status", "unknown", url=url) == {"lost", "welcome"}
+    assert listed("--scope", "mail", url=url) == {"welcome"}
+    assert listed("--scope", "payments", "--status", "started", url=url) == {"running", "abandoned"}
+    assert listed("--scope", "pay", url=url) == set()
+    assert call("effects", "list", "--status", "lost", url=url).exit_code == 2
+
+
+def test_the_keys_of_the_list_stay(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """Programs rely on these keys, and learn that there are more than were asked for."""
+    said = call("effects", "list", "--limit", 1, "--json", url=outboxq_database.url).ok().json
+    assert said["more"] is True
+    assert list(said["effects"][0]) == [
+        "scope", "key", "status", "in_doubt", "provider_key", "attempts", "locked_until", "first_called_at",
+        "changed_at", "expires_at", "error",
+    ]  # fmt: skip
+    assert "more than these 1" in call("effects", "list", "--limit", 1, url=outboxq_database.url).ok().stderr
+
+
+def test_show_has_the_result_as_it_is_stored(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """For people below its name, for programs as JSON, digit by digit."""
+    said = run("effects", "show", "payments", "paid", "--json", url=outboxq_database.url).ok()
+    assert said.json["result"] == {"charge": "ch_42", "amount": 1.10}
+    assert "1.10" in said.stdout
+    assert (said.json["status"], said.json["is_locked"], said.json["fingerprint"]) == ("done", False, None)
+    text_said = call("effects", "show", "payments", "paid", url=outboxq_database.url).ok().stdout
+    assert '"charge": "ch_42"' in text_said
+    assert said.json["provider_key"] in text_said
+    assert [line.split() for line in text_said.splitlines() if "is_locked" in line] == [["is_locked", "no"]]
+    assert call("effects", "show", "payments", "running", "--json", url=outboxq_database.url).ok().json["is_locked"]
+
+
+def test_what_is_not_there_ends_with_1(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """An effect of another scope is another effect."""
+    for words in (("show", "mail", "paid"), ("resolve", "mail", "paid", "--applied")):
+        said = call("effects", *words, url=outboxq_database.url)
+        assert said.exit_code == 1
+        assert said.stderr == (
+            "Error: no effect of scope 'mail' with key 'paid': it was never called, or is forgotten\n"
+        )
+
+
+def test_resolve_as_applied_keeps_the_result(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str]
+) -> None:
+    """What the operator gave is what callers get."""
+    url = outboxq_database.url
+    said = run("effects", "resolve", "payments", "lost", "--applied", "--result", RESULT, url=url).ok()
+    assert said.stdout == ("effect 'payments', key 'lost', is resolved as applied: it will not be called again\n")
+    assert said.stderr == ""
+    assert call("effects", "show", "payments", "lost", "--json", url=url).ok().json["result"] == json.loads(RESULT)
+
+
+def test_resolve_without_a_result_warns(outboxq_database: Database, engine: Engine, effects: dict[str, str]) -> None:
+    """Whoever asks for the result will fail: that is said at once, and null is the way around."""
+    url = outboxq_database.url
+    said = call("effects", "resolve", "mail", "welcome", "--applied", url=url).ok()
+    assert "has no result: a caller that asks for it fails" in said.stderr
+    assert call("effects", "show", "mail", "welcome", "--json", url=url).ok().json["error"].endswith("without a result")
+    said = call("effects", "resolve", "payments", "lost", "--applied", "--result", "null", url=url).ok()
+    assert said.stderr == ""
+    assert call("effects", "show", "payments", "lost", "--json", url=url).ok().json["error"] is None
+
+
+@pytest.mark.parametrize("key", ["lost", "abandoned", "doubtful"])
+def test_resolve_as_not_applied_lets_the_next_caller_call(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str], key: str
+) -> None:
+    """What is unknown, in doubt, or was never finished is free again, and remembered for as long as was said."""
+    said = call(
+        "effects", "resolve", "payments", key, "--not-applied", "--retention-days", 7, "--json",
+        url=outboxq_database.url,
+    ).ok()  # fmt: skip
+    resolved = said.json["resolved"]
+    assert (resolved["status"], resolved["in_doubt"]) == ("retryable", False)
+    with engine.connect() as connection:
+        kept = connection.execute(
+            text("SELECT extract(day FROM expires_at - changed_at) FROM outboxq.effect WHERE key = :key"), {"key": key}
+        ).scalar_one()
+    assert kept in (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("paid", "it is done, so there is nothing to resolve"), ("running", "a call is under way")]
+)
+@pytest.mark.parametrize("verdict", ["--applied", "--not-applied"])
+def test_what_is_settled_or_under_way_is_refused(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str], key: str, said: str, verdict: str
+) -> None:
+    """The exit code is 1, the message has the present status, and the effect is as it was."""
+    refused = call("effects", "resolve", "payments", key, verdict, url=outboxq_database.url)
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert f"effect 'payments', key '{key}': {said}" in refused.stderr
+    assert status_of(engine, key) == effects[key]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "Give --applied or --not-applied"),
+        (("--applied", "--not-applied"), "and not both"),
+        (("--not-applied", "--result", "1"), "has no result"),
+        (("--result", "1"), "Give --applied"),
+        (("--applied", "--result", "{hunter2}"), "the result is not JSON"),
+        (("--applied", "--retention-days", "0"), "--retention-days"),
+    ],
+)
+def test_a_verdict_that_means_nothing_is_wrong_usage(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str], options: tuple[str, ...], said: str
+) -> None:
+    """Exit code 2, the effect is as it was, and what was given as a result is not repeated."""
+    refused = call("effects", "resolve", "payments", "lost", *options, url=outboxq_database.url)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert "hunter2" not in refused.stderr
+    assert status_of(engine, "lost") == "unknown"
+
+
+def test_a_key_that_cannot_be_is_an_error_and_no_traceback(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """Whatever a shell passes on."""
+    said = call("effects", "show", "payments", "\udcff", url=outboxq_database.url)
+    assert said.exit_code == 1
+    assert said.stderr == "Error: the key holds a lone surrogate, which UTF-8 cannot encode\n"
+
+
+def test_a_key_that_draws_on_a_terminal_is_shown_harmless(outboxq_database: Database, engine: Engine) -> None:
+    """Keys come from outside: none reaches the terminal as a control sequence or as markup."""
+    with engine.begin() as connection:
+        connection.execute(
+            ADD,
+            {
+                "scope": "payments", "key": "\x1b[31m[bold]red", "status": "unknown", "in_doubt": False,
+                "locked_seconds": 0.0, "result": '"\\u001b[0m"', "error": "\x1b]0;title",
+            },
+        )  # fmt: skip
+    said = call("effects", "list", url=outboxq_database.url).ok().stdout
+    assert "\x1b" not in said
+    assert "\\x1b[31m[bold]red" in said
+
+
+def test_stats_counts_what_waits_for_an_operator(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """One number for programs, and for people a line that says where to look."""
+    url = outboxq_database.url
+    assert call("stats", "--json", url=url).ok().json["unknown_effects"] == 2
+    assert (
+        "2 effects wait for an operator: see `outboxq effects list --status unknown`"
+        in call("stats", url=url).ok().stderr
+    )
+    for scope, key in (("payments", "lost"), ("mail", "welcome")):
+        call("effects", "resolve", scope, key, "--not-applied", url=url).ok()
+    assert call("stats", "--json", url=url).ok().json["unknown_effects"] == 0
+    assert call("stats", url=url).ok().stderr == ""

@@ -1,0 +1,309 @@
+"""Effects as operators see them, and deciding what nobody could know."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from uuid import UUID, uuid4
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+
+from outboxq import effect_records
+from outboxq.effect_records import EffectFilter, WasApplied, WasNotApplied
+from outboxq.errors import ArgumentError, EffectError, EffectNotFound
+from outboxq.migrations.runner import migrate
+from outboxq.statements import effects as protocol
+
+SCHEMA = 'effects\' "odd"; 50% :place'
+MINUTE = timedelta(minutes=1)
+
+
+def add(
+    connection: Connection,
+    status: str,
+    key: str = "k",
+    *,
+    scope: str = "pay",
+    in_doubt: bool = False,
+    locked_for: timedelta = -MINUTE,
+    result: str | None = None,
+) -> UUID:
+    """An effect as the protocol leaves it; the token of its caller."""
+    token = uuid4()
+    values = {
+        "scope": scope, "key": key, "status": status, "in_doubt": in_doubt, "token": token, "locked_for": locked_for,
+        "result": result, "keep": timedelta(days=1) if status in ("done", "failed") else None,
+    }  # fmt: skip
+    connection.execute(
+        text(
+            "INSERT INTO outboxq.effect (scope, key, fingerprint, status, in_doubt, provider_key, lock_token, "
+            "locked_until, result, error, expires_at) VALUES (:scope, :key, 'abc', :status, :in_doubt, "
+            "gen_random_uuid(), :token, clock_timestamp() + CAST(:locked_for AS interval), CAST(:result AS jsonb), "
+            "'builtins.Boom', clock_timestamp() + CAST(:keep AS interval))"
+        ),
+        values,
+    )
+    return token
+
+
+def added(engine: Engine, status: str, key: str = "k", **options: object) -> UUID:
+    with engine.begin() as connection:
+        return add(connection, status, key, **options)  # type: ignore[arg-type]
+
+
+def shown(engine: Engine, key: str = "k") -> effect_records.EffectDetail:
+    with engine.connect() as connection:
+        return effect_records.show_effect(connection, "pay", key)
+
+
+def resolve(engine: Engine, verdict: effect_records.Verdict, **options: timedelta) -> effect_records.EffectRecord:
+    with engine.begin() as connection:
+        return effect_records.resolve_effect(connection, "pay", "k", verdict, **options)
+
+
+def row_of(engine: Engine) -> dict[str, object]:
+    with engine.connect() as connection:
+        return dict(connection.execute(text("SELECT * FROM outboxq.effect")).one()._mapping)
+
+
+# What nobody else settles: how it lies there, and who may still come back for it.
+OPEN: dict[str, dict[str, object]] = {
+    "unknown": {"status": "unknown"},
+    "started, and nobody came back": {"status": "started"},
+    "in doubt": {"status": "retryable", "in_doubt": True},
+}
+open_effects = pytest.mark.parametrize("lies", OPEN.values(), ids=list(OPEN))
+
+
+def test_the_list_has_the_latest_change_first_and_takes_filters(engine: Engine) -> None:
+    """By scope, by status, and no more than asked for."""
+    for number, (scope, status) in enumerate([("pay", "done"), ("pay", "unknown"), ("mail", "unknown")]):
+        added(engine, status, f"k{number}", scope=scope)
+
+    def keys(wanted: EffectFilter | None = None, **options: int) -> list[str]:
+        with engine.connect() as connection:
+            return [found.key for found in effect_records.list_effects(connection, wanted, **options)]
+
+    assert keys() == ["k2", "k1", "k0"]
+    assert keys(limit=2) == ["k2", "k1"]
+    assert keys(EffectFilter(status="unknown")) == ["k2", "k1"]
+    assert keys(EffectFilter(scope="pay")) == ["k1", "k0"]
+    assert keys(EffectFilter(scope="pay", status="unknown")) == ["k1"]
+    assert keys(EffectFilter(scope="%")) == []
+
+
+def test_the_list_of_the_unknown_reads_the_index_of_the_unknown(engine: Engine) -> None:
+    """However many effects are remembered, a look at those that need somebody costs what they cost."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) SELECT 'pay', "
+                "number::text, CASE WHEN number < 9 THEN 'unknown' ELSE 'done' END, gen_random_uuid(), "
+                "gen_random_uuid(), now() FROM generate_series(1, 3000) AS number"
+            )
+        )
+        connection.execute(text("ANALYZE outboxq.effect"))
+    with engine.connect() as connection:
+        statement = effect_records.statements.select_effects(EffectFilter(status="unknown"), limit=10)
+        compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
+        plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {compiled}".replace("%%", "%")).scalars())
+    assert "effect_unknown" in plan
+    assert "Sort" not in plan
+
+
+def test_show_has_what_is_stored(engine: Engine) -> None:
+    """The result as JSON text and the fingerprint as hexadecimal digits; neither shows in a repr."""
+    added(engine, "done", result='{"charge": "hunter2"}')
+    found = shown(engine)
+    assert json.loads(found.result or "") == {"charge": "hunter2"}
+    assert found.fingerprint == b"abc".hex()
+    assert (found.effect.scope, found.effect.key, found.effect.status) == ("pay", "k", "done")
+    assert "hunter2" not in repr(found)
+    assert "hunter2" not in repr(WasApplied('"hunter2"'))
+
+
+def test_whether_it_is_locked_is_judged_by_the_databases_clock(engine: Engine) -> None:
+    """A lock holds until the database says otherwise; what is settled has none."""
+    added(engine, "started", "held", locked_for=MINUTE)
+    added(engine, "started", "ran out")
+    added(engine, "done", "settled", locked_for=MINUTE)
+    assert [shown(engine, key).is_locked for key in ("held", "ran out", "settled")] == [True, False, False]
+
+
+def test_what_is_not_there_is_an_error_with_its_name(engine: Engine) -> None:
+    """Looking and resolving say the same."""
+    with engine.begin() as connection:
+        for look in (
+            lambda: effect_records.show_effect(connection, "pay", "k"),
+            lambda: effect_records.resolve_effect(connection, "pay", "k", WasNotApplied()),
+        ):
+            with pytest.raises(EffectNotFound, match="no effect of scope 'pay' with key 'k'") as missing:
+                look()
+            assert (missing.value.scope, missing.value.key) == ("pay", "k")
+
+
+@open_effects
+def test_resolved_as_applied_it_is_done_and_replays_the_result(engine: Engine, lies: dict[str, object]) -> None:
+    """The result is stored as it was given, and kept for as long as was said."""
+    added(engine, **lies)  # type: ignore[arg-type]
+    before = shown(engine).effect
+    found = resolve(engine, WasApplied('{"amount": 1.10}'), keep=timedelta(days=7))
+    after = shown(engine)
+    assert found == after.effect
+    assert (found.status, found.in_doubt, found.error) == ("done", False, None)
+    assert json.loads(after.result or "") == {"amount": 1.10}
+    assert (found.provider_key, found.attempts) == (before.provider_key, before.attempts)
+    assert found.changed_at > before.changed_at
+    assert found.expires_at is not None
+    assert timedelta(days=6.9) < found.expires_at - found.changed_at < timedelta(days=7.1)
+
+
+@open_effects
+def test_resolved_as_not_applied_the_next_caller_calls(engine: Engine, lies: dict[str, object]) -> None:
+    """The claim that follows gets the call, free of doubt and with the key that the other side may know."""
+    added(engine, **lies)  # type: ignore[arg-type]
+    provider_key = shown(engine).effect.provider_key
+    found = resolve(engine, WasNotApplied())
+    assert (found.status, found.in_doubt) == ("retryable", False)
+    assert found.expires_at is not None
+    assert timedelta(days=29.9) < found.expires_at - found.changed_at < timedelta(days=30.1)
+    with engine.begin() as connection:
+        seen = protocol.Seen(*connection.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one())
+    assert (seen.claimed, seen.in_doubt, seen.provider_key) == (True, False, provider_key)
+
+
+def test_without_a_result_a_caller_learns_why_there_is_none(engine: Engine) -> None:
+    """Nothing is SQL's NULL with its reason; JSON's null is a result."""
+    added(engine, "unknown")
+    assert resolve(engine, WasApplied()).error == "resolved as applied by an operator, without a result"
+    assert shown(engine).result is None
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM outboxq.effect"))
+    added(engine, "unknown")
+    assert resolve(engine, WasApplied("null")).error is None
+    assert shown(engine).result == "null"
+
+
+def test_what_is_done_without_a_result_can_be_given_one(engine: Engine) -> None:
+    """One that JSON could not hold, or that an operator left out; what has a result keeps it."""
+    added(engine, "done")
+    assert resolve(engine, WasApplied('{"id": 7}')).status == "done"
+    assert shown(engine).result == '{"id": 7}'
+    for verdict in (WasApplied('{"id": 8}'), WasApplied(), WasNotApplied()):
+        with pytest.raises(EffectError, match="it is done"):
+            resolve(engine, verdict)
+    assert shown(engine).result == '{"id": 7}'
+
+
+def test_what_is_done_is_never_made_undone(engine: Engine) -> None:
+    """Without a result either: it was applied, and calling again would apply it twice."""
+    added(engine, "done")
+    for verdict in (WasApplied(), WasNotApplied()):
+        with pytest.raises(EffectError, match="it is done"):
+            resolve(engine, verdict)
+
+
+@pytest.mark.parametrize("verdict", [WasApplied('"mine"'), WasNotApplied()], ids=["applied", "not applied"])
+@open_effects
+def test_a_caller_that_wakes_afterwards_cannot_record(
+    engine: Engine, lies: dict[str, object], verdict: effect_records.Verdict
+) -> None:
+    """Its token is not the row's any more: neither its result nor its sign of life changes anything."""
+    token = added(engine, **lies)  # type: ignore[arg-type]
+    resolve(engine, verdict)
+    settled = row_of(engine)
+    with engine.begin() as connection:
+        late = protocol.record("pay", "k", token, "done", result='"late"', keep=MINUTE)
+        assert connection.execute(late).one_or_none() is None
+        connection.execute(protocol.extend("pay", "k", token, MINUTE))
+    assert row_of(engine) == settled
+
+
+@pytest.mark.parametrize(
+    ("lies", "said"),
+    [
+        ({"status": "started", "locked_for": MINUTE}, "a call is under way, and has 60 s left: ask again then"),
+        ({"status": "done", "result": "2"}, "it is done, so there is nothing to resolve"),
+        ({"status": "failed"}, "it is failed, so there is nothing to resolve"),
+        ({"status": "retryable"}, "it is retryable, so there is nothing to resolve"),
+    ],
+    ids=["under way", "done", "failed", "not applied"],
+)
+@pytest.mark.parametrize("verdict", [WasApplied("1"), WasNotApplied()], ids=["applied", "not applied"])
+def test_what_is_settled_or_under_way_is_left_alone(
+    engine: Engine, lies: dict[str, object], said: str, verdict: effect_records.Verdict
+) -> None:
+    """An operator does not overrule what is known; the message names the present status."""
+    added(engine, **lies)  # type: ignore[arg-type]
+    before = row_of(engine)
+    with pytest.raises(EffectError, match=said):
+        resolve(engine, verdict)
+    assert row_of(engine) == before
+
+
+def test_a_row_that_somebody_holds_is_reported_and_not_waited_for(engine: Engine) -> None:
+    """A takeover that is just being committed decides; the operator is told to look again."""
+    added(engine, "started")
+    with engine.connect() as caller, engine.begin() as operator:
+        taken = caller.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one()
+        assert taken.claimed
+        operator.execute(text("SET LOCAL lock_timeout = '10ms'"))
+        with pytest.raises(EffectError, match="another transaction has it at this moment"):
+            effect_records.resolve_effect(operator, "pay", "k", WasNotApplied())
+        caller.commit()
+    with pytest.raises(EffectError, match="a call is under way"):
+        resolve(engine, WasNotApplied())
+
+
+def test_two_operators_do_not_overrule_each_other(engine: Engine) -> None:
+    """The first verdict stands, whatever the second one is."""
+    added(engine, "unknown")
+    resolve(engine, WasApplied("1"))
+    with pytest.raises(EffectError, match="it is done"):
+        resolve(engine, WasNotApplied())
+    assert shown(engine).result == "1"
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["hunter2", "", "{'id': 1}", "NaN", '"hunter2\\u0000"', "\udc80", '"\\ud800"', "[" * 100_000, "1e999999", "1 2"],
+    ids=["bare", "empty", "python", "nan", "nul", "bytes", "surrogate", "deep", "huge number", "two"],
+)
+def test_a_result_that_cannot_be_stored_is_refused_before_anything_is_sent(engine: Engine, result: str) -> None:
+    """The message does not quote it, and the effect stays as it was."""
+    added(engine, "unknown")
+    with pytest.raises(ArgumentError) as refused:
+        resolve(engine, WasApplied(result))
+    assert "hunter2" not in str(refused.value)
+    assert shown(engine).effect.status == "unknown"
+
+
+def test_a_result_over_the_cap_is_refused(engine: Engine) -> None:
+    """The same cap as for what a call returns."""
+    added(engine, "unknown")
+    with pytest.raises(ArgumentError, match="over the cap of 262,144"):
+        resolve(engine, WasApplied(f'"{"x" * 262_144}"'))
+
+
+def test_a_rolled_back_verdict_was_never_given(engine: Engine) -> None:
+    """The module commits nothing itself."""
+    added(engine, "unknown")
+    with engine.connect() as connection:
+        effect_records.resolve_effect(connection, "pay", "k", WasApplied("1"))
+        connection.rollback()
+    assert shown(engine).effect.status == "unknown"
+
+
+def test_every_operation_works_in_a_schema_of_another_name(engine: Engine) -> None:
+    """`schema_translate_map` leads all of them to the caller's schema, whatever its name."""
+    with engine.begin() as connection:
+        migrate(connection, schema=SCHEMA)
+    elsewhere = engine.execution_options(schema_translate_map={"outboxq": SCHEMA})
+    with elsewhere.begin() as connection:
+        connection.execute(protocol.claim("pay", "k", None, uuid4(), uuid4(), -MINUTE))
+    assert resolve(elsewhere, WasApplied("1")).status == "done"
+    assert shown(elsewhere).result == "1"
+    with elsewhere.connect() as connection:
+        assert [found.key for found in effect_records.list_effects(connection)] == ["k"]
+    assert shown(elsewhere).effect.changed_at < datetime.now(UTC) + MINUTE
+    with pytest.raises(EffectNotFound):
+        shown(engine)

@@ -213,8 +213,12 @@ class RelayConfig:
             3600. Shorter means that others take over sooner, longer that a paused relay may still complete.
         heartbeat_seconds: How often the lease is extended, and expired ones are looked for; by default a sixth of
             `lease_seconds`, and at most a third.
+        effect_lease_seconds: How long a call made by `ctx.once` stays its caller's after its last sign of life, 0.5 to
+            3600. After that another run may take over; a call that is under way keeps its own.
         max_crashes: How often a job may take its relay or its connection with it, while it runs alone, before it is
             moved to the dead letters.
+        prune_seconds: The longest pause between two looks for messages and effects whose retention is over, 1 to 86400;
+            0 is never. A drain looks once, at its end.
         listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
             drops LISTEN without a word, or give `listen_url`.
         listen_url: A direct URL for LISTEN where the relay's own URL leads to a transaction pooler.
@@ -230,7 +234,9 @@ class RelayConfig:
     drain_seconds: float = 30.0
     lease_seconds: float = 30.0
     heartbeat_seconds: float | None = None
+    effect_lease_seconds: float = 30.0
     max_crashes: int = 3
+    prune_seconds: float = 60.0
     listen: bool = True
     listen_url: str | None = None
     schema: str = "outboxq"
@@ -252,8 +258,12 @@ class RelayConfig:
                 f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
                 f"beat costs no lease, got {self.beat_seconds:g}: raise lease_seconds, or leave heartbeat_seconds out"
             )
+        if not 0.5 <= self.effect_lease_seconds <= 3600:
+            raise ConfigError(f"effect_lease_seconds takes 0.5 to 3600, got {self.effect_lease_seconds}")
         if not 1 <= self.max_crashes <= 1_000:
             raise ConfigError(f"max_crashes takes 1 to 1000, got {self.max_crashes}")
+        if self.prune_seconds != 0 and not 1 <= self.prune_seconds <= 86_400:
+            raise ConfigError(f"prune_seconds takes 1 to 86400, or 0 for never, got {self.prune_seconds}")
         check_schema(self.schema)
 
     @property

@@ -1,17 +1,46 @@
-"""What a handler receives first: its session, its job, the process's state and a log that names the job."""
+"""What a handler receives first: its session, its job, the process's state, calls that count once, and a log."""
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from datetime import timedelta
+from typing import Any, Generic, cast
 
 import msgspec
 from typing_extensions import TypeVar
 
+from outboxq.effect_calls import AsyncCaller, Caller
+from outboxq.effect_request import Classify, make_request
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
+from outboxq.errors import EffectRefused
 from outboxq.job import Job
+from outboxq.once import LookUp
 
 S = TypeVar("S", default=Any)
+T = TypeVar("T")
+C = TypeVar("C", Caller, AsyncCaller)
+
+
+@dataclass(frozen=True, slots=True)
+class Permit(Generic[C]):
+    """Leave for one run of a handler to call the outside.
+
+    `retention_of` says how long a scope's results are remembered.
+    """
+
+    caller: C
+    retention_of: Callable[[str], timedelta]
+    refusal: str | None = None
+
+    def check(self) -> "Permit[C]":
+        """Itself.
+
+        Raises:
+            EffectRefused: not here.
+        """
+        if self.refusal is not None:
+            raise EffectRefused(self.refusal)
+        return self
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
@@ -57,6 +86,62 @@ class Context(_JobContext[S]):
     """
 
     session: OutboxSession
+    permit: Permit[Caller] | None = field(default=None, repr=False)
+
+    def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], T],
+        already_applied: Callable[[str], LookUp[T]] | None = None,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key, and return what that came to, now and ever after.
+
+        The result is recorded in a short transaction of its own as soon as the call returns, whatever becomes of this
+        attempt. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
+        whose batches hold more than one job refuses it.
+
+        Args:
+            scope: A stable name for this sort of call, such as "stripe-charge".
+            key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
+            call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
+                What it returns must be something that JSON can hold. It may raise `CallNotApplied` (surely nothing
+                happened: called again later) or `CallRefused` (refused for good: recorded). After any other error
+                nobody knows whether it was applied.
+            already_applied: Asks the other side what became of an earlier call that did not come back: returns
+                `Applied(result)`, `NotApplied()` or `Unknown()`.
+            provider_remembers: How long the other side honours a provider key, from the first call on: until then it is
+                called again with the same key, where nobody knows.
+            payload: The content of the request. The same key with another content is refused.
+            returns: The type of the result, by default what `call` is declared to return, else JSON's own types.
+            classify: Sorts the errors of `call`, such as those of a client library, into "retryable" (surely not
+                applied), "final" and "ambiguous".
+
+        Raises:
+            EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
+            EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
+            EffectUnknown: nobody can know whether it was applied; an operator decides.
+            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: see there.
+        """
+        permit = _permitted(self.permit)
+        request = make_request(
+            scope,
+            key,
+            call,
+            payload=payload,
+            asks=already_applied is not None,
+            provider_remembers=provider_remembers,
+            returns=returns,
+            classify=classify,
+            lease=permit.caller.lease,
+            retention=permit.retention_of(scope),
+        )
+        return cast("T", permit.caller.run(request, call, already_applied))
 
 
 @dataclass(frozen=True)
@@ -64,3 +149,38 @@ class AsyncContext(_JobContext[S]):
     """What an async handler receives first. See `Context`."""
 
     session: AsyncOutboxSession
+    permit: Permit[AsyncCaller] | None = field(default=None, repr=False)
+
+    async def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], Awaitable[T]],
+        already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key. See `Context.once`."""
+        permit = _permitted(self.permit)
+        request = make_request(
+            scope,
+            key,
+            call,
+            payload=payload,
+            asks=already_applied is not None,
+            provider_remembers=provider_remembers,
+            returns=returns,
+            classify=classify,
+            lease=permit.caller.lease,
+            retention=permit.retention_of(scope),
+        )
+        return cast("T", await permit.caller.run(request, call, already_applied))
+
+
+def _permitted(permit: Permit[C] | None) -> Permit[C]:
+    if permit is None:
+        raise EffectRefused("this context was made without a database for effects: see outboxq.testing.sync_context")
+    return permit.check()

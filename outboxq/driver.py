@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import psycopg
+from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
@@ -77,22 +78,31 @@ def _result(cursor: "psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]", rows: Sequ
     return ScriptResult(cursor.statusmessage or "", rows)
 
 
-def run_on_libpq(connection: PGconn, statement: str) -> list[tuple[str | None, ...]]:
-    """Run one statement on a connection of a thread of its own; its rows as texts.
+def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
+    """Run statements on a connection of a thread of its own; as texts the rows of the one that returns rows.
 
     Never waits for ever, as libpq's own call would: a connection may have nobody behind it any more.
 
     Raises:
-        psycopg.OperationalError: it failed, or was not answered in time.
+        psycopg.Error: one failed, and those behind it were not executed.
+        psycopg.OperationalError: it was not answered in time.
     """
-    connection.send_query(statement.encode())
+    connection.send_query(script.encode())
     deadline = time.monotonic() + ANSWER_SECONDS
-    result = _next_result(connection, deadline)
+    rows: list[tuple[str | None, ...]] = []
+    failed: psycopg.Error | None = None
     # libpq wants to be asked until there is nothing more.
-    while _next_result(connection, deadline) is not None:
-        continue
-    if result is None or result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-        raise psycopg.OperationalError(connection.get_error_message())
+    while (result := _next_result(connection, deadline)) is not None:
+        if result.status == ExecStatus.TUPLES_OK:
+            rows = _rows(result)
+        elif result.status != ExecStatus.COMMAND_OK:
+            failed = failed or error_from_result(result)
+    if failed is not None:
+        raise failed
+    return rows
+
+
+def _rows(result: PGresult) -> list[tuple[str | None, ...]]:
     return [
         tuple(_text(result.get_value(row, column)) for column in range(result.nfields)) for row in range(result.ntuples)
     ]

@@ -214,9 +214,7 @@ class AsyncCaller:
         keep: Runs the keeper's transactions from its thread; by default through the event loop.
     """
 
-    def __init__(
-        self, transactions: AsyncTransactions, lease_seconds: float, keep: Transaction | None = None
-    ) -> None:
+    def __init__(self, transactions: AsyncTransactions, lease_seconds: float, keep: Transaction | None = None) -> None:
         self._keep = keep
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions

@@ -41,7 +41,9 @@ class Engines:
 _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
-RELAY_NAME, LISTENER_NAME = "outboxq relay", "outboxq listener"
+RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
+# Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
+_POOLED = {"pool_size": 5, "max_overflow": -1}
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
     "connect_timeout": _CONNECT_SECONDS,
@@ -84,20 +86,21 @@ _OUTAGE_REASONS = (
 _RELAY_SETTINGS: Mapping[str, int] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
 
 
-def make_engine(url: str | URL, *, application_name: str = "outboxq") -> Engine:
-    """A psycopg engine without a pool, with parameters hidden from error texts, that notices a vanished server.
+def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> Engine:
+    """A psycopg engine that notices a vanished server and hides parameters from error texts; no pool unless `pooled`.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
     """
     parsed = psycopg_url(url)
     arguments = connect_arguments(parsed, application_name)
-    engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
+    engine = create_engine(parsed, hide_parameters=True, connect_args=arguments, **pool)
     _do_without_options_where_refused(engine, parsed)
     return engine
 
 
-def make_async_engine(url: str | URL, *, application_name: str = "outboxq") -> AsyncEngine:
+def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> AsyncEngine:
     """As `make_engine`.
 
     Raises:
@@ -105,7 +108,8 @@ def make_async_engine(url: str | URL, *, application_name: str = "outboxq") -> A
     """
     parsed = psycopg_url(url)
     arguments = connect_arguments(parsed, application_name)
-    engine = create_async_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
+    engine = create_async_engine(parsed, hide_parameters=True, connect_args=arguments, **pool)
     _do_without_options_where_refused(engine.sync_engine, parsed)
     return engine
 

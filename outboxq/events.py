@@ -154,6 +154,14 @@ class BatchRolledBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Pruned:
+    """Messages and effects whose retention was over were deleted, so many rows each."""
+
+    messages: int
+    effects: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChildDied:
     """A relay process of the supervisor ended by itself; another starts in `restart_seconds`."""
 
@@ -192,6 +200,7 @@ Event: TypeAlias = (
     | DatabaseLost
     | DatabaseBack
     | BatchRolledBack
+    | Pruned
     | ChildDied
     | ChildStuck
     | ChildSilent

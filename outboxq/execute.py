@@ -8,6 +8,8 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import psycopg
@@ -19,10 +21,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.codec import EntityKey
-from outboxq.context import AsyncContext, Context
+from outboxq.context import AsyncContext, Context, Permit
 from outboxq.driver import is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.effect_calls import AsyncCaller, Caller
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import (
+    EffectInProgress,
+    EffectRefused,
     EntityGone,
     HandlerError,
     HandlerRolledBack,
@@ -35,11 +40,17 @@ from outboxq.fault_points import fault_point
 from outboxq.guard import Guard
 from outboxq.handlers import AnyHandler, Flavour, Registry
 from outboxq.job import Job
+from outboxq.retention import spoken
 from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
 from outboxq.settle import check_shared, current_xid
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
+_SHARED = (
+    "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
+    'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
+)
+_SHORTEST_SNOOZE_SECONDS = 0.05
 _QUERY_CANCELED = "57014"
 
 
@@ -79,6 +90,15 @@ class LazySession(OutboxSession):
         return super().get_bind(*args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a handler's context is made of, besides its session."""
+
+    job: Job
+    state: object
+    permit: Permit[Any] | None
+
+
 class Invoker(Protocol):
     """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
 
@@ -88,7 +108,7 @@ class Invoker(Protocol):
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
 
-    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
         """Run the handler to its end."""
         ...
 
@@ -112,10 +132,10 @@ class SyncInvoker:
         session.opener = opener
         return session
 
-    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
         """Run the handler to its end."""
         assert isinstance(session, OutboxSession)
-        return handler.function(Context(job, state, session), **args)
+        return handler.function(Context(run.job, run.state, session, run.permit), **args)
 
 
 class AsyncInvoker:
@@ -136,12 +156,12 @@ class AsyncInvoker:
         session.opener = opener
         return session
 
-    def call(self, handler: AnyHandler, session: Session, job: Job, state: object, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
         """Await the handler to its end."""
         opened, self._session = self._session, None
         assert opened is not None
         assert opened.sync_session is session
-        running = handler.function(AsyncContext(job, state, opened), **args)
+        running = handler.function(AsyncContext(run.job, run.state, opened, run.permit), **args)
         return await_only(_within(handler.timeout_seconds, running))
 
 
@@ -175,6 +195,34 @@ class Work:
     schema: str
     max_crashes: int
     epoch: str
+    caller: Caller | AsyncCaller | None
+    shares_transactions: bool
+
+    def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:
+        """Leave for this run to call the outside, or why it has none."""
+        if self.caller is None:
+            return None
+        # Refused also where no other job came with it: a handler must not depend on how busy its queue is.
+        is_shared = self.shares_transactions and job.lease_token is None
+        # Of the slot's flavour, as the handler is.
+        caller: Any = self.caller
+        return Permit(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
+
+    def _retention(self, handler: AnyHandler, job: Job, scope: str) -> timedelta:
+        if not self.registry.may_call(scope, handler.kind):
+            raise EffectRefused(
+                f"scope {scope!r} is declared for other kinds than {handler.kind!r}: name it in jobs.scope(kinds=...)"
+            )
+        retention = self.registry.effect_retention(scope)
+        horizon = handler.retry_horizon(job.max_attempts)
+        # Checked at start for the handler's own attempts; a job may bring more of them.
+        if retention < horizon:
+            raise EffectRefused(
+                f"effects of scope {scope!r} are remembered for {spoken(retention)}, and this job may still run "
+                f"{spoken(horizon)} after its first attempt began (max_attempts={job.max_attempts}): remember them "
+                f"longer with jobs.scope({scope!r}, retention=...), or give the job fewer attempts"
+            )
+        return retention
 
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if it is one for this slot."""
@@ -268,6 +316,9 @@ def _attempt(
         result = describe_failure(error, job)
     except Abandoned:
         raise
+    except EffectInProgress as busy:
+        # Nobody's fault: counting it could bury a job because its predecessor was killed.
+        result = Snooze(timedelta(seconds=max(busy.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
@@ -296,7 +347,7 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, sess
     arguments = handler.signature().decode(job.args)
     loaded = {name: _load(session, name, value) for name, value in arguments.items()}
     fault_point("before-handler")
-    returned = work.invoker.call(handler, session, job, work.state, loaded)
+    returned = work.invoker.call(handler, session, Run(job, work.state, work.permit(handler, job)), loaded)
     if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
         return returned
     if not (returned is None or isinstance(returned, Done)):

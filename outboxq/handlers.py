@@ -5,14 +5,18 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, overload
 
 from outboxq.annotations import declared_signature
-from outboxq.codec import Signature, build_signature, check_name
+from outboxq.codec import MAX_SCOPE_BYTES, Signature, build_signature, check_key, check_name
 from outboxq.context import AsyncContext, Context
+from outboxq.effects import DEFAULT_EFFECT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
+from outboxq.inbox import DEFAULT_RETENTION, Inbox
 from outboxq.kinds import JobKind, P
+from outboxq.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
 from outboxq.retry import Backoff, Outcome
 
 C = TypeVar("C")
@@ -63,6 +67,10 @@ class Handler(JobKind[P], Generic[P, C, R]):
     def signature(self) -> Signature:
         """How arguments are checked, stored and read; built when first needed, after circular imports are over."""
         return self._signature
+
+    def retry_horizon(self, max_attempts: int | None = None) -> timedelta:
+        """How long after the start of its first attempt a job may still run. See `Backoff.horizon`."""
+        return self.retry.horizon(max_attempts, self.timeout_seconds)
 
 
 AnyHandler: TypeAlias = Handler[Any, Any, Any]
@@ -136,6 +144,7 @@ class Jobs:
     def __init__(self, *, lifespan: Lifespan | None = None) -> None:
         self.lifespan = lifespan
         self._handlers: dict[str, AnyHandler] = {}
+        self._windows: dict[tuple[Owner, str], Window] = {}
 
     def handler(
         self,
@@ -166,6 +175,43 @@ class Jobs:
         """
         return HandlerDecorator(self, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds)
 
+    def scope(self, name: str, *, retention: timedelta = DEFAULT_EFFECT_RETENTION, kinds: Iterable[str] = ()) -> str:
+        """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
+
+        A relay refuses to start where a handler may still retry when its effects are forgotten. A scope that nobody
+        declares is remembered for 30 days, or a day longer than any handler of the registry may retry.
+
+        Args:
+            retention: From the moment that a result is recorded, 1 second to 10 years.
+            kinds: Whose handlers call it; no other handler may. Without any, all handlers of the registry may.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a scope, such a kind or such a retention cannot be.
+        """
+        checked = check_key("scope", name, MAX_SCOPE_BYTES)
+        self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
+        return name
+
+    def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
+        """Make an inbox whose window is held against the retries of the handlers that accept with it. See `scope`.
+
+        Args:
+            consumer: A name that never changes, of 1 to 63 bytes.
+            retention: How long a message id is remembered, from 1 second to 10 years.
+            kinds: Whose handlers accept with it: only their retries count. Without any, those of all handlers do.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a consumer, such a kind or such a retention cannot be.
+        """
+        made = Inbox(consumer, retention)
+        self._declare(Window("consumer", consumer, retention, check_kinds(kinds)))
+        return made
+
+    def _declare(self, window: Window) -> None:
+        check_same(self._windows.setdefault((window.owner, window.name), window), window)
+
     def add(self, handler: AnyHandler) -> None:
         """Register a handler that was made elsewhere.
 
@@ -184,10 +230,11 @@ class Jobs:
             self._handlers[name] = handler
 
     def include(self, other: "Jobs") -> None:
-        """Register every handler of another registry here too.
+        """Register every handler of another registry here too, and its scopes and inboxes.
 
         Raises:
-            RegistryError: a kind is taken, or `other` has a lifespan of its own, which would never be entered.
+            RegistryError: a kind is taken, a scope or an inbox is declared otherwise, or `other` has a lifespan of its
+                own, which would never be entered.
         """
         if other.lifespan is not None:
             raise RegistryError(
@@ -195,12 +242,15 @@ class Jobs:
             )
         for handler in tuple(dict.fromkeys(other._handlers.values())):  # noqa: SLF001  # the same class
             self.add(handler)
+        for window in tuple(other._windows.values()):  # noqa: SLF001  # the same class
+            self._declare(window)
 
     def resolve(self) -> "Registry":
         """Check everything that can only be checked when all handlers are known.
 
         Raises:
-            RegistryError: no handler at all, a queue with both flavours, or a signature that cannot be stored.
+            RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, or a scope
+                or an inbox that forgets while a handler may still retry.
         """
         if not self._handlers:
             raise RegistryError("this registry has no handlers: is the module that defines them imported?")
@@ -220,22 +270,28 @@ class Jobs:
                     f"claim={handler.claim!r} ({handler.kind}): put one mode into a queue of its own, "
                     f"such as @jobs.handler(queue={handler.queue + '-' + handler.claim!r}, claim={handler.claim!r})"
                 )
+        horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
+        check_windows(self._windows.values(), horizons)
         return Registry(
             MappingProxyType(dict(self._handlers)),
             MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
             MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
             self.lifespan,
+            MappingProxyType({name: window for (owner, name), window in self._windows.items() if owner == "scope"}),
+            default_retention(horizons.values()),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A checked registry: handlers by kind and alias, and the flavour and the claim mode of each queue."""
+    """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes."""
 
     handlers: Mapping[str, AnyHandler]
     flavours: Mapping[str, Flavour]
     claims: Mapping[str, ClaimMode]
     lifespan: Lifespan | None
+    scopes: Mapping[str, Window]
+    default_retention: timedelta
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""
@@ -257,6 +313,31 @@ class Registry:
             return self.handlers[kind]
         except KeyError:
             raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
+
+    def effect_retention(self, scope: str) -> timedelta:
+        """How long the effects of a scope are remembered: as declared, else longer than any handler may retry."""
+        declared = self.scopes.get(scope)
+        return self.default_retention if declared is None else declared.retention
+
+    def may_call(self, scope: str, kind: str) -> bool:
+        """Whether the handler of this kind may use the scope: it is named where the scope is declared, or nobody is.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        declared, handler = self.scopes.get(scope), self.find(kind)
+        return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)
+
+    def retry_horizon(self, kind: str, max_attempts: int | None = None) -> timedelta:
+        """How long after the start of its first attempt a job of this kind may still run. See `Backoff.horizon`.
+
+        Args:
+            max_attempts: The job's own; None for its handler's.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        return self.find(kind).retry_horizon(max_attempts)
 
 
 def _where(handler: AnyHandler) -> str:

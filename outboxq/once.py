@@ -123,7 +123,7 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
         Whatever the call or the look-up raised: to be tried again.
     """
     while True:
-        seen = yield from _claim(request, hold, deployment)
+        seen = yield from claim(request, hold, deployment)
         if not seen.claimed:
             return _replay(request, seen)
         in_doubt = seen.in_doubt
@@ -146,13 +146,14 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
     return (yield from _record_result(request, value))
 
 
-def _claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
+def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
+    """Claim the call or take it over, else see what stands; `hold` says for how long it is ours."""
     wanted = provider_key(deployment, request.scope, request.key)
     statement = statements.claim(request.scope, request.key, request.fingerprint, wanted, request.token, request.lease)
     row = None
     while row is None:
         begun = time.monotonic()
-        row = yield from _insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
+        row = yield from insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
         # Measured from before the statement: what the server adds, we leave out.
         hold.renew(begun)
     return Seen(*row)
@@ -182,11 +183,11 @@ def _look_up(request: Request, seen: Seen) -> Steps[LookUp[object]]:
             answer = _check_answer((yield Ask(str(seen.provider_key))))
         except BaseException as error:
             # Asked again by the next caller; the doubt stays.
-            yield from _record(request, "retryable", in_doubt=True, error=_name_of(error))
+            yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
             raise
     if isinstance(answer, Unknown) and not _still_remembered(request, seen):
         reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
-        yield from _record(request, "unknown", error=reason)
+        yield from record(request, "unknown", error=reason)
         raise EffectUnknown(request.scope, request.key, reason)
     return answer
 
@@ -218,19 +219,19 @@ def _record_failure(request: Request, error: BaseException, seen: Seen, *, in_do
     doubt = _doubt_of(request, error)
     if doubt == "final":
         reason = storable(error.reason if isinstance(error, CallRefused) else _name_of(error))
-        yield from _record(request, "failed", error=reason, keep=request.retention)
+        yield from record(request, "failed", error=reason, keep=request.retention)
         raise EffectFailed(request.scope, request.key, reason) from error
     if doubt == "retryable":
         keep = None if in_doubt else request.retention
-        yield from _record(request, "retryable", in_doubt=in_doubt, error=_name_of(error), keep=keep)
+        yield from record(request, "retryable", in_doubt=in_doubt, error=_name_of(error), keep=keep)
     elif _still_remembered(request, seen):
-        yield from _record(request, "retryable", in_doubt=True, error=_name_of(error))
+        yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
     elif request.asks:
         # Its lock runs on: a call that is still on its way gets that long to arrive before anybody asks for it.
-        yield from _record(request, "started", in_doubt=True, error=_name_of(error), unlock=False)
+        yield from record(request, "started", in_doubt=True, error=_name_of(error), unlock=False)
     else:
         reason = f"the call raised {_name_of(error)}; " + _why_unknown(request, asked=False)
-        yield from _record(request, "unknown", error=reason)
+        yield from record(request, "unknown", error=reason)
         if isinstance(error, Exception):
             raise EffectUnknown(request.scope, request.key, reason) from error
 
@@ -249,10 +250,10 @@ def _doubt_of(request: Request, error: BaseException) -> Doubt:
 def _record_result(request: Request, value: object) -> Steps[object]:
     stored, reason = _encode(value)
     if stored is None:
-        yield from _record(request, "done", error=reason, keep=request.retention)
+        yield from record(request, "done", error=reason, keep=request.retention)
         fault_point("after-record")
         raise ResultNotStorable(request.scope, request.key, reason)
-    yield from _record(request, "done", result=stored, keep=request.retention)
+    yield from record(request, "done", result=stored, keep=request.retention)
     fault_point("after-record")
     # Not the value itself: the first caller gets exactly what a replay will give.
     return decode_stored(f"the result of effect {request.scope!r}", request.decoder, stored)
@@ -271,7 +272,7 @@ def _encode(value: object) -> tuple[str | None, str]:
     return data.decode(), ""
 
 
-def _record(
+def record(
     request: Request,
     status: Status,
     *,
@@ -281,6 +282,12 @@ def _record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Steps[None]:
+    """Write what the call came to, for as long as its lock would last.
+
+    Raises:
+        EffectLockLost: somebody took over.
+        EffectNotRecorded: the database was away all the time.
+    """
     statement = statements.record(
         request.scope,
         request.key,
@@ -293,7 +300,7 @@ def _record(
         unlock=unlock,
     )
     try:
-        recorded = yield from _insist(
+        recorded = yield from insist(
             lambda connection: connection.execute(statement).one_or_none(), seconds=request.lease.total_seconds()
         )
     except (SQLAlchemyError, OSError) as lost:
@@ -302,7 +309,7 @@ def _record(
         raise EffectLockLost(request.scope, request.key)
 
 
-def _insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds: float = 0.0) -> Steps[T]:
+def insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds: float = 0.0) -> Steps[T]:
     """Run a transaction, again where the database was away; claims and records may be repeated."""
     deadline = time.monotonic() + seconds
     pause_seconds = _FIRST_PAUSE_SECONDS
@@ -314,13 +321,13 @@ def _insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds
             return answer
         except (SQLAlchemyError, OSError) as error:
             over = made >= tries if tries is not None else time.monotonic() + pause_seconds > deadline
-            if over or not _is_outage(error):
+            if over or not is_outage(error):
                 raise
         yield Pause(pause_seconds)
         pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
 
 
-def _is_outage(error: SQLAlchemyError | OSError) -> bool:
+def is_outage(error: SQLAlchemyError | OSError) -> bool:
     """Whether the server is gone, going, starting or full, or its pool is; by any driver."""
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)

@@ -22,6 +22,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.batch import BatchReport
+from outboxq.callers import make_callers
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.engines import Engines, check_durability, listen_connector
 from outboxq.errors import ConfigError, SchemaError
@@ -29,6 +30,7 @@ from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, Rela
 from outboxq.handlers import Flavour, Lifespan, Registry
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
+from outboxq.pruner import Pruner
 from outboxq.runners import SlotTask, SlotThread
 from outboxq.slot import Shared, Tally, describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
@@ -105,6 +107,17 @@ class RelayRun:
             beat_seconds=config.beat_seconds,
             max_crashes=config.max_crashes,
         )
+        self._pruner = (
+            Pruner(
+                listen_connector(engines, None, lambda: self._loop),
+                config.schema,
+                emit,
+                stopping,
+                prune_seconds=config.prune_seconds,
+            )
+            if config.prune_seconds
+            else None
+        )
         self._watch = Watch(engines, config.schema, lambda: self._loop, self._replace, self._failed)
         self._shared = Shared(
             registry=registry,
@@ -118,6 +131,7 @@ class RelayRun:
             lease=lease,
             suspects=suspects,
             max_crashes=config.max_crashes,
+            callers=make_callers(engines, config.schema, config.effect_lease_seconds),
             stopping=stopping,
             tally=Tally(),
             lock=threading.Lock(),
@@ -147,12 +161,16 @@ class RelayRun:
             self._wait_for_database()
             if self._stopping.is_set():
                 return RelayReport(0, 0, 0)
+            stack.callback(self._shared.callers.dispose, self._finish_in_loop)
             self._shared.state = self._enter_lifespan(stack, lifespan)
             if self._shared.listener is not None:
                 self._shared.listener.start()
                 stack.callback(self._shared.listener.stop)
             self._shared.lease.start()
             stack.callback(self._shared.lease.stop)
+            if self._pruner is not None and not self._shared.until_empty:
+                self._pruner.start()
+                stack.callback(self._pruner.stop)
             if any(self._shared.registry.claims[name] == "lease" for name in self._queues):
                 self._shared.lease.wait(2.0)
             self._serve_to_the_end()
@@ -216,9 +234,14 @@ class RelayRun:
         return state
 
     def _leave_lifespan(self, lifespan: AbstractAsyncContextManager[object]) -> None:
+        self._finish_in_loop(lifespan.__aexit__(None, None, None))
+
+    def _finish_in_loop(self, awaitable: Awaitable[object]) -> None:
         # Nobody is there to run it in a blocked loop.
         if not self._loop_is_blocked:
-            self._in_loop(lifespan.__aexit__(None, None, None), self._config.drain_seconds + 5)
+            self._in_loop(awaitable, self._config.drain_seconds + 5)
+        elif inspect.iscoroutine(awaitable):
+            awaitable.close()
 
     def _in_loop(self, awaitable: Awaitable[T], seconds: float | None = None) -> T:
         assert self._loop is not None
@@ -268,6 +291,9 @@ class RelayRun:
             # Draining: one slot may have ended while another's handler enqueued for it, so look once more.
             if self._shared.until_empty and (tally.claimed, self._watch.cuts) == before:
                 break
+        # The drain of a cron job may be the only relay there is.
+        if self._pruner is not None and self._shared.until_empty and not self._stopping.is_set():
+            self._pruner.prune()
         self._emit(RelayStopped(tally.done, tally.failed, self._abandoned))
 
     def _serve(self) -> None:

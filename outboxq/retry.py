@@ -100,9 +100,37 @@ class Backoff:
 
     def delay(self, attempt: int, uniform: Callable[[], float] = random.random) -> timedelta:
         """The pause after failed attempt number `attempt` (from 1); `uniform` draws from [0, 1)."""
+        return timedelta(seconds=self._pause_seconds(attempt) * (1 - self.jitter * uniform()))
+
+    def horizon(self, max_attempts: int | None = None, timeout_seconds: float | None = None) -> timedelta:
+        """The longest time from the start of the first attempt to the end of the last; at most a hundred years.
+
+        All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because nobody can
+        know it: how long a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
+        `Snooze`), and a dead letter that is taken back.
+
+        Args:
+            max_attempts: Of a job that has its own; by default the policy's.
+            timeout_seconds: The deadline of an attempt; None, for a handler without one, counts as 0.
+        """
+        attempts = self.max_attempts if max_attempts is None else max_attempts
+        total_seconds = attempts * (timeout_seconds or 0.0) + self._pauses_seconds(attempts - 1)
+        return timedelta(seconds=min(total_seconds, MAX_DELAY.total_seconds()))
+
+    def _pauses_seconds(self, count: int) -> float:
+        """The first `count` pauses together."""
+        total_seconds = 0.0
+        for made in range(count):
+            pause_seconds = self._pause_seconds(made + 1)
+            # From here on they are all alike.
+            if self.factor == 1 or pause_seconds in (0.0, self.cap_seconds):
+                return total_seconds + pause_seconds * (count - made)
+            total_seconds += pause_seconds
+        return total_seconds
+
+    def _pause_seconds(self, attempt: int) -> float:
         try:
-            pause_seconds = min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
+            return min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
         except OverflowError:
             # 2.0 ** 5000, long after the cap was reached.
-            pause_seconds = self.cap_seconds if self.first_seconds else 0.0
-        return timedelta(seconds=pause_seconds * (1 - self.jitter * uniform()))
+            return self.cap_seconds if self.first_seconds else 0.0

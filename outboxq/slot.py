@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batch
+from outboxq.callers import Callers
 from outboxq.claim import clear_marks, park_unknown
 from outboxq.driver import is_lost, run_script, sqlstate_of
 from outboxq.engines import outage_reason
@@ -91,6 +92,7 @@ class Shared:
     lease: Lease
     suspects: Suspects
     max_crashes: int
+    callers: Callers
     stopping: threading.Event
     tally: Tally
     lock: threading.Lock
@@ -142,7 +144,18 @@ class Slot:
         shared = self.shared
         with connection.begin():
             epoch = server_epoch(connection)
-        return Work(shared.registry, shared.state, invoker, Guard(connection), shared.schema, shared.max_crashes, epoch)
+        caller = shared.callers.sync if self.flavour == "sync" else shared.callers.asynchronous
+        return Work(
+            shared.registry,
+            shared.state,
+            invoker,
+            Guard(connection),
+            shared.schema,
+            shared.max_crashes,
+            epoch,
+            caller,
+            shares_transactions=shared.batch_size > 1,
+        )
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""

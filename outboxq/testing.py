@@ -5,7 +5,7 @@ The pytest fixtures `outboxq_server` and `outboxq_database` come with the packag
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import overload
 
 import msgspec
@@ -17,11 +17,14 @@ from sqlalchemy.orm import Session
 from outboxq.batch import Progress, execute_all
 from outboxq.claim import claim
 from outboxq.codec import encode_value, join_object
-from outboxq.context import AsyncContext, Context
+from outboxq.context import AsyncContext, Context, Permit
 from outboxq.driver import run_script
+from outboxq.effect_calls import AsyncCaller, AsyncSavepointTransactions, Caller, SavepointTransactions
+from outboxq.effects import DEFAULT_EFFECT_RETENTION
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execute import AsyncInvoker, Invoker, SyncInvoker, Work
+from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
 from outboxq.fault_points import fault_action as fault_action
@@ -45,6 +48,7 @@ from outboxq.testing_proxy import Trap as Trap
 from outboxq.testing_relay import kill_process_at as kill_process_at
 
 _DRAIN_LIMIT = 10_000
+_LEASE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +126,33 @@ def drain(
     """
     if isinstance(session, AsyncSession):
         return _drain_async(session, jobs, state, allow_failures)
-    return _drain(session, SyncInvoker(), jobs, state, allow_failures)
+    caller = Caller(SavepointTransactions(session.connection), _LEASE_SECONDS)
+    return _drain(session, SyncInvoker(), caller, jobs, state, allow_failures)
 
 
 async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
     connection = await session.connection()
-    return await session.run_sync(_drain, AsyncInvoker(connection), jobs, state, allow_failures)
+    caller = AsyncCaller(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
+    return await session.run_sync(_drain, AsyncInvoker(connection), caller, jobs, state, allow_failures)
 
 
-def _drain(session: Session, invoker: Invoker, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
+def _drain(
+    session: Session, invoker: Invoker, caller: Caller | AsyncCaller, jobs: Jobs, state: object, allow_failures: bool
+) -> DrainReport:
     session.flush()
     connection = session.connection()
     schema = mapped_schema(connection)
-    work = Work(jobs.resolve(), state, invoker, Guard(connection), schema, max_crashes=1, epoch="")
+    work = Work(
+        jobs.resolve(),
+        state,
+        invoker,
+        Guard(connection),
+        schema,
+        max_crashes=1,
+        epoch="",
+        caller=caller,
+        shares_transactions=False,
+    )
     queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
     # Around everything: each look at an empty queue leaves a savepoint of its own.
     run_script(connection, "SAVEPOINT oq_drain")
@@ -177,13 +195,22 @@ def _described(event: JobRetried | JobDied) -> str:
 
 
 def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
-    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`."""
-    return Context(_unit_test_job(), state, session)
+    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
+
+    Its `once` records in savepoints of the test's own transaction: undone with it, and with what surrounds the call.
+    """
+    caller = Caller(SavepointTransactions(session.connection), _LEASE_SECONDS)
+    return Context(_unit_test_job(), state, session, Permit(caller, _retention))
 
 
 def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
     """A context for calling an async handler in a unit test."""
-    return AsyncContext(_unit_test_job(), state, session)
+    caller = AsyncCaller(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
+    return AsyncContext(_unit_test_job(), state, session, Permit(caller, _retention))
+
+
+def _retention(_scope: str) -> timedelta:
+    return DEFAULT_EFFECT_RETENTION
 
 
 def _unit_test_job() -> Job:

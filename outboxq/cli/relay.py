@@ -71,6 +71,13 @@ def relay(
             "--max-crashes", help="How often a job may take its relay with it, alone, before it is a dead letter."
         ),
     ] = 3,
+    prune_seconds: Annotated[
+        float,
+        typer.Option(
+            "--prune-seconds",
+            help="The longest pause between two looks for messages and effects whose retention is over. 0: never.",
+        ),
+    ] = 60.0,
     allow_asynchronous_commit: Annotated[
         bool,
         typer.Option(
@@ -133,6 +140,7 @@ def relay(
         drain_seconds=drain_seconds,
         lease_seconds=lease_seconds,
         max_crashes=max_crashes,
+        prune_seconds=prune_seconds,
         allow_asynchronous_commit=allow_asynchronous_commit,
         listen=not no_listen,
         listen_url=config.listen_url(listen_url),
@@ -211,7 +219,7 @@ def _child_command(target: str, settings: "RelayConfig", queue: list[str], *, dr
     command += [part for text in queue for part in ("--queue", text)]
     command += ["--batch-size", str(settings.batch_size), "--poll-seconds", str(settings.poll_seconds)]
     command += ["--drain-seconds", str(settings.drain_seconds), "--lease-seconds", str(settings.lease_seconds)]
-    command += ["--max-crashes", str(settings.max_crashes)]
+    command += ["--max-crashes", str(settings.max_crashes), "--prune-seconds", str(settings.prune_seconds)]
     command += ["--allow-asynchronous-commit"] if settings.allow_asynchronous_commit else []
     command += ["--drain"] if drain else []
     command += [] if settings.listen else ["--no-listen"]

@@ -91,6 +91,34 @@ MUTANTS = (
         "",
         ("tests/faults/test_deadlines.py",),
     ),
+    Mutant(
+        "the token of whoever records what a call came to",
+        "outboxq/statements/effects.py",
+        "effect.c.key == key, effect.c.lock_token == token\n",
+        "effect.c.key == key\n",
+        ("tests/integration/test_once.py", "tests/faults/test_once_lost.py"),
+    ),
+    Mutant(
+        "the doubt about a call whose caller died",
+        "outboxq/statements/effects.py",
+        'or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),\n',
+        "effect.c.in_doubt,\n",
+        ("tests/integration/test_once.py", "examples/payments/test_torture.py"),
+    ),
+    Mutant(
+        "the look at the lock right before the call",
+        "outboxq/once.py",
+        "        if hold.lasts:\n",
+        "        if hold is not None:\n",
+        ("tests/faults/test_once_lost.py",),
+    ),
+    Mutant(
+        "the order in which a batch of messages is accepted",
+        "outboxq/statements/inbox.py",
+        '.order_by(collate(given.c.message_id, "C"))\n',
+        "\n",
+        ("tests/faults/test_inbox_races.py",),
+    ),
 )
 
 

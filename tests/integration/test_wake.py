@@ -18,6 +18,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.callers import make_callers
+from outboxq.engines import Engines
 from outboxq.events import Emitter, JobDone, RelayStarted
 from outboxq.execute import SyncInvoker
 from outboxq.lease import Lease, Suspects
@@ -267,6 +269,7 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
         lease=unheld_lease(),
         suspects=Suspects(),
         max_crashes=3,
+        callers=make_callers(Engines(engine, None, owned=False), "outboxq", 30),
         stopping=threading.Event(),
         tally=Tally(),
         lock=threading.Lock(),

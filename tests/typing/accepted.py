@@ -12,23 +12,31 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_sessi
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from outboxq import (
+    Acceptance,
+    AcceptedBatch,
+    Applied,
     AsyncContext,
+    AsyncEffects,
     AsyncOutboxSession,
     Backoff,
     Context,
     DeadLetter,
     Discard,
     Done,
+    Effects,
     FoundJob,
     Handler,
+    Inbox,
     JobHandle,
     JobKind,
     Jobs,
     NewJob,
+    NotApplied,
     OutboxSession,
     Outcome,
     Retry,
     Snooze,
+    Unknown,
     add_job,
     add_jobs,
     external,
@@ -136,3 +144,37 @@ def finding(session: Session, asynchronous: AsyncSession, handle: JobHandle) -> 
     assert_type(find_job(session, handle), FoundJob | None)
     assert_type(find_job(session, handle.id), FoundJob | None)
     assert_type(find_job(asynchronous, handle), Awaitable[FoundJob | None])
+
+
+async def accepting(session: Session, asynchronous: AsyncSession, account: Account) -> None:
+    payments = Inbox("payments")
+    assert_type(payments.accept(session, "m1", payload={"cents": 5}), bool)
+    assert_type(await payments.accept(asynchronous, "m1"), bool)
+    assert_type(payments.try_accept(session, "m1"), Acceptance)
+    assert_type(await payments.try_accept(asynchronous, "m1"), Acceptance)
+    assert_type(payments.accept_all(session, ["m1", "m2"]), AcceptedBatch)
+    assert_type(await payments.accept_all(asynchronous, {"m1": b"body"}), AcceptedBatch)
+    assert_type(payments.accept_job(session, "m1", credit.job(account, 5)), JobHandle | None)
+    assert_type(await payments.accept_job(asynchronous, "m1", credit.job(account, 5)), JobHandle | None)
+
+
+def receipt(provider_key: str) -> int:
+    return len(provider_key)
+
+
+async def receipt_async(provider_key: str) -> int:
+    return len(provider_key)
+
+
+async def receipt_applied(provider_key: str) -> Applied[int] | NotApplied | Unknown:
+    return Applied(1) if provider_key else Unknown()
+
+
+async def calling(ctx: Context, async_ctx: AsyncContext, engine: Engine, async_engine: AsyncEngine) -> None:
+    assert_type(ctx.once("charge", key="1", call=receipt, provider_remembers=timedelta(days=1)), int)
+    assert_type(ctx.once("charge", key="1", call=receipt, already_applied=lambda _: NotApplied()), int)
+    assert_type(await async_ctx.once("charge", key="1", call=receipt_async, already_applied=receipt_applied), int)
+    assert_type(Effects(engine).once("charge", key="1", call=receipt), int)
+    assert_type(await AsyncEffects(async_engine).once("charge", key="1", call=receipt_async), int)
+    assert_type(Jobs().scope("charge", retention=timedelta(days=90)), str)
+    assert_type(Jobs().inbox("payments"), Inbox)

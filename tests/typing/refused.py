@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncContext, Context, Jobs, OutboxSession, Retry, Snooze, add_job, external
+from outboxq import AsyncContext, Context, Inbox, Jobs, OutboxSession, Retry, Snooze, add_job, external
 
 jobs = Jobs()
 ship = external("ship", queue="depot")
@@ -67,3 +67,12 @@ def wrong_calls(ctx: Context, async_ctx: AsyncContext) -> None:
     credit(ctx, "x")  # type: ignore[arg-type]
     credit(async_ctx, 5)  # type: ignore[arg-type]
     credit(5)  # type: ignore[arg-type, call-arg]
+
+
+def wrong_effects(ctx: Context, async_ctx: AsyncContext, session: Session) -> None:
+    ctx.once("charge", "order-1", call=str)  # type: ignore[call-arg]
+    ctx.once("charge", key=7, call=str)  # type: ignore[arg-type]
+    ctx.once("charge", key="1", call=lambda: "no provider key")  # type: ignore[arg-type, misc]
+    ctx.once("charge", key="1", call=str, provider_remembers=3600)  # type: ignore[arg-type]
+    Inbox("payments").accept(session, 7)  # type: ignore[call-overload]
+    Inbox("payments").accept_job(session, "m1", credit)  # type: ignore[call-overload]

@@ -2,13 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from outboxq import AsyncContext, Backoff, Context, Handler, Jobs
-from outboxq.errors import ArgumentError, RegistryError, UnknownKind
+from outboxq.errors import ArgumentError, ConfigError, InvalidKey, RegistryError, UnknownKind
+from outboxq.inbox import Inbox
 
 
 class Base(DeclarativeBase):
@@ -227,3 +229,193 @@ def test_a_signature_that_cannot_be_stored_is_found_when_the_registry_is_resolve
     assert isinstance(settle_all, Handler)
     with pytest.raises(RegistryError, match="handler 'settle_all', argument 'accounts': an entity must be an argument"):
         jobs.resolve()
+
+
+# 10 + 20 s of pauses, and three attempts of 30 s.
+TWO_MINUTES = Backoff(max_attempts=3, first_seconds=10, jitter=0)
+HORIZON = timedelta(minutes=2)
+
+
+def declare_scope(jobs: Jobs, retention: timedelta, kinds: tuple[str, ...] = ()) -> object:
+    return jobs.scope("stripe-charge", retention=retention, kinds=kinds)
+
+
+def declare_inbox(jobs: Jobs, retention: timedelta, kinds: tuple[str, ...] = ()) -> object:
+    return jobs.inbox("stripe-charge", retention=retention, kinds=kinds)
+
+
+both = pytest.mark.parametrize(
+    ("declare", "owner"), [(declare_scope, "scope"), (declare_inbox, "consumer")], ids=["scope", "inbox"]
+)
+Declare = Callable[..., object]
+
+
+def jobs_with_a_quick_and_a_slow_handler() -> Jobs:
+    jobs = Jobs()
+    jobs.handler(retry=TWO_MINUTES, timeout_seconds=30, aliases=("old",))(credit)
+    jobs.handler(retry=Backoff(max_attempts=1), timeout_seconds=1)(debit)
+    return jobs
+
+
+def test_a_declared_scope_is_its_name_and_an_inbox_an_inbox() -> None:
+    """Constants to be imported where they are used."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    assert jobs.scope("stripe-charge", retention=timedelta(days=90)) == "stripe-charge"
+    assert jobs.inbox("payments", retention=timedelta(days=7)) == Inbox("payments", timedelta(days=7))
+    assert jobs.inbox("orders").retention == Inbox("orders").retention
+    registry = jobs.resolve()
+    assert registry.effect_retention("stripe-charge") == timedelta(days=90)
+    assert registry.effect_retention("payments") == timedelta(days=30), "a consumer's window is no scope's"
+
+
+@both
+def test_a_window_that_a_retry_outlives_is_refused(declare: Declare, owner: str) -> None:
+    """The message names the window, the handler, how long that may retry, and both ways out."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    declare(jobs, HORIZON - timedelta(seconds=1))
+    with pytest.raises(RegistryError) as refused:
+        jobs.resolve()
+    said = str(refused.value)
+    assert f"{owner} 'stripe-charge' is remembered for 1 minute 59 seconds, and handler 'credit' may still run" in said
+    assert "2 minutes after its first attempt began" in said
+    assert "('stripe-charge', retention=...)" in said
+    assert "Backoff(max_attempts=..., cap_seconds=...) or timeout_seconds" in said
+    assert "kinds=(...)" in said
+
+
+@both
+def test_a_window_as_long_as_the_longest_retries_is_enough(declare: Declare, owner: str) -> None:
+    """And not a second longer needs it to be."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    declare(jobs, HORIZON)
+    jobs.resolve()
+
+
+@both
+def test_only_the_handlers_that_use_it_count(declare: Declare, owner: str) -> None:
+    """`kinds` names them, by their kind or by an alias."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    declare(jobs, timedelta(seconds=1), ("debit",))
+    jobs.resolve()
+    for kinds in (("old",), ("debit", "credit")):
+        jobs = jobs_with_a_quick_and_a_slow_handler()
+        declare(jobs, timedelta(seconds=1), kinds)
+        with pytest.raises(RegistryError, match=r"is remembered for 1 second, and handler '(old|credit)'") as refused:
+            jobs.resolve()
+        assert "kinds=(...)" not in str(refused.value), "it says already who uses it"
+
+
+@both
+def test_a_window_for_a_kind_that_nobody_has_is_refused(declare: Declare, owner: str) -> None:
+    """A misspelt kind would take its handler out of the check."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    declare(jobs, timedelta(days=1), ("credit", "credti"))
+    with pytest.raises(RegistryError, match=rf"{owner} 'stripe-charge' .* the kind 'credti', .* \(known: credit, old"):
+        jobs.resolve()
+
+
+@both
+def test_a_window_is_declared_once(declare: Declare, owner: str) -> None:
+    """The same again is fine; another window, or other kinds, would depend on which module is imported first."""
+    jobs = Jobs()
+    first = declare(jobs, timedelta(days=90), ("credit", "debit"))
+    assert declare(jobs, timedelta(days=90), ("debit", "credit")) == first
+    with pytest.raises(
+        RegistryError, match=f"{owner} 'stripe-charge' is declared twice: 90 days for credit, debit, and"
+    ):
+        declare(jobs, timedelta(days=30), ("credit", "debit"))
+    with pytest.raises(RegistryError, match="is declared twice"):
+        declare(jobs, timedelta(days=90))
+
+
+def test_a_scope_and_a_consumer_may_have_one_name() -> None:
+    """They are two tables."""
+    jobs = Jobs()
+    jobs.scope("payments", retention=timedelta(days=90))
+    assert jobs.inbox("payments", retention=timedelta(days=7)) == Inbox("payments", timedelta(days=7))
+
+
+@both
+def test_an_included_registry_brings_its_windows(declare: Declare, owner: str) -> None:
+    """They are held against the handlers of the registry on top, and clash as its own do."""
+    jobs, other = jobs_with_a_quick_and_a_slow_handler(), Jobs()
+    declare(other, timedelta(seconds=1))
+    jobs.include(other)
+    jobs.include(other)
+    with pytest.raises(RegistryError, match=f"{owner} 'stripe-charge' is remembered for 1 second"):
+        jobs.resolve()
+    clashing = Jobs()
+    declare(clashing, timedelta(days=1))
+    with pytest.raises(RegistryError, match="is declared twice"):
+        clashing.include(other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": ""}, InvalidKey),
+        ({"name": "a\0"}, InvalidKey),
+        ({"retention": timedelta(0)}, ConfigError),
+        ({"retention": timedelta(days=4000)}, ConfigError),
+        ({"retention": 90}, ConfigError),
+        ({"kinds": "credit"}, RegistryError),
+        ({"kinds": (debit,)}, ArgumentError),
+    ],
+    ids=str,
+)
+def test_a_declaration_that_cannot_be_is_refused(arguments: dict[str, object], error: type[Exception]) -> None:
+    """At the line that makes it, for scopes and inboxes alike; nothing is declared then."""
+    jobs = Jobs()
+    given = {"name": "n", "retention": timedelta(days=1), **arguments}
+    with pytest.raises(error):
+        jobs.scope(**given)  # type: ignore[arg-type]
+    given["consumer"] = given.pop("name")
+    with pytest.raises(error):
+        jobs.inbox(**given)  # type: ignore[arg-type]
+    assert not jobs._windows
+
+
+@pytest.mark.parametrize(
+    ("retry", "expected"),
+    [
+        (TWO_MINUTES, timedelta(days=30)),
+        (Backoff(max_attempts=31, first_seconds=86_400, factor=1, cap_seconds=1e9), timedelta(days=31, minutes=15.5)),
+        (Backoff(max_attempts=32_767, first_seconds=1e9, cap_seconds=1e9), timedelta(days=36_500)),
+    ],
+    ids=["short", "long", "silly"],
+)
+def test_a_scope_that_nobody_declared_is_never_too_short(retry: Backoff, expected: timedelta) -> None:
+    """30 days, or a day more than any handler may retry, up to what a timestamp can hold."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    jobs.handler(kind="patient", retry=retry, timeout_seconds=30)(credit)
+    registry = jobs.resolve()
+    assert registry.effect_retention("undeclared") == expected
+    assert registry.retry_horizon("patient") <= expected
+
+
+def test_a_scope_is_for_the_kinds_that_it_names() -> None:
+    """By any name of the handler; a scope that names nobody, or that nobody declared, is for all."""
+    jobs = jobs_with_a_quick_and_a_slow_handler()
+    declare_scope(jobs, HORIZON, ("old",))
+    jobs.scope("for-all", retention=timedelta(days=1))
+    registry = jobs.resolve()
+    allowed = {
+        scope: [kind for kind in ("credit", "old", "debit") if registry.may_call(scope, kind)]
+        for scope in ("stripe-charge", "for-all", "undeclared")
+    }
+    assert allowed == {
+        "stripe-charge": ["credit", "old"],
+        "for-all": ["credit", "old", "debit"],
+        "undeclared": ["credit", "old", "debit"],
+    }
+    with pytest.raises(UnknownKind):
+        registry.may_call("stripe-charge", "credti")
+
+
+def test_a_jobs_own_attempts_lengthen_its_horizon() -> None:
+    """Beyond its handler's, which the check at the start has looked at."""
+    registry = jobs_with_a_quick_and_a_slow_handler().resolve()
+    assert registry.retry_horizon("credit") == registry.retry_horizon("old", 3) == HORIZON
+    assert registry.retry_horizon("credit", 4) == HORIZON + timedelta(seconds=40 + 30)
+    with pytest.raises(UnknownKind):
+        registry.retry_horizon("credti")

@@ -65,6 +65,69 @@ def test_the_defaults_give_up_after_about_four_hours() -> None:
     assert 3 < hours < 5
 
 
+@given(backoffs, st.integers(1, 60), st.none() | st.floats(0.001, 604_800), st.lists(draws, min_size=60, max_size=60))
+def test_no_job_retries_beyond_the_horizon(
+    policy: Backoff, attempts: int, timeout_seconds: float | None, drawn: list[float]
+) -> None:
+    """However the draws fall, pauses and full attempts together stay within it, or it is a hundred years."""
+    took = sum(seconds(policy, attempt, drawn[attempt - 1]) for attempt in range(1, attempts))
+    took += attempts * (timeout_seconds or 0.0)
+    horizon = policy.horizon(attempts, timeout_seconds).total_seconds()
+    assert horizon == HUNDRED_YEARS_SECONDS or took <= horizon * (1 + 1e-9) + 1e-3
+
+
+@given(backoffs, st.integers(1, 60), st.none() | st.floats(0.001, 604_800))
+def test_the_horizon_is_the_longest_way_and_no_longer(
+    policy: Backoff, attempts: int, timeout_seconds: float | None
+) -> None:
+    """Every pause in full, one less than attempts, and every attempt as long as its deadline."""
+    full = sum(seconds(policy, attempt, 0.0) for attempt in range(1, attempts)) + attempts * (timeout_seconds or 0.0)
+    horizon = policy.horizon(attempts, timeout_seconds).total_seconds()
+    assert horizon == pytest.approx(min(full, HUNDRED_YEARS_SECONDS), rel=1e-9, abs=1e-3)
+
+
+def test_the_horizon_takes_the_policys_own_attempts() -> None:
+    """A job's own number wins; without a deadline only the pauses count."""
+    policy = Backoff(max_attempts=4, first_seconds=10, factor=2, cap_seconds=30)
+    assert policy.horizon() == timedelta(seconds=10 + 20 + 30)
+    assert policy.horizon(timeout_seconds=5) == timedelta(seconds=60 + 4 * 5)
+    assert policy.horizon(6, 5) == timedelta(seconds=60 + 30 + 30 + 6 * 5)
+    assert policy.horizon(1) == timedelta(0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Backoff(first_seconds=HUNDRED_YEARS_SECONDS, cap_seconds=HUNDRED_YEARS_SECONDS),
+        Backoff(first_seconds=5e-324, factor=1e300, cap_seconds=HUNDRED_YEARS_SECONDS),
+        Backoff(first_seconds=1, factor=10**400, cap_seconds=HUNDRED_YEARS_SECONDS),
+        Backoff(first_seconds=100_000, factor=1, cap_seconds=HUNDRED_YEARS_SECONDS),
+    ],
+    ids=repr,
+)
+def test_a_silly_policy_has_a_horizon_of_a_hundred_years(policy: Backoff) -> None:
+    """Neither a float nor a timedelta overflows, nor a timestamp that it is added to."""
+    assert policy.horizon(32_767, 604_800) == timedelta(days=36_500)
+
+
+def test_the_horizon_of_many_attempts_is_not_counted_one_by_one() -> None:
+    """Pauses that are all alike from some point on are drawn together: 32,767 attempts, 15 different pauses."""
+
+    asked: list[int] = []
+
+    class Watched(Backoff):
+        __slots__ = ()
+
+        def _pause_seconds(self, attempt: int) -> float:
+            asked.append(attempt)
+            return super()._pause_seconds(attempt)
+
+    for policy in (Watched(), Watched(factor=1), Watched(first_seconds=0), Watched(cap_seconds=0)):
+        asked.clear()
+        policy.horizon(32_767)
+        assert len(asked) < 20
+
+
 def test_jitter_spreads_jobs_that_failed_together() -> None:
     """The draw is random by default."""
     assert len({Backoff().delay(5) for _ in range(50)}) > 40

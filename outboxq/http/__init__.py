@@ -1,0 +1,12 @@
+"""The Idempotency-Key header for HTTP: a request is executed once, and its response replayed, on the table `effect`.
+
+Nothing here needs a web framework; `outboxq.http.starlette` has the dependency for Starlette and FastAPI.
+"""
+
+from outboxq.http.keys import by_authorization as by_authorization
+from outboxq.http.keys import nobody as nobody
+from outboxq.http.middleware import IdempotencyMiddleware as IdempotencyMiddleware
+from outboxq.http.recording import Idempotency as Idempotency
+from outboxq.http.recording import idempotency_of as idempotency_of
+
+__all__ = ["Idempotency", "IdempotencyMiddleware", "by_authorization", "idempotency_of", "nobody"]

@@ -1,0 +1,107 @@
+"""Which request is meant: its key as the client sent it, whose it is, and what tells two requests apart."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from outboxq.codec import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
+from outboxq.errors import InvalidKey
+
+# As ASGI has them: https://asgi.readthedocs.io/en/latest/specs/www.html
+Scope: TypeAlias = Mapping[str, Any]
+Principal: TypeAlias = Callable[[Scope], str | None]
+
+MAX_KEY_CHARACTERS = 255
+
+# A String of RFC 8941, section 3.3.3, without its spaces and without parameters.
+_QUOTED = re.compile(rb'"((?:[\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+# A comma is what a proxy puts between two headers of one name.
+_BARE = re.compile(rb"[\x21\x23-\x2b\x2d-\x7e]*")
+_ESCAPED = re.compile(rb'\\(["\\])')
+_HASHED = "sha256:"
+
+
+def header_values(scope: Scope, name: bytes) -> list[bytes]:
+    """The values of every header of this name, which is in lower case."""
+    return [value for given, value in scope["headers"] if given.lower() == name]
+
+
+def read_key(values: list[bytes]) -> str:
+    """The key that these Idempotency-Key headers carry.
+
+    Raises:
+        InvalidKey: more than one header, or not a key.
+    """
+    if len(values) != 1:
+        raise InvalidKey(f"a request takes one Idempotency-Key header, got {len(values)}")
+    value = values[0].strip(b" \t")
+    quoted = _QUOTED.fullmatch(value)
+    if quoted is None and _BARE.fullmatch(value) is None:
+        raise InvalidKey(
+            'an Idempotency-Key is a string such as "8e03978e-40d5-43e8-bc93-6894a57f9324", of visible ASCII '
+            "characters; without its quotes it holds neither quotes nor commas"
+        )
+    key = value if quoted is None else _ESCAPED.sub(rb"\1", quoted[1])
+    if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidKey(f"an Idempotency-Key takes 1 to {MAX_KEY_CHARACTERS} characters, got {len(key)}")
+    return key.decode("ascii")
+
+
+def effect_scope(scope: Scope) -> str:
+    """The route as `effect.scope`: `POST /orders`, with the path that the client sees, or a hash of it."""
+    method, path, root = scope["method"], scope["path"], scope.get("root_path", "").rstrip("/")
+    # Servers before version 2.4 of the specification left it out.
+    if root and path != root and not path.startswith(f"{root}/"):
+        path = root + path
+    return _storable(f"{method} {path}", MAX_SCOPE_BYTES) or f"{method} {_hash(path)}"
+
+
+def effect_key(principal: str | None, key: str) -> str:
+    """Principal and key as `effect.key`, which two different pairs never share.
+
+    A key holds no space, so that what comes before the last one is the principal; none at all is nobody.
+    """
+    if principal is None:
+        return key
+    if principal.startswith(_HASHED):
+        principal = _hash(principal)
+    return _storable(f"{principal} {key}", MAX_KEY_BYTES) or f"{_hash(principal)} {key}"
+
+
+def request_fingerprint(scope: Scope, body: bytes) -> bytes:
+    """32 bytes that stand for what is asked: query string, media type and body."""
+    content_type = b",".join(header_values(scope, b"content-type"))
+    # Without its parameters: they are spelled in many ways, and the body has what they say of it.
+    media_type = content_type.split(b";", 1)[0].strip().lower()
+    digest = hashlib.sha256()
+    for part in (scope.get("query_string", b""), media_type, body):
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
+
+
+def by_authorization(scope: Scope) -> str | None:
+    """A principal for every value of the Authorization header, of which a hash is stored; nobody without one.
+
+    For credentials that stay the same between a request and its retry, such as API keys.
+    """
+    values = header_values(scope, b"authorization")
+    return hashlib.sha256(b"\n".join(values)).hexdigest() if values else None
+
+
+def nobody(_scope: Scope) -> None:
+    """One principal for all: every client that knows a key gets the answer that is stored for it."""
+
+
+def _storable(text: str, max_bytes: int) -> str | None:
+    try:
+        return check_key("text", text, max_bytes)
+    except InvalidKey:
+        return None
+
+
+def _hash(text: str) -> str:
+    # quote: a text that UTF-8 cannot encode has a hash too.
+    return _HASHED + hashlib.sha256(quote(text, errors="surrogatepass").encode()).hexdigest()

@@ -1,0 +1,14 @@
+"""For Starlette and FastAPI: the request's idempotency, called in an endpoint or given as a dependency."""
+
+from starlette.requests import Request
+
+from outboxq.http.recording import Idempotency, idempotency_of
+
+
+def idempotency(request: Request) -> Idempotency:
+    """The idempotency of this request: `Depends(idempotency)` in FastAPI, `idempotency(request)` in Starlette.
+
+    Raises:
+        ConfigError: the request did not pass through IdempotencyMiddleware.
+    """
+    return idempotency_of(request.scope)

@@ -1,0 +1,82 @@
+"""Pruning: deleting what has expired from the inbox and from the effects, a batch at a time.
+
+Sent as text on the pruner's own connection. A batch is a transaction: `begin`, one deletion, `commit`. Should the
+process die, or the answer to COMMIT be lost, the next round deletes what is left.
+"""
+
+from typing import LiteralString
+
+from psycopg import sql
+
+# asynchronous: a deletion that a crash undoes is made again, and nobody waits for a standby.
+# lock_timeout: rows are never waited for, but the table may be locked by a migration.
+# enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
+_BEGIN = """\
+BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
+SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
+
+# MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each row
+# of the other, and then takes more than it asked for. Every test of what may go stands inside, and is made again on the
+# newest version of a row that was changed a moment ago.
+# statement_timestamp(), unlike clock_timestamp(), is stable and can bound the index.
+_DELETE = """\
+WITH expired AS MATERIALIZED (
+  SELECT {key} FROM {table}
+  WHERE expires_at < statement_timestamp(){unless}
+  ORDER BY expires_at
+  LIMIT {limit}
+  FOR UPDATE SKIP LOCKED
+), deleted AS (
+  DELETE FROM {table} AS gone USING expired WHERE {same} RETURNING 1
+)
+SELECT count(*) FROM deleted"""
+
+
+def begin() -> str:
+    """Begin a batch."""
+    return _BEGIN
+
+
+def commit() -> str:
+    """End a batch."""
+    return "COMMIT"
+
+
+def rollback() -> str:
+    """Give up a batch that failed."""
+    return "ROLLBACK"
+
+
+def delete_messages(schema: str, limit: int) -> str:
+    """Delete up to `limit` messages that have expired; one row, with their number.
+
+    Index: inbox_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
+    holds. Who accepts a message that is being deleted waits for this transaction, and then accepts it anew.
+    """
+    return _delete(schema, "inbox", ("consumer", "message_id"), limit)
+
+
+def delete_effects(schema: str, limit: int) -> str:
+    """As `delete_messages`, for effects: never one that may be under way, or whose outcome nobody knows.
+
+    Index: effect_expires, from its start; the primary key. Locks: as there; one that is claimed anew at this moment is
+    passed over, and has no expiry any more.
+    """
+    # The table's own check allows neither an expiry.
+    return _delete(schema, "effect", ("scope", "key"), limit, " AND status NOT IN ('started', 'unknown')")
+
+
+def _delete(
+    schema: str, table: str, key: tuple[LiteralString, LiteralString], limit: int, unless: LiteralString = ""
+) -> str:
+    return (
+        sql.SQL(_DELETE)
+        .format(
+            table=sql.Identifier(schema, table),
+            key=sql.SQL(", ").join(map(sql.SQL, key)),
+            same=sql.SQL(" AND ").join(sql.SQL(f"gone.{name} = expired.{name}") for name in key),
+            limit=sql.Literal(limit),
+            unless=sql.SQL(unless),
+        )
+        .as_string(None)
+    )

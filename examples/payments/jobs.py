@@ -1,0 +1,74 @@
+"""What the relay runs: `outboxq relay examples.payments.jobs:jobs`.
+
+Three handlers for three kinds of provider. They differ in what `ctx.once` is told about the other side, which decides
+what happens after a relay has died in the middle of a call.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+from examples.payments.client import Charge, PaymentClient
+from examples.payments.models import Order
+from outboxq import Applied, Backoff, Context, DeadLetter, Jobs, NotApplied, Unknown
+from outboxq.errors import EffectFailed, EffectUnknown
+
+
+@contextmanager
+def connect() -> Iterator[PaymentClient]:
+    """The client that handlers find as `ctx.state`; `PAYMENTS_URL` says where the provider is."""
+    yield PaymentClient(os.environ["PAYMENTS_URL"])
+
+
+jobs = Jobs(lifespan=connect)
+RETRY = Backoff(first_seconds=0.5, max_attempts=8)
+
+
+@jobs.handler(queue="payments", claim="lease", retry=RETRY, timeout_seconds=60)
+def charge(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+    """Charge at a provider that honours idempotency keys for a day: an unfinished call is simply made again."""
+    return take_payment(ctx, order, provider_remembers=timedelta(hours=24))
+
+
+@jobs.handler(queue="payments-asked", claim="lease", retry=RETRY, timeout_seconds=60)
+def charge_or_ask(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+    """Charge at a provider that ignores keys but can be asked: an unfinished call is looked up before another."""
+    return take_payment(ctx, order, already_applied=ctx.state.look_up)
+
+
+@jobs.handler(queue="payments-blind", claim="lease", retry=RETRY, timeout_seconds=60)
+def charge_or_give_up(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+    """Charge at a provider that does neither: after an unfinished call a person has to find out."""
+    return take_payment(ctx, order)
+
+
+def take_payment(
+    ctx: Context[PaymentClient],
+    order: Order,
+    *,
+    provider_remembers: timedelta | None = None,
+    already_applied: Callable[[str], Applied[Charge] | NotApplied | Unknown] | None = None,
+) -> DeadLetter | None:
+    """Charge the customer once, and write down what came of it, in the transaction that removes the job."""
+    try:
+        charged = ctx.once(
+            "charge",
+            key=f"order-{order.id}",
+            # The same key with another amount is a mistake of ours, and refused.
+            payload={"cents": order.cents},
+            # Called with the key for the provider, which is the same at every try.
+            call=partial(ctx.state.charge, order.id, order.cents),
+            provider_remembers=provider_remembers,
+            already_applied=already_applied,
+            returns=Charge,
+        )
+    except EffectUnknown:
+        # Trying again would come to the same. The dead letters are what a person goes through.
+        return DeadLetter("nobody knows whether the customer was charged: see `outboxq effects list --status unknown`")
+    except EffectFailed:
+        order.status = "declined"
+        return None
+    order.status, order.charge_id = "paid", charged.id
+    return None

@@ -361,7 +361,7 @@ def test_an_included_registry_brings_its_windows(declare: Declare, owner: str) -
         ({"kinds": "credit"}, RegistryError),
         ({"kinds": (debit,)}, ArgumentError),
     ],
-    ids=str,
+    ids=("no name", "a NUL", "no time", "too long", "no timedelta", "a text of kinds", "a handler as kind"),
 )
 def test_a_declaration_that_cannot_be_is_refused(arguments: dict[str, object], error: type[Exception]) -> None:
     """At the line that makes it, for scopes and inboxes alike; nothing is declared then."""

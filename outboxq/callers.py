@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from outboxq.effect_calls import AsyncCaller, AsyncEngineTransactions, Caller, EngineTransactions
+from outboxq.effect_calls import AsyncCaller, Caller
+from outboxq.effect_transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.engines import EFFECTS_NAME, Engines, make_async_engine, make_engine
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from urllib.parse import unquote
 
 from sqlalchemy import URL, make_url
@@ -18,6 +19,9 @@ PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
 HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
 
+# How long messages and effects are remembered.
+DEFAULT_RETENTION = timedelta(days=30)
+MIN_RETENTION, MAX_RETENTION = timedelta(seconds=1), timedelta(days=3_653)
 MAX_SLOTS = 200
 MAX_BATCH_SIZE = 1_000
 
@@ -145,6 +149,18 @@ def _host_and_port(given: str) -> tuple[str, str]:
         # Not shown: in a URL that was put together badly it may be a piece of the password.
         raise ConfigError("the database URL has a port that is not a number")
     return unquote(host.removeprefix("[") if bracket else name), port
+
+
+def check_retention(retention: timedelta) -> timedelta:
+    """Refuse a window in which nothing, or everything, would be remembered.
+
+    Raises:
+        ConfigError: not a timedelta, under a second, or over ten years.
+    """
+    if not isinstance(retention, timedelta) or not MIN_RETENTION <= retention <= MAX_RETENTION:
+        given = retention if isinstance(retention, timedelta) else type(retention).__name__
+        raise ConfigError(f"retention is a timedelta from 1 second to 10 years, got {given}")
+    return retention
 
 
 def check_schema(schema: str) -> str:

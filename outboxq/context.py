@@ -9,8 +9,8 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
-from outboxq.effect_calls import AsyncCaller, Caller
-from outboxq.effect_request import Classify, make_request
+from outboxq.effect_calls import AsyncCaller, Caller, Permit
+from outboxq.effect_request import Classify
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import EffectRefused
 from outboxq.job import Job
@@ -19,28 +19,6 @@ from outboxq.once import LookUp
 S = TypeVar("S", default=Any)
 T = TypeVar("T")
 C = TypeVar("C", Caller, AsyncCaller)
-
-
-@dataclass(frozen=True, slots=True)
-class Permit(Generic[C]):
-    """Leave for one run of a handler to call the outside.
-
-    `retention_of` says how long a scope's results are remembered.
-    """
-
-    caller: C
-    retention_of: Callable[[str], timedelta]
-    refusal: str | None = None
-
-    def check(self) -> "Permit[C]":
-        """Itself.
-
-        Raises:
-            EffectRefused: not here.
-        """
-        if self.refusal is not None:
-            raise EffectRefused(self.refusal)
-        return self
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
@@ -129,18 +107,7 @@ class Context(_JobContext[S]):
             EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: see there.
         """
         permit = _permitted(self.permit)
-        request = make_request(
-            scope,
-            key,
-            call,
-            payload=payload,
-            asks=already_applied is not None,
-            provider_remembers=provider_remembers,
-            returns=returns,
-            classify=classify,
-            lease=permit.caller.lease,
-            retention=permit.retention_of(scope),
-        )
+        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
         return cast("T", permit.caller.run(request, call, already_applied))
 
 
@@ -165,22 +132,11 @@ class AsyncContext(_JobContext[S]):
     ) -> T:
         """Call the other side once for this key. See `Context.once`."""
         permit = _permitted(self.permit)
-        request = make_request(
-            scope,
-            key,
-            call,
-            payload=payload,
-            asks=already_applied is not None,
-            provider_remembers=provider_remembers,
-            returns=returns,
-            classify=classify,
-            lease=permit.caller.lease,
-            retention=permit.retention_of(scope),
-        )
+        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
         return cast("T", await permit.caller.run(request, call, already_applied))
 
 
 def _permitted(permit: Permit[C] | None) -> Permit[C]:
     if permit is None:
         raise EffectRefused("this context was made without a database for effects: see outboxq.testing.sync_context")
-    return permit.check()
+    return permit

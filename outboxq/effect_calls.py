@@ -1,165 +1,28 @@
-"""Where calls to the outside meet the database and the caller's functions: from threads and from event loops.
-
-The transactions are short and on connections of their own, which a caller that holds one of its engine's cannot starve.
-"""
+"""Where calls to the outside meet the database and the caller's functions: from threads and from event loops."""
 
 import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TypeVar, assert_never, cast
+from typing import Any, Generic, NoReturn, TypeVar, assert_never, cast
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Connection
 
-from outboxq.config import check_schema
 from outboxq.effect_lock import Keeper, Transaction
-from outboxq.effect_request import Request
-from outboxq.errors import CallNotApplied, ConfigError
+from outboxq.effect_request import Classify, Request, make_request
+from outboxq.effect_transactions import AsyncTransactions, Transactions
+from outboxq.errors import CallNotApplied, ConfigError, EffectRefused
 from outboxq.once import Ask, Call, Hold, LookUp, Pause, Step, Steps, Transact, once
 from outboxq.statements.effects import select_deployment
-from outboxq.tables import SCHEMA
 
 T = TypeVar("T")
+C = TypeVar("C", "Caller", "AsyncCaller")
 
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.5, 3600.0
-_KEEPER_ANSWER_SECONDS = 30.0
-
-
-class Transactions(Protocol):
-    """Where the short transactions of sync callers run."""
-
-    def run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction of its own, committed when it returns."""
-        ...
-
-    def keeper_transaction(self) -> Transaction:
-        """The same for the thread that keeps the locks."""
-        ...
-
-
-class AsyncTransactions(Protocol):
-    """Where the short transactions of async callers run."""
-
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction of its own, committed when it returns."""
-        ...
-
-    def keeper_transaction(self) -> Transaction:
-        """The same for the thread that keeps the locks; called in the event loop."""
-        ...
-
-
-class EngineTransactions:
-    """Connections from a pool beside the given engine's: a caller that holds one of that engine's cannot starve us."""
-
-    def __init__(self, engine: Engine, schema: str) -> None:
-        self._engine = beside(engine).execution_options(
-            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
-        )
-
-    def run(self, work: Callable[[Connection], T]) -> T:
-        """See `Transactions`."""
-        with self._engine.begin() as connection:
-            return work(connection)
-
-    def keeper_transaction(self) -> Transaction:
-        """From any thread."""
-        return self.run
-
-    def dispose(self) -> None:
-        """Close the pool."""
-        self._engine.dispose()
-
-
-class AsyncEngineTransactions:
-    """As `EngineTransactions`, for an event loop."""
-
-    def __init__(self, engine: AsyncEngine, schema: str) -> None:
-        self.was_used = False
-        self._engine = AsyncEngine(beside(engine.sync_engine)).execution_options(
-            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
-        )
-
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """See `AsyncTransactions`."""
-        self.was_used = True
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(work)
-
-    async def dispose(self) -> None:
-        """Close the pool."""
-        await self._engine.dispose()
-
-    def keeper_transaction(self) -> Transaction:
-        """Through the caller's event loop: one that is blocked cannot keep its locks."""
-        loop = asyncio.get_running_loop()
-
-        def transact(work: Callable[[Connection], object]) -> object:
-            return asyncio.run_coroutine_threadsafe(self.run(work), loop).result(_KEEPER_ANSWER_SECONDS)
-
-        return transact
-
-
-class ThreadTransactions:
-    """A sync engine, for an event loop: each transaction in a thread."""
-
-    def __init__(self, transactions: EngineTransactions) -> None:
-        self._transactions = transactions
-
-    async def dispose(self) -> None:
-        """Close the pool."""
-        await asyncio.to_thread(self._transactions.dispose)
-
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """See `AsyncTransactions`."""
-        return await asyncio.to_thread(self._transactions.run, work)
-
-    def keeper_transaction(self) -> Transaction:
-        """Needs no event loop."""
-        return self._transactions.run
-
-
-def beside(engine: Engine) -> Engine:
-    """Another pool with the same settings and the same way to connect (tokens, connectors, events of the pool)."""
-    return Engine(engine.pool.recreate(), engine.dialect, engine.url, hide_parameters=True)
-
-
-class SavepointTransactions:
-    """Savepoints in a transaction that is rolled back in the end: for tests of users' handlers."""
-
-    def __init__(self, connection: Callable[[], Connection]) -> None:
-        self._connection = connection
-
-    def run(self, work: Callable[[Connection], T]) -> T:
-        """See `Transactions`."""
-        connection = self._connection()
-        with connection.begin_nested():
-            return work(connection)
-
-    def keeper_transaction(self) -> Transaction:
-        """None: the connection is the test's own, and nobody else sees these rows."""
-        return lambda _: None
-
-
-class AsyncSavepointTransactions:
-    """As `SavepointTransactions`."""
-
-    def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
-        self._connection = connection
-
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """See `AsyncTransactions`."""
-        connection = await self._connection()
-        async with connection.begin_nested():
-            return await connection.run_sync(work)
-
-    def keeper_transaction(self) -> Transaction:
-        """None: see `SavepointTransactions`."""
-        return lambda _: None
 
 
 class Caller:
@@ -319,19 +182,48 @@ class AsyncCaller:
         assert_never(step)
 
 
-def async_transactions(
-    engine: AsyncEngine | Engine, schema: str | None
-) -> "AsyncEngineTransactions | ThreadTransactions":
-    """The short transactions of async callers on this engine.
+@dataclass(frozen=True, slots=True)
+class Permit(Generic[C]):
+    """Leave to call the outside through `caller`, or why there is none.
 
-    Raises:
-        ConfigError: not an engine.
+    `retention_of` says how long a scope's results are remembered.
     """
-    if isinstance(engine, AsyncEngine):
-        return AsyncEngineTransactions(engine, schema_of(engine.sync_engine, schema))
-    if isinstance(engine, Engine):
-        return ThreadTransactions(EngineTransactions(engine, schema_of(engine, schema)))
-    raise ConfigError(f"AsyncEffects takes an AsyncEngine or an Engine, got {type(engine).__name__}")
+
+    caller: C
+    retention_of: Callable[[str], timedelta]
+    refusal: str | None = None
+
+    def request(
+        self,
+        scope: str,
+        key: str,
+        call: Callable[[str], object],
+        already_applied: object,
+        provider_remembers: timedelta | None,
+        payload: object,
+        returns: object,
+        classify: Classify | None,
+    ) -> Request:
+        """What is asked for, checked before anything is called.
+
+        Raises:
+            EffectRefused: not here.
+            InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
+        """
+        if self.refusal is not None:
+            raise EffectRefused(self.refusal)
+        return make_request(
+            scope,
+            key,
+            call,
+            payload=payload,
+            asks=already_applied is not None,
+            provider_remembers=provider_remembers,
+            returns=returns,
+            classify=classify,
+            lease=self.caller.lease,
+            retention=self.retention_of(scope),
+        )
 
 
 def check_lease(seconds: float) -> float:
@@ -345,12 +237,6 @@ def check_lease(seconds: float) -> float:
             f"the lease on a call takes {MIN_LEASE_SECONDS:g} to {MAX_LEASE_SECONDS:g} seconds, got {seconds}"
         )
     return seconds
-
-
-def schema_of(engine: Engine, given: str | None) -> str:
-    """The schema of outboxq's tables: as given, or as the engine's `schema_translate_map` has it."""
-    translated = engine.get_execution_options().get("schema_translate_map") or {}
-    return check_schema(given or translated.get(SCHEMA) or SCHEMA)
 
 
 def _read_deployment(connection: Connection) -> UUID:

@@ -12,12 +12,11 @@ import msgspec
 from sqlalchemy import Connection, Executable, Row
 
 from outboxq.codec import MAX_ARGS_BYTES, MAX_SCOPE_BYTES, check_key, encode_value
+from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
 from outboxq.statements import effect_records as statements
 from outboxq.statements.effect_records import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
-
-DEFAULT_RETENTION = timedelta(days=30)
 
 # What a caller reads where it asks for the result of a call that an operator has vouched for.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"

@@ -7,8 +7,10 @@ from typing import TypeVar, cast
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.effect_calls import AsyncCaller, Caller, EngineTransactions, async_transactions, schema_of
-from outboxq.effect_request import Classify, make_request
+from outboxq.config import DEFAULT_RETENTION, check_retention
+from outboxq.effect_calls import AsyncCaller, Caller, Permit
+from outboxq.effect_request import Classify
+from outboxq.effect_transactions import EngineTransactions, async_transactions, schema_of
 from outboxq.errors import ConfigError
 from outboxq.once import Applied as Applied
 from outboxq.once import LookUp
@@ -17,7 +19,6 @@ from outboxq.once import Unknown as Unknown
 
 T = TypeVar("T")
 
-DEFAULT_EFFECT_RETENTION = timedelta(days=30)
 DEFAULT_LEASE_SECONDS = 30.0
 
 
@@ -36,14 +37,14 @@ class Effects:
         engine: Engine,
         *,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
-        retention: timedelta = DEFAULT_EFFECT_RETENTION,
+        retention: timedelta = DEFAULT_RETENTION,
         schema: str | None = None,
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
-        self.retention = check_retention(retention)
+        window = check_retention(retention)
         self._transactions = EngineTransactions(engine, schema_of(engine, schema))
-        self._caller = Caller(self._transactions, lease_seconds)
+        self._permit = Permit(Caller(self._transactions, lease_seconds), lambda _: window)
 
     def once(
         self,
@@ -58,19 +59,9 @@ class Effects:
         classify: Classify | None = None,
     ) -> T:
         """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
-        request = make_request(
-            scope,
-            key,
-            call,
-            payload=payload,
-            asks=already_applied is not None,
-            provider_remembers=provider_remembers,
-            returns=returns,
-            classify=classify,
-            lease=self._caller.lease,
-            retention=self.retention,
-        )
-        return cast("T", self._caller.run(request, call, already_applied))
+        permit = self._permit
+        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        return cast("T", permit.caller.run(request, call, already_applied))
 
     def dispose(self) -> None:
         """Close the pool."""
@@ -89,12 +80,12 @@ class AsyncEffects:
         engine: AsyncEngine | Engine,
         *,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
-        retention: timedelta = DEFAULT_EFFECT_RETENTION,
+        retention: timedelta = DEFAULT_RETENTION,
         schema: str | None = None,
     ) -> None:
-        self.retention = check_retention(retention)
+        window = check_retention(retention)
         self._transactions = async_transactions(engine, schema)
-        self.caller = AsyncCaller(self._transactions, lease_seconds)
+        self._permit = Permit(AsyncCaller(self._transactions, lease_seconds), lambda _: window)
 
     async def once(
         self,
@@ -109,31 +100,10 @@ class AsyncEffects:
         classify: Classify | None = None,
     ) -> T:
         """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
-        request = make_request(
-            scope,
-            key,
-            call,
-            payload=payload,
-            asks=already_applied is not None,
-            provider_remembers=provider_remembers,
-            returns=returns,
-            classify=classify,
-            lease=self.caller.lease,
-            retention=self.retention,
-        )
-        return cast("T", await self.caller.run(request, call, already_applied))
+        permit = self._permit
+        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        return cast("T", await permit.caller.run(request, call, already_applied))
 
     async def dispose(self) -> None:
         """Close the pool."""
         await self._transactions.dispose()
-
-
-def check_retention(retention: timedelta) -> timedelta:
-    """Refuse a window that is no window.
-
-    Raises:
-        ConfigError: under a second, or over ten years.
-    """
-    if not isinstance(retention, timedelta) or not timedelta(seconds=1) <= retention <= timedelta(days=3_653):
-        raise ConfigError(f"retention takes a timedelta from 1 second to 10 years, got {retention!r}")
-    return retention

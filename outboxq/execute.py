@@ -21,9 +21,9 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.codec import EntityKey
-from outboxq.context import AsyncContext, Context, Permit
+from outboxq.context import AsyncContext, Context
 from outboxq.driver import is_lost, run_script, sqlstate_of, transaction_status
-from outboxq.effect_calls import AsyncCaller, Caller
+from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import (
     EffectInProgress,

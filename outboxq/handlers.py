@@ -11,10 +11,10 @@ from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_a
 
 from outboxq.annotations import declared_signature
 from outboxq.codec import MAX_SCOPE_BYTES, Signature, build_signature, check_key, check_name
+from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.context import AsyncContext, Context
-from outboxq.effects import DEFAULT_EFFECT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
-from outboxq.inbox import DEFAULT_RETENTION, Inbox
+from outboxq.inbox import Inbox
 from outboxq.kinds import JobKind, P
 from outboxq.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
 from outboxq.retry import Backoff, Outcome
@@ -175,7 +175,7 @@ class Jobs:
         """
         return HandlerDecorator(self, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds)
 
-    def scope(self, name: str, *, retention: timedelta = DEFAULT_EFFECT_RETENTION, kinds: Iterable[str] = ()) -> str:
+    def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
 
         A relay refuses to start where a handler may still retry when its effects are forgotten. A scope that nobody

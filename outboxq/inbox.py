@@ -18,8 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_s
 from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.codec import check_key, fingerprint
+from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.enqueue import add_jobs
-from outboxq.errors import ArgumentError, ConfigError, InvalidKey, MessageConflict, SchemaError
+from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.job import JobHandle
 from outboxq.kinds import NewJob
 from outboxq.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
@@ -33,8 +34,6 @@ SyncSession: TypeAlias = Session | scoped_session[Any]
 AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 
-DEFAULT_RETENTION = timedelta(days=30)
-MIN_RETENTION, MAX_RETENTION = timedelta(seconds=1), timedelta(days=3653)
 MAX_CONSUMER_BYTES = 63
 MAX_BATCH_MESSAGES = 10_000
 
@@ -98,9 +97,7 @@ class Inbox:
 
     def __post_init__(self) -> None:
         check_key("consumer", self.consumer, MAX_CONSUMER_BYTES)
-        if not isinstance(self.retention, timedelta) or not MIN_RETENTION <= self.retention <= MAX_RETENTION:
-            given = self.retention if isinstance(self.retention, timedelta) else type_name(self.retention)
-            raise ConfigError(f"retention is a timedelta from 1 second to 10 years, got {given}")
+        check_retention(self.retention)
 
     @overload
     def accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> bool: ...

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from outboxq.codec import check_name
-from outboxq.effects import DEFAULT_EFFECT_RETENTION
+from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import RegistryError
 from outboxq.retry import MAX_DELAY
 
@@ -82,7 +82,7 @@ def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) 
 
 def default_retention(horizons: Iterable[timedelta]) -> timedelta:
     """How long a scope that nobody declared is remembered: never shorter than a handler may retry."""
-    return max(DEFAULT_EFFECT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
+    return max(DEFAULT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
 
 
 def spoken(length: timedelta) -> str:

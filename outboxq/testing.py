@@ -17,10 +17,11 @@ from sqlalchemy.orm import Session
 from outboxq.batch import Progress, execute_all
 from outboxq.claim import claim
 from outboxq.codec import encode_value, join_object
-from outboxq.context import AsyncContext, Context, Permit
+from outboxq.config import DEFAULT_RETENTION
+from outboxq.context import AsyncContext, Context
 from outboxq.driver import run_script
-from outboxq.effect_calls import AsyncCaller, AsyncSavepointTransactions, Caller, SavepointTransactions
-from outboxq.effects import DEFAULT_EFFECT_RETENTION
+from outboxq.effect_calls import AsyncCaller, Caller, Permit
+from outboxq.effect_transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execute import AsyncInvoker, Invoker, SyncInvoker, Work
@@ -210,7 +211,7 @@ def async_context(session: AsyncOutboxSession, *, state: object = None) -> Async
 
 
 def _retention(_scope: str) -> timedelta:
-    return DEFAULT_EFFECT_RETENTION
+    return DEFAULT_RETENTION
 
 
 def _unit_test_job() -> Job:

@@ -15,9 +15,11 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.effect_calls import AsyncCaller, async_transactions, schema_of
+from outboxq.config import check_retention
+from outboxq.effect_calls import AsyncCaller
 from outboxq.effect_request import Request
-from outboxq.effects import DEFAULT_LEASE_SECONDS, check_retention
+from outboxq.effect_transactions import async_transactions, schema_of
+from outboxq.effects import DEFAULT_LEASE_SECONDS
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http.answers import KEY_IGNORED, Answer, Problems
 from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, read_body

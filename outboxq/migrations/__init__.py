@@ -129,7 +129,8 @@ _GUARD_MEMORY = (
         ERRCODE = 'object_in_use',
         MESSAGE = 'outboxq: the downgrade would drop effects that are under way or whose outcome nobody knows'
           || ' in schema ' || @schema_identifier_literal@,
-        HINT = 'Let calls that are under way end, and resolve the others (outboxq effects list and resolve).';
+        HINT = 'Let calls that are under way end, and resolve the others: outboxq effects list, '
+          || 'outboxq effects resolve.';
     END IF;
     IF EXISTS (SELECT FROM @schema@.effect WHERE expires_at > now())
         OR EXISTS (SELECT FROM @schema@.inbox WHERE expires_at > now()) THEN

@@ -1,0 +1,174 @@
+"""The short transactions of calls to the outside, on connections of their own.
+
+A caller that holds one of its engine's connections cannot starve them, because they come from another pool.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from outboxq.config import check_schema
+from outboxq.effect_lock import Transaction
+from outboxq.errors import ConfigError
+from outboxq.tables import SCHEMA
+
+T = TypeVar("T")
+
+_KEEPER_ANSWER_SECONDS = 30.0
+
+
+class Transactions(Protocol):
+    """Where the short transactions of sync callers run."""
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction of its own, committed when it returns."""
+        ...
+
+    def keeper_transaction(self) -> Transaction:
+        """The same for the thread that keeps the locks."""
+        ...
+
+
+class AsyncTransactions(Protocol):
+    """Where the short transactions of async callers run."""
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction of its own, committed when it returns."""
+        ...
+
+    def keeper_transaction(self) -> Transaction:
+        """The same for the thread that keeps the locks; called in the event loop."""
+        ...
+
+
+class EngineTransactions:
+    """Connections from a pool beside the given engine's: a caller that holds one of that engine's cannot starve us."""
+
+    def __init__(self, engine: Engine, schema: str) -> None:
+        self._engine = beside(engine).execution_options(
+            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
+        )
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """See `Transactions`."""
+        with self._engine.begin() as connection:
+            return work(connection)
+
+    def keeper_transaction(self) -> Transaction:
+        """From any thread."""
+        return self.run
+
+    def dispose(self) -> None:
+        """Close the pool."""
+        self._engine.dispose()
+
+
+class AsyncEngineTransactions:
+    """As `EngineTransactions`, for an event loop."""
+
+    def __init__(self, engine: AsyncEngine, schema: str) -> None:
+        self.was_used = False
+        self._engine = AsyncEngine(beside(engine.sync_engine)).execution_options(
+            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
+        )
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """See `AsyncTransactions`."""
+        self.was_used = True
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(work)
+
+    async def dispose(self) -> None:
+        """Close the pool."""
+        await self._engine.dispose()
+
+    def keeper_transaction(self) -> Transaction:
+        """Through the caller's event loop: one that is blocked cannot keep its locks."""
+        loop = asyncio.get_running_loop()
+
+        def transact(work: Callable[[Connection], object]) -> object:
+            return asyncio.run_coroutine_threadsafe(self.run(work), loop).result(_KEEPER_ANSWER_SECONDS)
+
+        return transact
+
+
+class ThreadTransactions:
+    """A sync engine, for an event loop: each transaction in a thread."""
+
+    def __init__(self, transactions: EngineTransactions) -> None:
+        self._transactions = transactions
+
+    async def dispose(self) -> None:
+        """Close the pool."""
+        await asyncio.to_thread(self._transactions.dispose)
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """See `AsyncTransactions`."""
+        return await asyncio.to_thread(self._transactions.run, work)
+
+    def keeper_transaction(self) -> Transaction:
+        """Needs no event loop."""
+        return self._transactions.run
+
+
+def beside(engine: Engine) -> Engine:
+    """Another pool with the same settings and the same way to connect (tokens, connectors, events of the pool)."""
+    return Engine(engine.pool.recreate(), engine.dialect, engine.url, hide_parameters=True)
+
+
+class SavepointTransactions:
+    """Savepoints in a transaction that is rolled back in the end: for tests of users' handlers."""
+
+    def __init__(self, connection: Callable[[], Connection]) -> None:
+        self._connection = connection
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """See `Transactions`."""
+        connection = self._connection()
+        with connection.begin_nested():
+            return work(connection)
+
+    def keeper_transaction(self) -> Transaction:
+        """None: the connection is the test's own, and nobody else sees these rows."""
+        return lambda _: None
+
+
+class AsyncSavepointTransactions:
+    """As `SavepointTransactions`."""
+
+    def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
+        self._connection = connection
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """See `AsyncTransactions`."""
+        connection = await self._connection()
+        async with connection.begin_nested():
+            return await connection.run_sync(work)
+
+    def keeper_transaction(self) -> Transaction:
+        """None: see `SavepointTransactions`."""
+        return lambda _: None
+
+
+def async_transactions(
+    engine: AsyncEngine | Engine, schema: str | None
+) -> "AsyncEngineTransactions | ThreadTransactions":
+    """The short transactions of async callers on this engine.
+
+    Raises:
+        ConfigError: not an engine.
+    """
+    if isinstance(engine, AsyncEngine):
+        return AsyncEngineTransactions(engine, schema_of(engine.sync_engine, schema))
+    if isinstance(engine, Engine):
+        return ThreadTransactions(EngineTransactions(engine, schema_of(engine, schema)))
+    raise ConfigError(f"AsyncEffects takes an AsyncEngine or an Engine, got {type(engine).__name__}")
+
+
+def schema_of(engine: Engine, given: str | None) -> str:
+    """The schema of outboxq's tables: as given, or as the engine's `schema_translate_map` has it."""
+    translated = engine.get_execution_options().get("schema_translate_map") or {}
+    return check_schema(given or translated.get(SCHEMA) or SCHEMA)

@@ -86,10 +86,10 @@ class AsyncCaller:
 
     async def transact(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a short transaction of its own, to its end also where we are cancelled meanwhile."""
-        answer, cancelled = await self._to_its_end(work)
+        done, cancelled = await self._to_its_end(work)
         if cancelled is not None:
             raise cancelled
-        return answer
+        return done.result()
 
     def keeping(self, hold: Hold) -> AbstractContextManager[None]:
         """Within the block, the lock is extended."""
@@ -136,8 +136,9 @@ class AsyncCaller:
             while True:
                 try:
                     if isinstance(step, Transact):
-                        answer, interruption = await self._to_its_end(step.run)
+                        done, interruption = await self._to_its_end(step.run)
                         cancelled = cancelled or interruption
+                        answer = done.result()
                     else:
                         answer = await self._perform(step, call, ask, cancelled)
                 except BaseException as error:  # noqa: BLE001  # the protocol decides, and raises it again
@@ -153,12 +154,17 @@ class AsyncCaller:
                 raise cancelled from None
             raise
 
-    async def _to_its_end(self, work: Callable[[Connection], T]) -> tuple[T, asyncio.CancelledError | None]:
-        task = asyncio.ensure_future(self._transactions.run(work))
+    async def _to_its_end(
+        self, work: Callable[[Connection], T]
+    ) -> tuple[asyncio.Future[T], asyncio.CancelledError | None]:
+        """A transaction that has ended, well or not, and the cancellation that came meanwhile."""
+        running = asyncio.ensure_future(self._transactions.run(work))
         try:
-            return await asyncio.shield(task), None
+            await asyncio.wait([running])
         except asyncio.CancelledError as error:
-            return await task, error
+            await asyncio.wait([running])
+            return running, error
+        return running, None
 
     async def _perform(
         self,

@@ -181,6 +181,29 @@ def claims_waiting(engine: Engine) -> bool:
         return bool(connection.execute(waiting).scalar_one())
 
 
+def test_a_cancellation_outlives_a_record_that_failed(outboxq_database: Database, engine: Engine) -> None:
+    """The database goes away under the record, the cancellation comes meanwhile: it is not swallowed."""
+
+    async def main() -> None:
+        with CommitProxy(outboxq_database.url) as proxy:
+            async_engine = create_async_engine(proxy.url)
+            effects = AsyncEffects(async_engine, lease_seconds=30)
+            await effects.once("charge", key="warm", call=lambda _: asyncio.sleep(0))
+            trap = proxy.hold_reply(containing="UPDATE outboxq.effect")
+            task = asyncio.ensure_future(effects.once("charge", key="1", call=lambda _: asyncio.sleep(0, "done")))
+            await asyncio.to_thread(trap.reached.wait, 20)
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.to_thread(proxy.close)
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.shield(task), 20)
+            await effects.dispose()
+            await async_engine.dispose()
+
+    asyncio.run(main())
+    assert row(engine, "1")["status"] == "done"
+
+
 # Stopped
 
 _STALLING = """\

@@ -20,7 +20,7 @@ from outboxq.config import RelayConfig, child_environment, psycopg_url
 from outboxq.engines import make_engine
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import ConfigError
-from outboxq.fault_points import FAULT_POINTS, FaultPoint, JobFaultPoint
+from outboxq.fault_points import EFFECT_FAULT_POINTS, FAULT_POINTS, FaultPoint
 from outboxq.tables import SCHEMA, dead_job, job
 from outboxq.testing_proxy import CommitProxy, Trap
 from outboxq.testing_relay import RelayOrder
@@ -28,7 +28,7 @@ from outboxq.testing_relay import RelayOrder
 ConnectionStep: TypeAlias = Literal[
     "connection-cut-before-commit", "connection-cut-after-commit", "connections-terminated-in-handler"
 ]
-CrashStep: TypeAlias = JobFaultPoint | ConnectionStep
+CrashStep: TypeAlias = FaultPoint | ConnectionStep
 # Killed at each fault point, then three ways to lose the connection.
 CRASH_STEPS: tuple[CrashStep, ...] = (*FAULT_POINTS, *get_args(ConnectionStep))
 
@@ -181,6 +181,7 @@ def crash_at_every_step(
         target: The registry, as a relay is given it: `myapp.jobs:jobs`.
         enqueue: Adds one job to the session; the commit is ours.
         effects: Counts the effects so far, in a transaction of its own.
+        steps: Where to crash; for a handler that calls `ctx.once` add `EFFECT_FAULT_POINTS`.
         timeout_seconds: How long a step may take at most, a lease that has to run out included.
         settings: `RelayConfig`'s, for example `lease_seconds=1`.
 
@@ -235,7 +236,7 @@ def _try_step(
         session.commit()
     enqueued = _count(engine, crash, effects).waiting
     _expect(step, enqueued == 1, f"enqueue() is to commit one job, and {enqueued} wait")
-    if step in FAULT_POINTS:
+    if step in (*FAULT_POINTS, *EFFECT_FAULT_POINTS):
         _kill_and_finish(engine, crash, step)
     else:
         _disconnect_and_finish(engine, crash, cast("ConnectionStep", step))

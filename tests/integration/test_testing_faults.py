@@ -16,10 +16,10 @@ from sqlalchemy.orm import Session, sessionmaker
 from outboxq import OutboxSession, external
 from outboxq.errors import ConfigError
 from outboxq.postgres import Database
-from outboxq.testing import CRASH_STEPS, CommitProxy, crash_at_every_step
+from outboxq.testing import CRASH_STEPS, EFFECT_FAULT_POINTS, CommitProxy, crash_at_every_step
 from outboxq.torture import leased
 from outboxq.torture.history import CREATE
-from tests.support import app
+from tests.support import app, once_app
 from tests.support.app import Effect
 from tests.support.waiting import wait_until
 
@@ -67,6 +67,20 @@ def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database
         effects=lambda connection: connection.execute(text("SELECT count(*) FROM torture.effect")).scalar_one(),
         steps=["after-claim", "before-commit", "after-commit", "connection-cut-before-commit"],
         lease_seconds=1,
+    )
+
+
+def test_a_handler_that_calls_once_survives_every_crash(outboxq_database: Database) -> None:
+    """Killed before its call, after it and after its record: the steps of a call are steps like the others."""
+    names = iter(EFFECT_FAULT_POINTS)
+    crash_at_every_step(
+        "tests.support.once_app:jobs",
+        database_url=outboxq_database.url,
+        enqueue=lambda session: session.add_job(once_app.record_once, name=next(names)),
+        effects=ledger_size,
+        steps=EFFECT_FAULT_POINTS,
+        lease_seconds=1,
+        effect_lease_seconds=0.5,
     )
 
 

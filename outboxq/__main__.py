@@ -15,9 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if missing:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: install outboxq[cli]")
     from outboxq.cli.app import app
-    from outboxq.cli.failures import explain
+    from outboxq.cli.failures import check_encoding, explain
 
     try:
+        check_encoding(sys.argv[1:] if arguments is None else arguments)
         app(arguments, prog_name="outboxq")
     except Exception as error:
         failure = explain(error)

@@ -35,7 +35,7 @@ def make_callers(engines: Engines, schema: str, lease_seconds: float) -> Callers
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
     # Through a sync engine, where there is one: an event loop that a handler blocks keeps no locks.
-    keeper = None if plain is None else plain.run
+    keeper = None if plain is None else plain.keeper_transaction()
     return Callers(
         None if plain is None else Caller(plain, lease_seconds),
         None if awaited is None else AsyncCaller(awaited, lease_seconds, keeper),

@@ -114,13 +114,23 @@ def encode_value(name: str, value: object) -> bytes:
     except NotImplementedError as error:
         raise ArgumentError(f"argument {name!r} cannot be stored as JSON: it holds a value of type {error}") from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArgumentError(f"argument {name!r} cannot be stored as JSON: {error}") from error
+        # A serializer of the user's may quote the value.
+        raise ArgumentError(f"argument {name!r} cannot be stored as JSON: {_refusal_of(error)}") from error
     if b"\\u0000" in data and _NUL.search(data):
         raise ArgumentError(f"argument {name!r} holds a NUL character, which jsonb cannot hold")
     # msgspec writes NaN and infinity as null, silently; only data with a null can hide one.
     if b"null" in data and any(value != value or value in (float("inf"), float("-inf")) for value in _floats(value)):
         raise ArgumentError(f"argument {name!r} holds NaN or infinity, which JSON cannot hold")
     return data
+
+
+def _refusal_of(error: Exception) -> str:
+    own = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    return (
+        str(error)
+        if own
+        else f"refused by {type(error).__name__} (its text is withheld, because it may quote the value)"
+    )
 
 
 def _floats(value: object) -> Iterator[float]:

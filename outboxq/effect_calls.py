@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from outboxq.effect_lock import Keeper, Transaction
 from outboxq.effect_request import Classify, Request, make_request
 from outboxq.effect_transactions import AsyncTransactions, Transactions
-from outboxq.errors import CallNotApplied, ConfigError, EffectRefused
+from outboxq.errors import CallNotApplied, ConfigError, EffectRefused, HandlerError
 from outboxq.once import Ask, Call, Hold, LookUp, Pause, Step, Steps, Transact, once
 from outboxq.statements.effects import select_deployment
 
@@ -94,11 +94,12 @@ class AsyncCaller:
     def keeping(self, hold: Hold) -> AbstractContextManager[None]:
         """Within the block, the lock is extended."""
         loop = asyncio.get_running_loop()
-        if loop not in self._keepers:
+        keeper = self._keepers.get(loop)
+        if keeper is None:
             keep = self._keep or self._transactions.keeper_transaction()
             keeper = Keeper(keep, self.lease.total_seconds())
             self._keepers = {loop: keeper}
-        return self._keepers[loop].keeping(hold)
+        return keeper.keeping(hold)
 
     async def deployment(self) -> UUID:
         """The id of this deployment; read once."""
@@ -141,6 +142,9 @@ class AsyncCaller:
                         answer = done.result()
                     else:
                         answer = await self._perform(step, call, ask, cancelled)
+                except GeneratorExit:
+                    # The loop is gone: nothing can be awaited any more.
+                    raise
                 except BaseException as error:  # noqa: BLE001  # the protocol decides, and raises it again
                     step = steps.throw(error)
                 else:
@@ -156,15 +160,21 @@ class AsyncCaller:
 
     async def _to_its_end(
         self, work: Callable[[Connection], T]
-    ) -> tuple[asyncio.Future[T], asyncio.CancelledError | None]:
+    ) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
         """A transaction that has ended, well or not, and the cancellation that came meanwhile."""
-        running = asyncio.ensure_future(self._transactions.run(work))
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            await asyncio.wait([running])
-            return running, error
-        return running, None
+        task = asyncio.ensure_future(self._transactions.run(work))
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                # Neither raises what the task raised, nor cancels it.
+                await asyncio.wait((task,))
+            except asyncio.CancelledError as error:
+                if cancelled is None and task.cancelling():
+                    # A loop that ends cancels every task once: claims and records may be repeated.
+                    await asyncio.wait((task,))
+                    task = asyncio.ensure_future(self._transactions.run(work))
+                cancelled = error
+        return task, cancelled
 
     async def _perform(
         self,
@@ -260,11 +270,12 @@ async def _awaited(value: Awaitable[object] | object) -> object:
 
 
 def _not_awaitable(value: object) -> object:
-    if inspect.isawaitable(value):
-        if inspect.iscoroutine(value):
-            # Never awaited: close it, or Python warns.
-            value.close()
+    if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
+        # Never awaited: close it, or Python warns.
+        value.close()
         raise CallNotApplied(
             "`call` is an async function, and nobody awaits it here: use an async handler, or AsyncEffects"
         )
+    if inspect.isawaitable(value):
+        raise HandlerError(f"`call` returned a {type(value).__name__}, which runs on, and nobody awaits it here")
     return value

@@ -41,7 +41,8 @@ class Keeper:
         """Within the block, the lock is extended."""
         with self._changed:
             self._held[hold] = time.monotonic() + self._beat_seconds
-            if self._thread is None:
+            # Also where it is another process's: threads do not survive a fork.
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
                 self._thread.start()
         try:
@@ -65,9 +66,12 @@ class Keeper:
 
     def _extend(self, due: list[Hold]) -> None:
         begun = time.monotonic()
+        committed: list[list[Hold]] = []
         extended: set[Hold] = set()
         try:
-            self._transact(lambda connection: extended.update(_extend_all(connection, due)))
+            self._transact(lambda connection: committed.append(_extend_all(connection, due)))
+            # Only now: what was extended and not committed is not extended.
+            extended.update(*committed)
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
         with self._changed:

@@ -48,8 +48,9 @@ class EngineTransactions:
     """Connections from a pool beside the given engine's: a caller that holds one of that engine's cannot starve us."""
 
     def __init__(self, engine: Engine, schema: str) -> None:
-        self._engine = beside(engine).execution_options(
-            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
+        self._engine, self._keeper_engine = (
+            beside(engine).execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
+            for _ in range(2)
         )
 
     def run(self, work: Callable[[Connection], T]) -> T:
@@ -59,11 +60,17 @@ class EngineTransactions:
 
     def keeper_transaction(self) -> Transaction:
         """From any thread."""
-        return self.run
+        return self._keep
+
+    def _keep(self, work: Callable[[Connection], T]) -> T:
+        # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
+        with self._keeper_engine.begin() as connection:
+            return work(connection)
 
     def dispose(self) -> None:
-        """Close the pool."""
+        """Close the pools."""
         self._engine.dispose()
+        self._keeper_engine.dispose()
 
 
 class AsyncEngineTransactions:
@@ -71,8 +78,11 @@ class AsyncEngineTransactions:
 
     def __init__(self, engine: AsyncEngine, schema: str) -> None:
         self.was_used = False
-        self._engine = AsyncEngine(beside(engine.sync_engine)).execution_options(
-            isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
+        self._engine, self._keeper_engine = (
+            AsyncEngine(beside(engine.sync_engine)).execution_options(
+                isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
+            )
+            for _ in range(2)
         )
 
     async def run(self, work: Callable[[Connection], T]) -> T:
@@ -81,16 +91,22 @@ class AsyncEngineTransactions:
         async with self._engine.begin() as connection:
             return await connection.run_sync(work)
 
+    async def _keep(self, work: Callable[[Connection], T]) -> T:
+        # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
+        async with self._keeper_engine.begin() as connection:
+            return await connection.run_sync(work)
+
     async def dispose(self) -> None:
-        """Close the pool."""
+        """Close the pools."""
         await self._engine.dispose()
+        await self._keeper_engine.dispose()
 
     def keeper_transaction(self) -> Transaction:
         """Through the caller's event loop: one that is blocked cannot keep its locks."""
         loop = asyncio.get_running_loop()
 
         def transact(work: Callable[[Connection], object]) -> object:
-            return asyncio.run_coroutine_threadsafe(self.run(work), loop).result(_KEEPER_ANSWER_SECONDS)
+            return asyncio.run_coroutine_threadsafe(self._keep(work), loop).result(_KEEPER_ANSWER_SECONDS)
 
         return transact
 

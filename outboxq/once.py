@@ -100,9 +100,9 @@ class Hold:
         self.request = request
         self._until = 0.0
 
-    def renew(self, begun: float) -> None:
+    def renew(self, begun: float, seconds: float | None = None) -> None:
         """The lock was taken, or extended, by a statement that began then (monotonic)."""
-        self._until = begun + self.request.lease.total_seconds()
+        self._until = begun + (self.request.lease.total_seconds() if seconds is None else seconds)
 
     @property
     def lasts(self) -> bool:
@@ -128,7 +128,8 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
             return _replay(request, seen)
         in_doubt = seen.in_doubt
         if in_doubt:
-            answer = yield from _look_up(request, seen)
+            asked = time.monotonic()
+            answer = yield from _look_up(request, seen, asked)
             if isinstance(answer, Applied):
                 return (yield from _record_result(request, answer.result))
             in_doubt = not isinstance(answer, NotApplied)
@@ -138,6 +139,8 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
             break
     try:
         value = yield Call(str(seen.provider_key))
+    except GeneratorExit:
+        raise
     except BaseException as error:
         fault_point("after-call")
         yield from _record_failure(request, error, seen, in_doubt=in_doubt)
@@ -155,7 +158,8 @@ def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
         begun = time.monotonic()
         row = yield from insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
         # Measured from before the statement: what the server adds, we leave out.
-        hold.renew(begun)
+        if row is not None:
+            hold.renew(begun, row.locked_seconds)
     return Seen(*row)
 
 
@@ -175,7 +179,7 @@ def _replay(request: Request, seen: Seen) -> object:
     raise EffectInProgress(scope, key, max(seen.locked_seconds, 0.0))
 
 
-def _look_up(request: Request, seen: Seen) -> Steps[LookUp[object]]:
+def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]]:
     """Find out whether an earlier call was applied; returns only where it may be called again, or need not be."""
     answer: LookUp[object] = Unknown()
     if request.asks:
@@ -185,7 +189,8 @@ def _look_up(request: Request, seen: Seen) -> Steps[LookUp[object]]:
             # Asked again by the next caller; the doubt stays.
             yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
             raise
-    if isinstance(answer, Unknown) and not _still_remembered(request, seen):
+    waited = time.monotonic() - begun
+    if isinstance(answer, Unknown) and not _still_remembered(request, seen, waited):
         reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
         yield from record(request, "unknown", error=reason)
         raise EffectUnknown(request.scope, request.key, reason)
@@ -200,10 +205,10 @@ def _check_answer(answer: object) -> LookUp[object]:
     return answer
 
 
-def _still_remembered(request: Request, seen: Seen) -> bool:
+def _still_remembered(request: Request, seen: Seen, waited_seconds: float = 0.0) -> bool:
     """Whether the other side still knows the key, so that a second call with it is no second effect."""
     remembers = request.provider_remembers
-    return remembers is not None and seen.known_seconds < remembers.total_seconds()
+    return remembers is not None and seen.known_seconds + waited_seconds < remembers.total_seconds()
 
 
 def _why_unknown(request: Request, *, asked: bool) -> str:
@@ -253,10 +258,10 @@ def _record_result(request: Request, value: object) -> Steps[object]:
         yield from record(request, "done", error=reason, keep=request.retention)
         fault_point("after-record")
         raise ResultNotStorable(request.scope, request.key, reason)
-    yield from record(request, "done", result=stored, keep=request.retention)
+    kept = yield from record(request, "done", result=stored, keep=request.retention)
     fault_point("after-record")
-    # Not the value itself: the first caller gets exactly what a replay will give.
-    return decode_stored(f"the result of effect {request.scope!r}", request.decoder, stored)
+    # As jsonb writes it, with its own idea of numbers: the first caller gets exactly what a replay will give.
+    return decode_stored(f"the result of effect {request.scope!r}", request.decoder, kept or stored)
 
 
 def _encode(value: object) -> tuple[str | None, str]:
@@ -267,6 +272,8 @@ def _encode(value: object) -> tuple[str | None, str]:
         data = encode_value("result", value)
     except ArgumentError as error:
         return None, storable(str(error))
+    except Exception as error:  # noqa: BLE001  # users' serializers raise what they like, and the call was made
+        return None, f"encoding it raised {_name_of(error)}"
     if len(data) > MAX_ARGS_BYTES:
         return None, f"it takes {len(data):,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}"
     return data.decode(), ""
@@ -281,7 +288,7 @@ def record(
     error: str | None = None,
     keep: timedelta | None = None,
     unlock: bool = True,
-) -> Steps[None]:
+) -> Steps[str | None]:
     """Write what the call came to, for as long as its lock would last.
 
     Raises:
@@ -307,6 +314,8 @@ def record(
         raise EffectNotRecorded(request.scope, request.key) from lost
     if recorded is None:
         raise EffectLockLost(request.scope, request.key)
+    kept: str | None = recorded.result
+    return kept
 
 
 def insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds: float = 0.0) -> Steps[T]:

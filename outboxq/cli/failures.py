@@ -1,8 +1,9 @@
 """Errors as one line and an exit code: 1 where something failed, 2 where the command was wrong."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outboxq.errors import ArgumentError, ConfigError, OutboxqError
+from outboxq.errors import ArgumentError, ConfigError, InvalidKey, OutboxqError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,24 @@ class CommandFailed(OutboxqError):
     """A command could not do what it was asked to do."""
 
 
+def check_encoding(arguments: Sequence[str]) -> None:
+    """Refuse bytes that are not UTF-8, which arrive as lone surrogates: no name and no text that is stored has any.
+
+    Raises:
+        WrongUsage: there are some. It names their place, for the text may be a secret.
+    """
+    for number, argument in enumerate(arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise WrongUsage(
+                f"word {number} of the command line is not UTF-8: names and values are UTF-8 text"
+            ) from None
+
+
 def explain(error: Exception) -> Failure | None:
     """How to end after `error`; None for what is a fault of outboxq, which deserves its traceback."""
-    if isinstance(error, ConfigError | ArgumentError):
+    if isinstance(error, ConfigError | ArgumentError | InvalidKey):
         return Failure(str(error), 2)
     if isinstance(error, OutboxqError):
         return Failure(str(error), 1)

@@ -1,6 +1,5 @@
 """`outboxq inbox`."""
 
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -38,7 +37,7 @@ def list_messages(
     from outboxq import inbox_messages
     from outboxq.cli.database import open_database
 
-    wanted = inbox_messages.MessageFilter(consumer=consumer, since=_in_utc(since))
+    wanted = inbox_messages.MessageFilter(consumer=consumer, since=since)
     with open_database(database_url, schema) as begin, begin() as connection:
         # One more than shown, to know whether there are more.
         found = inbox_messages.list_messages(connection, wanted, limit=limit + 1)
@@ -116,8 +115,3 @@ def forget_messages(
     for message_id in result.held:
         notice(f"not forgotten, because another transaction holds it: {message_id!r}")
     raise typer.Exit(1 if result.not_found or result.held else 0)
-
-
-def _in_utc(moment: datetime | None) -> datetime | None:
-    """What the option read has no time zone; every time that is printed is in UTC."""
-    return None if moment is None else moment.replace(tzinfo=UTC)

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 from uuid import UUID
@@ -33,13 +33,24 @@ ConsumerFilter: TypeAlias = Annotated[
 ScopeFilter: TypeAlias = Annotated[
     str | None, typer.Option("--scope", metavar="NAME", help="Only of this scope.", show_default=False)
 ]
+
+
+def read_moment(text: str) -> datetime:
+    """A date or a time as ISO 8601 has it, as `--json` prints it too; in UTC where it does not say otherwise."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time: give 2026-01-31, or 2026-01-31T08:00:00Z") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
 Since: TypeAlias = Annotated[
     datetime | None,
     typer.Option(
         "--since",
         metavar="TIME",
-        formats=["%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"],
-        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC.",
+        parser=read_moment,
+        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC, or with an offset such as +02:00.",
         show_default=False,
     ),
 ]

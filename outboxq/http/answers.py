@@ -4,9 +4,10 @@ import base64
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 Message: TypeAlias = Mapping[str, Any]
@@ -19,6 +20,14 @@ RECORDED_LATE = (b"idempotency-warning", b"recorded after the endpoint's transac
 _NOT_KEPT = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade set-cookie".split()
 )
+
+
+_NO_BODY = (204, 304)
+
+# What servers take (RFC 9110, sections 5.1 and 5.5): they end the connection of an answer that holds anything else.
+_Status: TypeAlias = Annotated[int, Meta(ge=200, le=599)]
+_Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[-!#$%&'*+.^_`|~0-9a-zA-Z]+\Z")]
+_Value: TypeAlias = Annotated[str, Meta(pattern=r"\A[\t\x20-\x7e\x80-\xff]*\Z")]
 
 
 class ResponseLike(Protocol):
@@ -58,8 +67,8 @@ class Answer:
 
 
 class _Stored(msgspec.Struct, omit_defaults=True):
-    status: int
-    headers: list[tuple[str, str]]
+    status: _Status
+    headers: list[tuple[_Name, _Value]]
     text: str | None = None
     base64: str | None = None
 
@@ -85,14 +94,23 @@ def encode_answer(answer: Answer, max_bytes: int) -> tuple[str | None, str | Non
 
 
 def decode_answer(result: str) -> Answer | None:
-    """A stored answer, marked as a replay; None for what is none, such as a result that an operator gave."""
+    """A stored answer, marked as a replay; None for what no server can send, such as a result that an operator gave."""
     try:
         stored = _decoder.decode(result.encode())
-        body = base64.b64decode(stored.base64) if stored.base64 is not None else (stored.text or "").encode()
-        headers = tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in stored.headers)
+        body = (stored.text or "").encode()
+        if stored.base64 is not None:
+            body = base64.b64decode(stored.base64, validate=True)
     except ValueError:
         return None
-    return Answer(stored.status, headers, body).marked(REPLAYED)
+    headers = tuple((name.encode("latin-1"), value.strip(" \t").encode("latin-1")) for name, value in stored.headers)
+    answer = Answer(stored.status, headers, body)
+    return replace(answer, headers=_kept(answer)).marked(REPLAYED) if _is_whole(answer) else None
+
+
+def _is_whole(answer: Answer) -> bool:
+    """Whether the body is as long as the status and the headers have it."""
+    declared = {value for name, value in answer.headers if name.lower() == b"content-length"}
+    return declared <= {str(len(answer.body)).encode()} and not (answer.body and answer.status in _NO_BODY)
 
 
 def _kept(answer: Answer) -> Headers:

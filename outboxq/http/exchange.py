@@ -42,7 +42,8 @@ class Exchange:
         if self._is_settled or message["type"] not in ("http.response.start", "http.response.body"):
             await self._send(message)
         elif message["type"] == "http.response.start":
-            self._start = message
+            # The specification allows any iterable, also one that can be read once.
+            self._start = {**message, "headers": _headers(message)}
             self._hold_no_more_than(_declared_bytes(message) or 0)
             if self._streams is not None:
                 await self._pass_start()

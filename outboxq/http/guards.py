@@ -64,8 +64,9 @@ class Guard:
         return await self._write(record(self._request, "unknown", error=reason)) or self._problems.unknown()
 
     async def give_back(self) -> None:
-        """Settle a request that was claimed and not executed."""
-        await self._write(self._release("not executed"))
+        """Settle a request that was claimed, or may have been, and not executed."""
+        request = self._request
+        await self._finds(statements.give_back(request.scope, request.key, request.token, keep=request.retention))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # see RecordingGuard
         """Write what came of the request, before anybody is told; what to answer, or None: ask again at the end."""
@@ -91,10 +92,21 @@ class Guard:
         await self._write(record(self._request, "unknown", error=reason))
         return None
 
-    def _release(self, reason: str) -> Steps[None]:
+    async def _finds(self, statement: Executable) -> bool | None:
+        """Whether the statement meets the row; None where the database cannot be reached."""
+        lease_seconds = self._request.lease.total_seconds()
+        try:
+            return await self._caller.drive(
+                insist(lambda connection: connection.execute(statement).first() is not None, seconds=lease_seconds)
+            )
+        except (SQLAlchemyError, OSError) as error:
+            self._log("what came of a guarded request was not recorded", error)
+            return None
+
+    def _release(self, reason: str) -> Steps[object]:
         return record(self._request, "retryable", error=reason, keep=self._request.retention)
 
-    async def _write(self, steps: Steps[None]) -> Answer | None:
+    async def _write(self, steps: Steps[object]) -> Answer | None:
         """Run the steps; a problem where what was to be written is not."""
         try:
             await self._caller.drive(steps)
@@ -132,9 +144,12 @@ class RecordingGuard(Guard):
         if stands:
             return self._as_recorded(recorded.answer, answer)
         # The endpoint's rows went with it: the request may be executed again.
-        await self._settle_started("retryable", None, "rolled back")
+        is_released = await self._settle_started("retryable", None, "rolled back")
         if answer.status >= FIRST_ERROR_STATUS:
             return answer
+        if not is_released:
+            # Its transaction, or somebody who took over, is still at it.
+            return self._problems.in_progress()
         self._log("an endpoint answered with success, and its transaction was rolled back")
         return self._problems.rolled_back()
 
@@ -184,10 +199,6 @@ class RecordingGuard(Guard):
         request = self._request
         return await self._finds(statements.select_done(request.scope, request.key, request.token))
 
-    async def give_back(self) -> None:
-        """See `Guard.give_back`."""
-        await self._settle_started("retryable", None, "not executed")
-
     async def _settle_started(self, status: Status, result: str | None, error: str | None) -> bool | None:
         request = self._request
         return await self._finds(
@@ -195,14 +206,3 @@ class RecordingGuard(Guard):
                 request.scope, request.key, request.token, status, result=result, error=error, keep=request.retention
             )
         )
-
-    async def _finds(self, statement: Executable) -> bool | None:
-        """Whether the statement meets the row; None where the database cannot be reached."""
-        lease_seconds = self._request.lease.total_seconds()
-        try:
-            return await self._caller.drive(
-                insist(lambda connection: connection.execute(statement).first() is not None, seconds=lease_seconds)
-            )
-        except (SQLAlchemyError, OSError) as error:
-            self._log("what came of a guarded request was not recorded", error)
-            return None

@@ -6,6 +6,7 @@ transactions surround the application; where the endpoint records in its own tra
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +35,12 @@ from outboxq.http.keys import (
     read_key,
     request_fingerprint,
 )
-from outboxq.http.recording import Claimed, Idempotency, put_idempotency
+from outboxq.http.recording import Claimed, Idempotency, is_guarded, put_idempotency
 from outboxq.http.undisturbed import Undisturbed
 from outboxq.once import Hold
 from outboxq.once import claim as claim
 from outboxq.once import is_outage as is_outage
+from outboxq.sessions import explain_missing_tables
 from outboxq.statements.effects import Seen
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
@@ -49,8 +51,10 @@ logger = logging.getLogger("outboxq.http")
 DEFAULT_HTTP_RETENTION = timedelta(hours=24)
 MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES = 1024 * 1024, 128 * 1024
 _LARGEST_BYTES = 64 * 1024 * 1024
-# RFC 9110: these say that the request was not processed, and may come again as it is.
+# These say that the request was not processed, and may come again: RFC 9110, RFC 8470 (425), RFC 6585 (429).
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
+# As RFC 3986 has it, as far as the Link header that it goes into must be sure of it.
+_URL = re.compile(r"[!#-;=?-~]+")
 # Ways to answer past `send`, which is where we record.
 _BYPASSES = ("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers")
 
@@ -124,7 +128,7 @@ class IdempotencyMiddleware:
         )
         self._app = app
         self._caller = AsyncCaller(self._transactions, lease_seconds)
-        self._problems = Problems(documentation)
+        self._problems = Problems(_check_documentation(documentation))
         self._undisturbed = Undisturbed()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -146,6 +150,9 @@ class IdempotencyMiddleware:
         return send_disposing
 
     async def _take(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if is_guarded(scope):
+            # By another one of us, further out: two would wait for each other.
+            return await self._app(scope, receive, send)
         idempotency = put_idempotency(scope, Idempotency())
         if scope["method"] not in self._settings.methods:
             return await self._app(scope, receive, send)
@@ -195,10 +202,7 @@ class IdempotencyMiddleware:
             try:
                 seen = await self._claim(request, hold, guard)
             except (SQLAlchemyError, OSError) as error:
-                if not is_outage(error):
-                    raise
-                logger.warning("idempotency keys cannot be checked", extra={"error_type": type(error).__name__})
-                return await _answer(self._problems.unavailable(), send)
+                return await _answer(self._unavailable(error, guard), send)
             if not seen.claimed:
                 return await _answer(standing_answer(seen, self._problems), send)
             if seen.in_doubt and not idempotency.claimed.in_transaction:
@@ -207,6 +211,18 @@ class IdempotencyMiddleware:
                 await self._execute(scope, given_back(body, receive), send, guard)
             finally:
                 idempotency.forget()
+
+    def _unavailable(self, error: SQLAlchemyError | OSError, guard: Guard) -> Answer:
+        """The answer where the database cannot be reached; any other error is raised."""
+        missing = explain_missing_tables(error)
+        if missing is not None:
+            raise missing from error
+        if not is_outage(error):
+            raise error
+        # The claim may have been committed all the same.
+        self._undisturbed.start(guard.give_back())
+        logger.warning("idempotency keys cannot be checked", extra={"error_type": type(error).__name__})
+        return self._problems.unavailable()
 
     async def _claim(self, request: Request, hold: Hold, guard: Guard) -> Seen:
         claiming = self._undisturbed.start(self._claim_in_time(request, hold))
@@ -239,7 +255,7 @@ class IdempotencyMiddleware:
     def _request(self, scope: Scope, key: str, body: Whole) -> Request:
         return Request(
             scope=effect_scope(scope),
-            key=effect_key(self._settings.principal(scope), key),
+            key=effect_key(_check_principal(self._settings.principal(scope)), key),
             fingerprint=request_fingerprint(scope, body.data),
             lease=self._caller.lease,
             retention=self._settings.retention,
@@ -277,6 +293,18 @@ def _close_bypasses(scope: MutableMapping[str, Any]) -> None:
     extensions = scope.get("extensions")
     if extensions and any(name in extensions for name in _BYPASSES):
         scope["extensions"] = {name: value for name, value in extensions.items() if name not in _BYPASSES}
+
+
+def _check_principal(given: object) -> str | None:
+    if given is None or isinstance(given, str):
+        return given
+    raise ConfigError(f"principal returns a str, or None for nobody, got {type(given).__name__}")
+
+
+def _check_documentation(given: str | None) -> str | None:
+    if given is None or _URL.fullmatch(given):
+        return given
+    raise ConfigError(f"documentation takes a URL, with what is not ASCII percent-encoded (%20), got {given!r}")
 
 
 def _predicate(given: bool | Predicate) -> Predicate:

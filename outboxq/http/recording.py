@@ -5,7 +5,7 @@ from collections.abc import Awaitable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, overload
 
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
@@ -44,6 +44,7 @@ class Recorded:
 
     answer: Answer
     session: Session
+    connection: Connection
     is_committed: bool = False
     is_certain: bool = True
 
@@ -58,8 +59,8 @@ class Recorded:
         event.remove(self.session, "after_soft_rollback", self._after_rollback)
 
     def _after_commit(self, session: Session) -> None:
-        # The release of a savepoint is told too.
-        if not session.in_nested_transaction():
+        # The release of a savepoint is told too, and so is the commit() of a session in somebody else's transaction.
+        if not session.in_nested_transaction() and not self.connection.in_transaction():
             self.is_committed = True
 
     def _after_rollback(self, _session: Session, _transaction: object) -> None:
@@ -120,7 +121,7 @@ class Idempotency:
         if connection.execute(statement, execution_options=options).first() is None:
             raise EffectLockLost(request.scope, request.key)
         self.forget()
-        self.recorded = Recorded(answer, session)
+        self.recorded = Recorded(answer, session, connection)
         self.recorded.watch()
 
     def forget(self) -> None:
@@ -135,6 +136,12 @@ def put_idempotency(scope: MutableMapping[str, Any], idempotency: Idempotency) -
     # Into the server's own dict: middleware outside of ours reads what the router leaves there.
     scope[_IN_SCOPE] = idempotency
     return idempotency
+
+
+def is_guarded(scope: Scope) -> bool:
+    """Whether a middleware of ours has claimed this request already."""
+    found = scope.get(_IN_SCOPE)
+    return isinstance(found, Idempotency) and found.claimed is not None
 
 
 def idempotency_of(scope: Scope) -> Idempotency:

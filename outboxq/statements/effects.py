@@ -60,25 +60,39 @@ def claim(
 ) -> Executable:
     """Claim the call, or take it over from a caller that died; else look at what stands. One row, or none.
 
-    None only where another caller's first claim was committed while this one waited for it: look again.
-    Index: the primary key. Locks: the effect's row; waits for a claim or a record that is just being committed.
+    None only where somebody else claimed it after this statement's snapshot: look again.
+    Index: the primary key. Locks: the effect's row, and only to take it: what is under way, or came to an end, is
+    neither locked nor waited for, also where its record is just being committed.
     A repetition of a claim whose COMMIT was not answered finds its own token.
     """
-    given = literal(fingerprint, effect.c.fingerprint.type)
-    new = insert(effect).values(
-        scope=scope,
-        key=key,
-        fingerprint=given,
-        status="started",
-        provider_key=provider_key,
-        lock_token=token,
-        locked_until=_now() + lease,
-    )
+    # Cast: without, a driver would have to guess the type of a NULL.
+    given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
     same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
-    # Judged on the row's newest version, after the wait for its lock.
     is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
+    is_ours = and_(effect.c.lock_token == token, effect.c.status == "started")
+    standing = (
+        select(*_seen(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
+        .where(effect.c.scope == scope, effect.c.key == key)
+        .cte("standing")
+        .prefix_with("MATERIALIZED")
+    )
+    new = {
+        "scope": literal(scope),
+        "key": literal(key),
+        "fingerprint": given,
+        "status": literal("started"),
+        "provider_key": literal(provider_key, effect.c.provider_key.type),
+        "lock_token": literal(token, effect.c.lock_token.type),
+        "locked_until": _now() + literal(lease),
+    }
     claimed = (
-        new.on_conflict_do_update(
+        insert(effect)
+        .from_select(
+            list(new),
+            select(*new.values()).where(~exists(select(standing.c.claimed).where(~standing.c.is_free))),
+            include_defaults=False,
+        )
+        .on_conflict_do_update(
             index_elements=[effect.c.scope, effect.c.key],
             set_={
                 "status": "started",
@@ -91,18 +105,16 @@ def claim(
                 "changed_at": _now(),
                 "expires_at": None,
             },
+            # Once more, on the row's newest version: after the wait for its lock it may be somebody else's.
             where=and_(same_request, is_free),
         )
         .returning(*effect.c)
         .cte("claimed")
     )
-    is_ours = and_(effect.c.lock_token == token, effect.c.status == "started")
-    standing = (
-        select(*_seen(effect, is_ours, same_request))
-        .where(effect.c.scope == scope, effect.c.key == key)
-        .where(~exists(select(claimed.c.scope)))
-    )
-    return select(*_seen(claimed, true(), true())).union_all(standing)
+    taken = select(*_seen(claimed, true(), true()))
+    seen = (column for column in standing.c if column.key != "is_free")
+    others = select(*seen).where(~standing.c.is_free).where(~exists(select(claimed.c.scope)))
+    return taken.union_all(others)
 
 
 def _seen(
@@ -137,7 +149,9 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Executable:
-    """Write what a call came to; one row, or none where somebody took over. May be repeated: the token stays.
+    """Write what a call came to; one row with the result as stored, or none where somebody took over.
+
+    May be repeated: the token stays.
 
     Args:
         keep: How long it is remembered; None for ever, as for everything that is not settled.
@@ -155,7 +169,7 @@ def record(
     }
     if unlock:
         values["locked_until"] = _now()
-    return update(effect).where(*_held(scope, key, token)).values(values).returning(true())
+    return update(effect).where(*_held(scope, key, token)).values(values).returning(effect.c.result)
 
 
 def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:

@@ -7,7 +7,7 @@ written a token of its own.
 from datetime import timedelta
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, func, select, true, update
+from sqlalchemy import ColumnElement, Executable, case, func, null, select, true, update
 
 from outboxq.statements.effects import Status
 from outboxq.tables import effect
@@ -45,6 +45,26 @@ def settle_started(
         update(effect)
         .where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key)
         .values(_settled(status, result, error, keep))
+        .returning(true())
+    )
+
+
+def give_back(scope: str, key: str, token: UUID, *, keep: timedelta) -> Executable:
+    """Settle a request that was claimed and not executed; no row where it was taken over.
+
+    A doubt that it took over stays: only what it knows of itself is written. Index: the primary key. Locks: the
+    effect's row.
+    """
+    return (
+        update(effect)
+        .where(*_held(scope, key, token), effect.c.status == "started")
+        .values(
+            status="retryable",
+            error="not executed",
+            locked_until=_now(),
+            changed_at=_now(),
+            expires_at=case((effect.c.in_doubt, null()), else_=_now() + keep),
+        )
         .returning(true())
     )
 

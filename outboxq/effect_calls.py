@@ -11,12 +11,14 @@ from typing import Any, Generic, NoReturn, TypeVar, assert_never, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from outboxq.effect_lock import Keeper, Transaction
 from outboxq.effect_request import Classify, Request, make_request
 from outboxq.effect_transactions import AsyncTransactions, Transactions
 from outboxq.errors import CallNotApplied, ConfigError, EffectRefused, HandlerError
 from outboxq.once import Ask, Call, Hold, LookUp, Pause, Step, Steps, Transact, once
+from outboxq.sessions import explain_missing_tables
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
@@ -256,7 +258,13 @@ def check_lease(seconds: float) -> float:
 
 
 def _read_deployment(connection: Connection) -> UUID:
-    found: UUID = connection.execute(select_deployment()).scalar_one()
+    try:
+        found: UUID = connection.execute(select_deployment()).scalar_one()
+    except DBAPIError as error:
+        missing = explain_missing_tables(error)
+        if missing is None:
+            raise
+        raise missing from error
     return found
 
 

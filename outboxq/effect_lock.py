@@ -6,14 +6,13 @@ third of their lock, and ends when nothing is held any more.
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sqlalchemy import Connection, Executable
 
 from outboxq.effect_request import Request
-from outboxq.once import Hold
+from outboxq.once import Hold, clock
 from outboxq.statements import effects as statements
 
 logger = logging.getLogger("outboxq.effects")
@@ -40,7 +39,7 @@ class Keeper:
     def keeping(self, hold: Hold) -> Iterator[None]:
         """Within the block, the lock is extended."""
         with self._changed:
-            self._held[hold] = time.monotonic() + self._beat_seconds
+            self._held[hold] = clock() + self._beat_seconds
             # Also where it is another process's: threads do not survive a fork.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
@@ -58,14 +57,14 @@ class Keeper:
                     # Under the same lock as the look: a call that begins now starts another thread.
                     self._thread = None
                     return
-                due = [hold for hold, due_at in self._held.items() if due_at <= time.monotonic()]
+                due = [hold for hold, due_at in self._held.items() if due_at <= clock()]
                 if not due:
-                    self._changed.wait(max(min(self._held.values()) - time.monotonic(), 0.0))
+                    self._changed.wait(max(min(self._held.values()) - clock(), 0.0))
                     continue
             self._extend(due)
 
     def _extend(self, due: list[Hold]) -> None:
-        begun = time.monotonic()
+        begun = clock()
         committed: list[list[Hold]] = []
         extended: set[Hold] = set()
         try:

@@ -8,16 +8,19 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.config import check_schema
 from outboxq.effect_lock import Transaction
 from outboxq.errors import ConfigError
+from outboxq.sessions import sqlstate_of
 from outboxq.tables import SCHEMA
 
 T = TypeVar("T")
 
 _KEEPER_ANSWER_SECONDS = 30.0
+_READ_ONLY = "25006"
 
 
 class Transactions(Protocol):
@@ -56,7 +59,7 @@ class EngineTransactions:
     def run(self, work: Callable[[Connection], T]) -> T:
         """See `Transactions`."""
         with self._engine.begin() as connection:
-            return work(connection)
+            return _unless_standby(connection, work)
 
     def keeper_transaction(self) -> Transaction:
         """From any thread."""
@@ -89,7 +92,7 @@ class AsyncEngineTransactions:
         """See `AsyncTransactions`."""
         self.was_used = True
         async with self._engine.begin() as connection:
-            return await connection.run_sync(work)
+            return await connection.run_sync(_unless_standby, work)
 
     async def _keep(self, work: Callable[[Connection], T]) -> T:
         # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
@@ -188,3 +191,13 @@ def schema_of(engine: Engine, given: str | None) -> str:
     """The schema of outboxq's tables: as given, or as the engine's `schema_translate_map` has it."""
     translated = engine.get_execution_options().get("schema_translate_map") or {}
     return check_schema(given or translated.get(SCHEMA) or SCHEMA)
+
+
+def _unless_standby(connection: Connection, work: Callable[[Connection], T]) -> T:
+    """Run `work`; a connection to a server that cannot write is not used again: the next one may find the primary."""
+    try:
+        return work(connection)
+    except DBAPIError as error:
+        if sqlstate_of(error) == _READ_ONLY:
+            connection.invalidate()
+        raise

@@ -54,7 +54,7 @@ _CLIENT_SETTINGS: Mapping[str, str | int] = {
     # The keepalives are silent while sent data waits for its acknowledgement; this is not.
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
 }
-_SERVER_SETTINGS: Mapping[str, int] = {
+_SERVER_SETTINGS: Mapping[str, int | str] = {
     "tcp_keepalives_idle": _IDLE_SECONDS,
     "tcp_keepalives_interval": _INTERVAL_SECONDS,
     "tcp_keepalives_count": _PROBES,
@@ -83,7 +83,14 @@ _OUTAGE_REASONS = (
     "No space left on device",
 )
 # A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
-_RELAY_SETTINGS: Mapping[str, int] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
+_RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
+# A plan that was made while the table was small would read all of it, for as long as the connection lives.
+_EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}
+_SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
+    RELAY_NAME: _RELAY_SETTINGS,
+    LISTENER_NAME: _RELAY_SETTINGS,
+    EFFECTS_NAME: _EFFECTS_SETTINGS,
+}
 
 
 def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> Engine:
@@ -155,7 +162,7 @@ def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | 
     if "prepare_threshold" in url.query:
         # psycopg's own, and the only one that must not come as text.
         chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
-    settings = _RELAY_SETTINGS if application_name in (RELAY_NAME, LISTENER_NAME) else _SERVER_SETTINGS
+    settings = _SETTINGS_BY_NAME.get(application_name, _SERVER_SETTINGS)
     ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
     # A service file may hold options of its own, which these would replace.
     return chosen if "service" in url.query else {**chosen, "options": f"{ours} {_given_options(url)}".strip()}

@@ -38,6 +38,8 @@ from outboxq.statements.effects import Seen, Status
 
 T = TypeVar("T")
 
+# A standby that is being promoted, or the role's own lock_timeout.
+_PASSING = ("25006", "55P03")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
@@ -93,6 +95,11 @@ Step: TypeAlias = Transact | Call | Ask | Pause
 Steps: TypeAlias = Generator[Step, Any, T]
 
 
+def clock() -> float:
+    """Seconds that also pass while the machine is suspended, where the system has such a clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class Hold:
     """How long this process may believe that the lock on a call is its own."""
 
@@ -101,13 +108,13 @@ class Hold:
         self._until = 0.0
 
     def renew(self, begun: float, seconds: float | None = None) -> None:
-        """The lock was taken, or extended, by a statement that began then (monotonic)."""
+        """The lock was taken, or extended, by a statement that began then (`clock`)."""
         self._until = begun + (self.request.lease.total_seconds() if seconds is None else seconds)
 
     @property
     def lasts(self) -> bool:
         """Whether nobody can have taken over."""
-        return time.monotonic() < self._until
+        return clock() < self._until
 
 
 def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
@@ -128,7 +135,7 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
             return _replay(request, seen)
         in_doubt = seen.in_doubt
         if in_doubt:
-            asked = time.monotonic()
+            asked = clock()
             answer = yield from _look_up(request, seen, asked)
             if isinstance(answer, Applied):
                 return (yield from _record_result(request, answer.result))
@@ -155,7 +162,7 @@ def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
     statement = statements.claim(request.scope, request.key, request.fingerprint, wanted, request.token, request.lease)
     row = None
     while row is None:
-        begun = time.monotonic()
+        begun = clock()
         row = yield from insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
         # Measured from before the statement: what the server adds, we leave out.
         if row is not None:
@@ -189,7 +196,7 @@ def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]
             # Asked again by the next caller; the doubt stays.
             yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
             raise
-    waited = time.monotonic() - begun
+    waited = clock() - begun
     if isinstance(answer, Unknown) and not _still_remembered(request, seen, waited):
         reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
         yield from record(request, "unknown", error=reason)
@@ -229,11 +236,11 @@ def _record_failure(request: Request, error: BaseException, seen: Seen, *, in_do
     if doubt == "retryable":
         keep = None if in_doubt else request.retention
         yield from record(request, "retryable", in_doubt=in_doubt, error=_name_of(error), keep=keep)
-    elif _still_remembered(request, seen):
-        yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
     elif request.asks:
         # Its lock runs on: a call that is still on its way gets that long to arrive before anybody asks for it.
         yield from record(request, "started", in_doubt=True, error=_name_of(error), unlock=False)
+    elif _still_remembered(request, seen):
+        yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
     else:
         reason = f"the call raised {_name_of(error)}; " + _why_unknown(request, asked=False)
         yield from record(request, "unknown", error=reason)
@@ -249,7 +256,13 @@ def _doubt_of(request: Request, error: BaseException) -> Doubt:
     # Not found by way of __cause__: behind a retrying client the last try was refused, and the first one applied.
     if isinstance(error, CallNotApplied | ConnectionRefusedError):
         return "retryable"
-    return "ambiguous" if request.classify is None else request.classify(error)
+    if request.classify is None:
+        return "ambiguous"
+    try:
+        return request.classify(error)
+    except Exception as broken:  # noqa: BLE001  # users' code; the call was made, and what it came to must be recorded
+        error.add_note(f"classify raised {type(broken).__name__}, so nobody knows whether the call was applied")
+        return "ambiguous"
 
 
 def _record_result(request: Request, value: object) -> Steps[object]:
@@ -341,7 +354,9 @@ def is_outage(error: SQLAlchemyError | OSError) -> bool:
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)
     sqlstate = sqlstate_of(error)
-    return error.connection_invalidated or sqlstate is None or sqlstate[:2] in ("08", "53", "57")
+    return (
+        error.connection_invalidated or sqlstate is None or sqlstate[:2] in ("08", "53", "57") or sqlstate in _PASSING
+    )
 
 
 def _name_of(error: BaseException) -> str:

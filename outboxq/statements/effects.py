@@ -17,11 +17,13 @@ from sqlalchemy import (
     FromClause,
     Select,
     and_,
+    case,
     cast,
     exists,
     extract,
     func,
     literal,
+    null,
     or_,
     select,
     true,
@@ -41,7 +43,7 @@ class Seen:
     """An effect as its claim found it, or left it.
 
     `claimed`: the call is ours to make. `in_doubt`: an earlier one may have been applied. `known_seconds`: since the
-    first one; `locked_seconds`: how long the lock still lasts, negative once it ran out.
+    first one; `locked_seconds`: how long the lock still lasts, negative once it ran out. `durably` says nothing.
     """
 
     claimed: bool
@@ -53,6 +55,7 @@ class Seen:
     error: str | None
     known_seconds: float
     locked_seconds: float
+    durably: str | None = None
 
 
 def claim(
@@ -111,9 +114,9 @@ def claim(
         .returning(*effect.c)
         .cte("claimed")
     )
-    taken = select(*_seen(claimed, true(), true()))
+    taken = select(*_seen(claimed, true(), true()), _durably())
     seen = (column for column in standing.c if column.key != "is_free")
-    others = select(*seen).where(~standing.c.is_free).where(~exists(select(claimed.c.scope)))
+    others = select(*seen, null()).where(~standing.c.is_free).where(~exists(select(claimed.c.scope)))
     return taken.union_all(others)
 
 
@@ -131,6 +134,12 @@ def _seen(
         _seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
         _seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
     ]
+
+
+def _durably() -> ColumnElement[str | None]:
+    """Make COMMIT wait for the disk although it is set not to: what a crash forgets would be called again."""
+    is_off = func.current_setting("synchronous_commit") == "off"
+    return case((is_off, func.set_config("synchronous_commit", "on", True))).label("durably")
 
 
 def _seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
@@ -169,7 +178,7 @@ def record(
     }
     if unlock:
         values["locked_until"] = _now()
-    return update(effect).where(*_held(scope, key, token)).values(values).returning(effect.c.result)
+    return update(effect).where(*_held(scope, key, token)).values(values).returning(effect.c.result, _durably())
 
 
 def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:
@@ -183,7 +192,7 @@ def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:
         update(effect)
         .where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key)
         .values(locked_until=_now() + lease)
-        .returning(true())
+        .returning(true(), _durably())
     )
 
 

@@ -289,19 +289,22 @@ def test_a_caller_that_stood_still_before_its_call_does_not_call(
     assert calls.read_text() == "taken over\n"
 
 
-def test_a_lock_that_cannot_be_extended_is_said(
-    proxied: tuple[CommitProxy, Effects], engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_that_cannot_be_extended_is_said(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """A warning, without what was called for; the next beat tries again."""
-    proxy, effects = proxied
+    effects = Effects(engine, lease_seconds=0.5)
 
     def call(provider_key: str) -> str:
-        proxy.cut()
-        proxy.freeze()
+        rename(engine, "effect", "elsewhere")
         wait_until(lambda: "could not be extended" in caplog.text, "the warning")
-        proxy.thaw()
+        rename(engine, "elsewhere", "effect")
         return "done"
 
     with caplog.at_level(logging.WARNING, logger="outboxq.effects"):
-        result = effects.once("charge", key="1", call=call)
-    assert result == "done"
+        assert effects.once("charge", key="order-1", call=call) == "done"
+    assert "order-1" not in caplog.text
+    effects.dispose()
+
+
+def rename(engine: Engine, table: str, name: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE outboxq.{table} RENAME TO {name}"))

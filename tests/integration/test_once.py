@@ -264,6 +264,7 @@ def test_a_look_up_that_cannot_tell_may_be_followed_by_a_call_with_a_key_that_co
     provider, look_up = Provider(TimeoutError(), {"id": "ch_1"}), Provider(Unknown())
     options = {"already_applied": look_up, "provider_remembers": DAY}
     fail(once, TimeoutError, "1", provider, **options)
+    let_lock_run_out(engine, "1")
     assert once("charge", key="1", call=provider, **options) == {"id": "ch_1"}
     assert len(look_up.keys) == 1
 

@@ -126,9 +126,10 @@ def resolve_effect(
     """Say what became of a call that nobody knows about.
 
     It is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that `outboxq
-    effects show` prints. After --applied nobody calls again, and callers get the result that you give as JSON; give
-    null where the handler does not use it, for without any --result a caller fails, and its job is a dead letter. After
-    --not-applied the next caller calls again: if that was wrong, the call is made twice.
+    effects show` prints; of an HTTP request (a scope such as 'POST /orders') look at the rows that it writes. After
+    --applied nobody calls again, and callers get the result that you give as JSON; give null where the handler
+    does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied the next
+    caller calls again: if that was wrong, the call is made twice.
 
     One that is done without a result can be given its result in the same way. Otherwise an effect that is settled, or
     that is being called, is not changed: the exit code is 1.

@@ -50,7 +50,7 @@ Since: TypeAlias = Annotated[
         "--since",
         metavar="TIME",
         parser=read_moment,
-        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC, or with an offset such as +02:00.",
+        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
         show_default=False,
     ),
 ]

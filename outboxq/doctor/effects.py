@@ -21,8 +21,10 @@ def find_unknown_effects(examination: Examination) -> Iterator[Finding]:
             f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: nobody can tell whether the call "
             "was applied",
             detail_of(found),
-            "Ask the other side by the provider key (outboxq effects list --status unknown), then: outboxq effects "
-            "resolve SCOPE KEY --applied, or --not-applied.",
+            "Ask the other side by the provider key (outboxq effects show), then: outboxq effects resolve SCOPE KEY "
+            "--applied, or --not-applied. They are listed by outboxq effects list --status unknown; one with a scope "
+            "such as 'POST /orders' is an HTTP request: look at the rows that it writes, for nobody has its provider "
+            "key.",
         )
 
 

@@ -87,7 +87,8 @@ class Idempotency:
     def record(self, session: SyncSession | AnAsyncSession, response: ResponseLike) -> Awaitable[None] | None:
         """Record the response in the session's transaction; await it on an async session. Return the same response.
 
-        As the last statement before the commit: a retry that comes in between waits for this transaction's end.
+        As the last statement before the commit: the lease is not extended any more, and once it has run out a retry
+        waits for this transaction's end.
 
         Raises:
             EffectLockLost: the request took longer than its lease, and was taken over: let this roll back.

@@ -21,7 +21,7 @@ def record_with_rows(
     """Write the response in the transaction of what the endpoint did; no row where somebody took over.
 
     Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: a retry that comes meanwhile
-    waits for it, also where the lease has run out, and then sees what became of it.
+    is told that it is under way, or waits where the lease has run out, and then sees what became of it.
     """
     return (
         update(effect)

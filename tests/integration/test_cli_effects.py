@@ -178,11 +178,16 @@ def test_a_verdict_that_means_nothing_is_wrong_usage(
     assert status_of(engine, "lost") == "unknown"
 
 
-def test_a_key_that_cannot_be_is_an_error_and_no_traceback(outboxq_database: Database, effects: dict[str, str]) -> None:
-    """Whatever a shell passes on."""
-    said = call("effects", "show", "payments", "\udcff", url=outboxq_database.url)
-    assert said.exit_code == 1
-    assert said.stderr == "Error: the key holds a lone surrogate, which UTF-8 cannot encode\n"
+def test_a_key_that_cannot_be_is_wrong_usage(outboxq_database: Database, effects: dict[str, str]) -> None:
+    """Exit code 2 and what a key takes, without a traceback."""
+    for key, expected in (
+        ("x" * 513, "1 to 512 bytes, got 513"),
+        ("", "1 to 512 bytes"),
+        ("a\x1b", "control character"),
+    ):
+        said = call("effects", "show", "payments", key, url=outboxq_database.url)
+        assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
+        assert expected in said.stderr
 
 
 def test_a_key_that_draws_on_a_terminal_is_shown_harmless(outboxq_database: Database, engine: Engine) -> None:

@@ -1,13 +1,15 @@
 """What a wrong command line, a wrong URL or a wrong module looks like: one line, no traceback, and an exit code."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, make_url, text
 
 from outboxq.postgres import Database
-from tests.support.cli import Outcome, call, run
+from tests.support.cli import Outcome, call, environment, run
 
 PASSWORD = "hunter2-do-not-print"
 
@@ -197,6 +199,34 @@ def test_words_that_no_command_knows_are_wrong_usage(words: tuple[str, ...]) -> 
     assert outcome.exit_code == 2
     assert "Traceback" not in outcome.stderr
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("effects", "list", "--scope", b"\xff"),
+        ("effects", "show", "payments", b"\xff"),
+        ("effects", "resolve", "payments", "order-1", "--applied", "--result", b'"hunter2-do-not-print\xff"'),
+        ("inbox", "list", "--consumer", b"\xff"),
+        ("inbox", "show", "payments", b"\xff"),
+        ("inbox", "forget", "payments", b"\xff"),
+        ("jobs", "list", "--queue", b"\xff"),
+        ("dead", "list", "--reason", b"\xff"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_bytes_that_are_no_text_are_wrong_usage(outboxq_database: Database, words: tuple[str | bytes, ...]) -> None:
+    """Whatever a shell passes on is refused with its place, before anything is asked or changed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "outboxq", *words],
+        env=environment(outboxq_database.url),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = one_line(Outcome(done.returncode, done.stdout, done.stderr), 2)
+    assert f"word {len(words)} of the command line is not UTF-8" in said
 
 
 @pytest.mark.parametrize("name", ["", "x" * 64, "two\nlines", "a,b"])

@@ -1,5 +1,7 @@
 """`outboxq inbox`: looking at the messages that were accepted, and forgetting them."""
 
+from datetime import datetime, timedelta, timezone
+
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
@@ -54,10 +56,24 @@ def test_the_list_has_the_latest_first(outboxq_database: Database, engine: Engin
     assert len(listed(*consumer, "--since", "2026-01-31", url=url)) == 3
     far_east = run("inbox", "list", "--since", "2026-01-31T08:00:00", "--json", url=url, env={"TZ": "Asia/Tokyo"}).ok()
     assert len(far_east.json["messages"]) == 2
-    assert call("inbox", "list", "--since", "yesterday", url=url).exit_code == 2
     said = run("inbox", "list", url=url).ok().stdout
     assert "2026-01-31 07:59:59" in said
     assert "hunter2" not in said
+
+
+@pytest.mark.usefixtures("messages")
+def test_a_time_is_taken_as_it_was_printed(outboxq_database: Database) -> None:
+    """What --json prints, and any other ISO 8601, finds the message that it was printed for, and none before it."""
+    url = outboxq_database.url
+    said = call("inbox", "list", "--json", url=url).ok().json["messages"]
+    (second,) = [row["seen_at"] for row in said if row["message_id"] == "evt_2"]
+    assert second.endswith("Z")
+    in_kathmandu = datetime.fromisoformat(second).astimezone(timezone(timedelta(hours=5, minutes=45)))
+    for moment in (second, second.replace("Z", "+00:00"), in_kathmandu.isoformat()):
+        found = listed("--consumer", "payments", "--since", moment, url=url)
+        assert found == [("payments", "evt_3"), ("payments", "evt_2")]
+    refused = call("inbox", "list", "--since", "yesterday", url=url)
+    assert (refused.exit_code, "'yesterday' is no time" in refused.stderr) == (2, True)
 
 
 @pytest.mark.usefixtures("messages")
@@ -120,7 +136,7 @@ def test_what_could_not_be_forgotten_ends_with_1(
 def test_an_id_that_cannot_be_forgets_nothing(outboxq_database: Database) -> None:
     """One wrong id among right ones is an error before anything is deleted."""
     said = call("inbox", "forget", "payments", "evt_1", "x" * 513, url=outboxq_database.url)
-    assert said.exit_code == 1
+    assert said.exit_code == 2
     assert "1 to 512 bytes, got 513" in said.stderr
     call("inbox", "show", "payments", "evt_1", url=outboxq_database.url).ok()
     assert call("inbox", "forget", "payments", url=outboxq_database.url).exit_code == 2

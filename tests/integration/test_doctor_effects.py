@@ -33,6 +33,7 @@ def test_unknown_effects_are_counted(outboxq_database: Database) -> None:
     assert 10_800 <= found["detail"]["oldest_seconds"] < 10_900
     assert found["title"].startswith("3 effects are unknown, the oldest for 3 h:")
     assert "outboxq effects list --status unknown" in found["advice"]
+    assert "an HTTP request: look at the rows" in found["advice"]
     assert named(url, "effects-abandoned") == []
 
 

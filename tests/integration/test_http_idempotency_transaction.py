@@ -162,6 +162,19 @@ def test_a_request_that_was_taken_over_commits_nothing(outboxq_database: Databas
     assert ledger(engine) == Counter(order=1)
 
 
+def test_a_retry_does_not_wait_for_a_record_that_is_being_committed(client: httpx.Client, engine: Engine) -> None:
+    """While the lease lasts it is told that the request is under way, and holds no connection meanwhile."""
+    with ThreadPoolExecutor(1) as clients:
+        with closed_gate(engine):
+            first = clients.submit(client.post, "/tx/orders?gate=late", headers=KEY)
+            wait_at_gate(engine)
+            # The gate is closed: whoever waited for the first one would wait for ever.
+            assert problem(client.post("/tx/orders?gate=late", headers=KEY, timeout=20)) == "in-progress"
+        answer = first.result()
+    retry = client.post("/tx/orders?gate=late", headers=KEY)
+    assert (answer.status_code, is_replay(retry), seen(retry)) == (201, True, seen(answer))
+
+
 def test_what_is_being_committed_is_not_taken_over(outboxq_database: Database, engine: Engine) -> None:
     """A record that waits for its commit holds its key, also when the lease has run out meanwhile."""
     with (

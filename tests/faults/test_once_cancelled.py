@@ -1,0 +1,161 @@
+"""`AsyncEffects.once` when its task, or its event loop, ends at the worst moment: what was called is written."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from outboxq import AsyncEffects
+from outboxq.errors import EffectUnknown
+from outboxq.postgres import Database
+from tests.support.effects import SyncOnce, let_lock_run_out, row
+from tests.support.waiting import wait_until
+
+_WAITING = "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
+@asynccontextmanager
+async def opened(database: Database) -> AsyncIterator[AsyncEffects]:
+    engine = create_async_engine(database.url)
+    effects = AsyncEffects(engine)
+    yield effects
+    await effects.dispose()
+    await engine.dispose()
+
+
+def charge_and_block(blocker: Connection):
+    """A call after which nothing can be recorded before `blocker` rolls back."""
+
+    async def call(_provider_key: str) -> str:
+        blocker.execute(text("LOCK TABLE outboxq.effect IN EXCLUSIVE MODE"))
+        return "done"
+
+    return call
+
+
+async def until_it_waits(engine: Engine) -> None:
+    """Until a statement of ours waits for a lock."""
+
+    def waits() -> bool:
+        with engine.connect() as connection:
+            return bool(connection.execute(text(f"SELECT count(*) {_WAITING}")).scalar_one())
+
+    await asyncio.to_thread(wait_until, waits, "a statement to wait")
+
+
+async def let_others_run() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_cancellations_during_the_record_do_not_lose_the_result(
+    outboxq_database: Database, engine: Engine, times: int
+) -> None:
+    """A deadline and a stop may both cancel: what the call came to is written all the same."""
+
+    async def main() -> None:
+        async with opened(outboxq_database) as effects:
+            with engine.connect() as blocker:
+                task = asyncio.ensure_future(effects.once("charge", key="1", call=charge_and_block(blocker)))
+                await until_it_waits(engine)
+                for _ in range(times):
+                    task.cancel()
+                    await let_others_run()
+                assert not task.done()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
+
+
+def test_a_result_is_recorded_where_the_event_loop_ends_meanwhile(outboxq_database: Database, engine: Engine) -> None:
+    """asyncio.run() cancels every task at its end, also the one that writes."""
+    tasks: list[asyncio.Task[None]] = []
+    async_engine = create_async_engine(outboxq_database.url)
+    effects = AsyncEffects(async_engine)
+    blocker = engine.connect()
+
+    async def release_at_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # By now every other task is cancelled too.
+            blocker.close()
+
+    async def main() -> None:
+        tasks.append(asyncio.ensure_future(release_at_the_end()))
+        tasks.append(asyncio.ensure_future(effects.once("charge", key="1", call=charge_and_block(blocker))))
+        await until_it_waits(engine)
+
+    asyncio.run(main())
+    assert [task.cancelled() for task in tasks] == [True, True]
+    asyncio.run(effects.dispose())
+    asyncio.run(async_engine.dispose())
+    assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
+
+
+def test_a_cancellation_is_not_forgotten_where_the_claim_fails(outboxq_database: Database, engine: Engine) -> None:
+    """The connection is lost just after it: nothing is called any more."""
+    calls: list[str] = []
+
+    async def call(provider_key: str) -> None:
+        calls.append(provider_key)
+
+    async def main() -> None:
+        async with opened(outboxq_database) as effects:
+            await effects.once("charge", key="warm", call=lambda _: asyncio.sleep(0))
+            with engine.connect() as blocker:
+                blocker.execute(text("LOCK TABLE outboxq.effect IN EXCLUSIVE MODE"))
+                task = asyncio.ensure_future(effects.once("charge", key="1", call=call))
+                await until_it_waits(engine)
+                task.cancel()
+                await let_others_run()
+                blocker.execute(text(f"SELECT pg_terminate_backend(pid) {_WAITING}"))
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert calls == []
+
+
+def test_a_call_whose_event_loop_is_gone_is_given_up(engine: Engine) -> None:
+    """Nothing can be awaited any more: its lock is kept no longer, and the next caller finds it in doubt."""
+    # Transactions in threads: they would still work, and keep the lock for ever.
+    effects = AsyncEffects(engine, lease_seconds=30)
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> asyncio.Task[object]:
+        called = asyncio.Event()
+
+        async def call(_provider_key: str) -> None:
+            called.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(effects.once("charge", key="1", call=call))
+        await called.wait()
+        return task
+
+    task = loop.run_until_complete(begin())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    held = [keeper._held for keeper in effects._permit.caller._keepers.values()]
+    assert [len(holds) for holds in held] == [1]
+    try:
+        # As the garbage collector does.
+        task.get_coro().close()
+        assert held == [{}]
+    finally:
+        for holds in held:
+            holds.clear()
+        task._log_destroy_pending = False
+        asyncio.run(effects.dispose())
+    let_lock_run_out(engine, "1")
+    once = SyncOnce(engine)
+    with pytest.raises(EffectUnknown):
+        once("charge", key="1", call=str)
+    once.dispose()

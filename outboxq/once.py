@@ -192,6 +192,8 @@ def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]
     if request.asks:
         try:
             answer = _check_answer((yield Ask(str(seen.provider_key))))
+        except GeneratorExit:
+            raise
         except BaseException as error:
             # Asked again by the next caller; the doubt stays.
             yield from record(request, "retryable", in_doubt=True, error=_name_of(error))

@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import Connection, Engine, text
@@ -11,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from outboxq import AsyncEffects
 from outboxq.errors import EffectUnknown
 from outboxq.postgres import Database
+from outboxq.statements import effects as statements
 from tests.support.effects import SyncOnce, let_lock_run_out, row
 from tests.support.waiting import wait_until
 
@@ -123,24 +127,34 @@ def test_a_cancellation_is_not_forgotten_where_the_claim_fails(outboxq_database:
     assert calls == []
 
 
-def test_a_call_whose_event_loop_is_gone_is_given_up(engine: Engine) -> None:
+def leave_in_doubt(engine: Engine) -> None:
+    """A caller that died calling, whose lock has run out."""
+    with engine.begin() as connection:
+        connection.execute(statements.claim("charge", "1", None, uuid4(), uuid4(), timedelta(seconds=30)))
+    let_lock_run_out(engine, "1")
+
+
+async def begin_without_end(effects: AsyncEffects) -> asyncio.Task[object]:
+    begun = asyncio.Event()
+
+    async def hang(_provider_key: str) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(effects.once("charge", key="1", call=hang, already_applied=hang))
+    await begun.wait()
+    return task
+
+
+@pytest.mark.parametrize("moment", ["call", "look-up"])
+def test_a_call_whose_event_loop_is_gone_is_given_up(engine: Engine, moment: str) -> None:
     """Nothing can be awaited any more: its lock is kept no longer, and the next caller finds it in doubt."""
     # Transactions in threads: they would still work, and keep the lock for ever.
-    effects = AsyncEffects(engine, lease_seconds=30)
+    effects = AsyncEffects(engine)
+    if moment == "look-up":
+        leave_in_doubt(engine)
     loop = asyncio.new_event_loop()
-
-    async def begin() -> asyncio.Task[object]:
-        called = asyncio.Event()
-
-        async def call(_provider_key: str) -> None:
-            called.set()
-            await asyncio.Event().wait()
-
-        task = asyncio.ensure_future(effects.once("charge", key="1", call=call))
-        await called.wait()
-        return task
-
-    task = loop.run_until_complete(begin())
+    task = loop.run_until_complete(begin_without_end(effects))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     held = [keeper._held for keeper in effects._permit.caller._keepers.values()]

@@ -24,6 +24,7 @@ from outboxq.config import SlotGroup
 from outboxq.driver import DriverConnection
 from outboxq.effects import Effects
 from outboxq.engines import RELAY_NAME, listen_connector, resolve_engines
+from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
@@ -297,20 +298,18 @@ def test_who_accepts_a_message_that_is_being_deleted_waits_and_then_knows(
         assert connection.execute(is_new).scalars().all() == [commits]
 
 
-def test_who_calls_an_effect_that_is_being_deleted_waits_and_then_calls(
-    outboxq_database: Database, engine: Engine
-) -> None:
-    """Its retention is over, so that the call is a new one; the row is there once."""
+def test_who_calls_an_effect_that_is_being_deleted_gets_its_result(outboxq_database: Database, engine: Engine) -> None:
+    """Nobody waits: what is not gone yet is remembered; once it is gone, the call is a new one."""
     fill_effect(engine, "old")
-    effects = Effects(engine)
-    try:
-        with deleting(outboxq_database, statements.delete_effects) as deletion, ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(effects.once, "tests", key="old1", call=lambda _: 42, returns=int)
-            wait_until(lambda: count_waiting(engine) == 1, "the claim to wait for the deletion")
-            deletion.execute("COMMIT")
-            assert calling.result(20) == 42
-    finally:
-        effects.dispose()
+    effects, calls = Effects(engine), []
+    with deleting(outboxq_database, statements.delete_effects) as deletion:
+        with pytest.raises(ResultNotStorable):
+            effects.once("tests", key="old1", call=calls.append)
+        assert calls == []
+        deletion.execute("COMMIT")
+    effects.once("tests", key="old1", call=calls.append)
+    effects.dispose()
+    assert len(calls) == 1
     assert keys(engine, "effect") == ["old1"]
 
 

@@ -268,13 +268,20 @@ def test_stop_lets_running_handlers_finish(
         session.add_jobs(app.record_slowly.job(name=f"sync {n}", seconds=1) for n in range(3))
         session.add_jobs(app.record_async.job(name=f"async {n}", seconds=1) for n in range(3))
     with start_relay(config=config) as running:
-        wait_until(lambda: locked(engine) == 2, "both slots at work")
+        wait_until(lambda: written(engine) == 2, "both handlers at work")
         running.relay.stop()
         wait_until(lambda: running.of(RelayStopped), "the end of the relay")
     assert effects(engine) == {"sync 0": 1, "async 0": 1}
     assert waiting(engine) == 4
     assert running.of(RelayStopping) == [RelayStopping(2, 30.0)]
     assert running.of(RelayStopped) == [RelayStopped(done=2, failed=0, abandoned=0)]
+
+
+def written(engine: Engine) -> int:
+    """How many handlers have written their effect, and are not committed."""
+    sent = "datname = current_database() AND state = 'idle in transaction' AND query LIKE 'INSERT INTO effect_ledger%'"
+    with engine.connect() as connection:
+        return connection.execute(text(f"SELECT count(*) FROM pg_stat_activity WHERE {sent}")).scalar_one()
 
 
 def locked(engine: Engine) -> int:

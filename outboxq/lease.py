@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from uuid import UUID
 
 import psycopg
@@ -135,22 +136,27 @@ class Lease:
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                connection = self._connect()
-            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-                logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
-                self._pause()
-                continue
-            try:
-                self._serve(connection.pgconn)
-            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread every lease would run out
-                logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
-                if self._wanted and not self._stopping:
-                    self._emit(LeaseExtensionFailed(type(error).__name__))
-                self._pause()
-            finally:
-                connection.pgconn.finish()
-                self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
+            # Where memory is over even a pause may fail; without this thread every lease would run out.
+            with suppress(Exception):
+                self._connect_and_serve()
+
+    def _connect_and_serve(self) -> None:
+        try:
+            connection = self._connect()
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
+            logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
+            self._pause()
+            return
+        try:
+            self._serve(connection.pgconn)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
+            logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
+            if self._wanted and not self._stopping:
+                self._emit(LeaseExtensionFailed(type(error).__name__))
+            self._pause()
+        finally:
+            connection.pgconn.finish()
+            self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
 
     def _serve(self, connection: PGconn) -> None:
         while not self._stopping:

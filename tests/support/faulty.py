@@ -123,7 +123,7 @@ def _exhaust_memory(session: Session, marker: str) -> None:
     most = pages * resource.getpagesize() + 64 * 1024**2
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     taken, chunk = [], 16 * 1024**2
-    until = time.monotonic() + 0.5
+    until = time.monotonic() + 0.2
     while time.monotonic() < until:
         try:
             taken.append(bytearray(chunk))

@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # Who asked is gone: killed, in the tests of this example.
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the name that http.server gives it
         """Say nothing."""
 
 

@@ -185,6 +185,14 @@ class ChildSilent:
     silent_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ChildLingers:
+    """A relay process of the supervisor is ending since `stopping_seconds`; it is killed, and dies of that."""
+
+    pid: int
+    stopping_seconds: float
+
+
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
 Event: TypeAlias = (
     JobEvent
@@ -204,6 +212,7 @@ Event: TypeAlias = (
     | ChildDied
     | ChildStuck
     | ChildSilent
+    | ChildLingers
 )
 Hook: TypeAlias = Callable[[Event], None]
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from outboxq.events import (
     BatchRolledBack,
     ChildDied,
+    ChildLingers,
     ChildSilent,
     ChildStuck,
     DatabaseBack,
@@ -53,6 +54,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     ChildDied: (logging.ERROR, "relay process died, starting another"),
     ChildStuck: (logging.ERROR, "relay process had a handler that could not be freed, starting another"),
     ChildSilent: (logging.ERROR, "relay process shows no life, killing it"),
+    ChildLingers: (logging.ERROR, "relay process does not come to its end, killing it"),
 }
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, ExceptionContext, event
@@ -19,6 +20,7 @@ from outboxq.config import SlotGroup
 from outboxq.driver import transaction_status
 from outboxq.serve import serve_in_loop, serve_in_thread
 from outboxq.slot import Shared, Slot
+from outboxq.threads import BoundedStart
 
 
 class SlotThread:
@@ -36,7 +38,7 @@ class SlotThread:
         own = engine.execution_options()
         event.listen(own, "engine_connect", self._connected)
         # A daemon: a handler that outlives the time to drain must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, args=(own, bell), name="outboxq-slot", daemon=True)
+        self._thread = BoundedStart(partial(self._run, own, bell), "outboxq-slot")
         self._thread.start()
 
     def _connected(self, connection: Connection) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildSilent, ChildStuck, Emitter
+from outboxq.events import ChildDied, ChildLingers, ChildSilent, ChildStuck, Emitter
 from outboxq.health import BEAT_SECONDS, Health, State, health_file, read_beats
 from outboxq.signals import stop_signals
 
@@ -41,7 +41,7 @@ class _Child:
         self.started_at = time.monotonic()
         self.state: State = "starting"
         self.has_reported = False
-        self.silent_seconds = 0.0
+        self.silent_seconds = self.stopping_seconds = 0.0
         self._read_end, write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         pipes = {PARENT_PIPE_VARIABLE: str(parent_pipe), HEARTBEAT_PIPE_VARIABLE: str(write_end)}
@@ -63,6 +63,8 @@ class _Child:
             self.state, self.has_reported, self.silent_seconds = state, True, 0.0
         elif self.has_reported:
             self.silent_seconds += elapsed_seconds
+        if self.state == "stopping":
+            self.stopping_seconds += elapsed_seconds
 
     def close(self) -> None:
         """Let go of the pipe of a child that has died."""
@@ -210,6 +212,11 @@ class _Supervisor:
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
             child.silent_seconds = 0.0
+        # By itself, after a failure: nobody else waits for its end.
+        if child.stopping_seconds >= self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS:
+            self._emit(ChildLingers(child.process.pid, child.stopping_seconds))
+            child.process.kill()
+            child.stopping_seconds = 0.0
 
     def _bury(self, place: _Place, child: _Child, code: int) -> int:
         place.child = None

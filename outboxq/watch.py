@@ -27,6 +27,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.recover import cut_off, end_other_transaction
 from outboxq.serve import connection_options
 from outboxq.slot import Slot
+from outboxq.threads import BoundedStart
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -151,7 +152,7 @@ class Watch:
             except Exception:
                 logger.exception("a handler past its deadline could not be dealt with")
 
-        thread = threading.Thread(target=act, name="outboxq-watch", daemon=True)
+        thread = BoundedStart(act, "outboxq-watch")
         # The one before it, if any, ends by itself: it finds the batch seized.
         self._acting[runner] = thread
         thread.start()

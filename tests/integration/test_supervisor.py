@@ -17,7 +17,7 @@ import pytest
 
 import outboxq.supervisor as supervisor_module
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildStuck, Emitter, Event
+from outboxq.events import ChildDied, ChildLingers, ChildStuck, Emitter, Event
 from outboxq.health import State, read_beats, send_beats
 from outboxq.supervisor import supervise
 from tests.support.waiting import wait_until
@@ -290,6 +290,35 @@ def test_a_second_signal_kills_the_children_and_the_supervisor(directory: Path, 
 def ignores_sigterm(pid: int) -> bool:
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:")]
     return bool(int(line.split()[1], 16) & 1 << (signal.SIGTERM - 1))
+
+
+# The first child stops by itself, and never ends; the second ends.
+LINGERING = """
+import os, pathlib, sys, time
+from outboxq import config
+from outboxq.health import send_beats
+directory = pathlib.Path(sys.argv[1])
+first = not list(directory.iterdir())
+(directory / str(os.getpid())).touch()
+if first:
+    send_beats(config.heartbeat_pipe(), lambda: "stopping")
+    time.sleep(60)
+"""
+
+
+def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops after a failure of its own and hangs on the way: as long as one that was told to stop, and no longer."""
+    monkeypatch.setattr(supervisor_module, "_KILL_AFTER_DRAIN_SECONDS", 0.5)
+    events: list[Event] = []
+    assert run([sys.executable, "-c", LINGERING, str(directory)], 1, events) == 0
+    lingers, died = events
+    assert isinstance(lingers, ChildLingers)
+    assert lingers.stopping_seconds >= 1.5
+    assert isinstance(died, ChildDied)
+    assert (died.pid, died.exit_code) == (lingers.pid, -signal.SIGKILL)
+    assert len(pids(directory)) == 2
 
 
 def run(command: list[str], processes: int, events: list[Event]) -> int:

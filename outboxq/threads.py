@@ -1,0 +1,36 @@
+"""Threads whose start comes to an end, whatever becomes of them."""
+
+import _thread
+import threading
+from collections.abc import Callable
+
+# A new thread is up within microseconds; after a pause of the whole process it may take its time.
+_UP_SECONDS = 30.0
+
+
+class BoundedStart(threading.Thread):
+    """A daemon thread; `threading.Thread.start` waits for it to come up, without an end.
+
+    Where memory is over the new thread may die before it says so. In the relay's own thread, which ends handlers past
+    their deadline and the relay itself, such a wait would leave a process that neither works nor goes away.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._is_up = threading.Event()
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            RuntimeError: it did not come up.
+        """
+        # Bare: nobody waits for that one.
+        _thread.start_new_thread(super().start, ())
+        if not self._is_up.wait(_UP_SECONDS):
+            raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")
+
+    def run(self) -> None:
+        """Called in the new thread."""
+        self._is_up.set()
+        super().run()

@@ -1,0 +1,130 @@
+"""What is measured, as values: repeats with their median, and a comparison of ours with its limit."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The repeats of one measurement, in the order in which they were made.
+
+    Raises:
+        ValueError: there are none.
+    """
+
+    values: tuple[float, ...]
+    unit: str
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("a series takes at least one measurement")
+
+    @property
+    def median(self) -> float:
+        """The middle one, or the mean of the two in the middle."""
+        return statistics.median(self.values)
+
+    @property
+    def lowest(self) -> float:
+        """The smallest."""
+        return min(self.values)
+
+    @property
+    def highest(self) -> float:
+        """The largest."""
+        return max(self.values)
+
+
+class Better(Enum):
+    """Which way a figure improves."""
+
+    higher = "higher"
+    lower = "lower"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One line of the table: ours beside its limit, and the ratio that we want.
+
+    Where higher is better the ratio is ours / limit and is to be at least the target, otherwise at most. Without a
+    limit ours itself is held against the target.
+
+    Attributes:
+        number: The scenario's, which sorts the table.
+        scenario: Its name on the command line.
+        what: What was measured.
+        limit_name: What the limit is, in words; empty without one.
+        notes: What a reader must know: sizes that were run, settings, round trips that were seen.
+    """
+
+    number: int
+    scenario: str
+    what: str
+    ours: Series
+    limit: Series | None = None
+    limit_name: str = ""
+    target: float | None = None
+    better: Better = Better.higher
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of ours by the median of the limit; None without a limit, or with one of zero."""
+        if self.limit is None or self.limit.median == 0:
+            return None
+        return self.ours.median / self.limit.median
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is reached; None where there is nothing to compare."""
+        compared = self.ours.median if self.limit is None else self.ratio
+        if self.target is None or compared is None:
+            return None
+        return compared >= self.target if self.better == Better.higher else compared <= self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A line that could not be measured, and why."""
+
+    number: int
+    scenario: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a run took place."""
+
+    outboxq: str
+    python: str
+    sqlalchemy: str
+    server: str
+    settings: dict[str, str]
+    cores: int
+    pgbench: str
+    size: str
+
+
+@dataclass(slots=True)
+class Run:
+    """All that one run found. `drift` is the reference limit, measured first and last."""
+
+    surroundings: Surroundings
+    repeats: int
+    lines: list[Comparison | Unsupported] = field(default_factory=list)
+    drift: tuple[Series, Series] | None = None
+    seconds: float = 0.0
+
+    def sorted_lines(self) -> Sequence[Comparison | Unsupported]:
+        """By the number of the scenario; within one as they were measured."""
+        return sorted(self.lines, key=lambda line: line.number)
+
+
+def drift_percent(drift: tuple[Series, Series]) -> float:
+    """How much faster (positive) or slower the machine was at the end than at the beginning."""
+    first, last = drift
+    return (last.median / first.median - 1) * 100

@@ -1,0 +1,127 @@
+"""One peer, one scenario: a fresh database, jobs enqueued in bulk, driver processes, and a look at what was done."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psycopg
+from sqlalchemy import make_url
+
+from benchmarks.peers.definitions import Peer, Scenario
+from benchmarks.peers.drivers import Driver, running, wait_executed
+from benchmarks.peers.environments import driver_command, environment
+from benchmarks.peers.statistics import Percentiles, latencies_ms, percentiles, steady_rate
+from outboxq.postgres import Server
+
+LATENCY_JOBS_PER_SECOND = 50
+LATENCY_JOBS = 1_000
+
+_DRAIN_SECONDS = 90.0
+_SETTLE_SECONDS = 20.0
+# An idle worker is the normal case of this scenario: the first jobs must not meet one that is still starting.
+_SETTLED_IN_SECONDS = 2.0
+
+
+class NotExecuted(Exception):
+    """A peer did not execute each job once."""
+
+
+class Bench:
+    """A peer with its environment on a server."""
+
+    def __init__(self, peer: Peer, directory: Path, server: Server) -> None:
+        self.peer = peer
+        self._command = driver_command(peer, directory)
+        self._home = environment(peer, directory)
+        self._server = server
+
+    def drain(self, scenario: Scenario, jobs: int, processes: int) -> float:
+        """Jobs per second of so many processes on a queue that was filled before.
+
+        Raises:
+            DriverFailed: a driver did, or was too slow.
+            NotExecuted: the jobs were not executed once each.
+        """
+        with self._database(jobs) as url:
+            self._prepare(url, jobs)
+            options = self._options(url, jobs, scenario)
+            drivers = [self._driver("work", options) for _ in range(processes)]
+            with running(drivers):
+                wait_executed(drivers, jobs, _DRAIN_SECONDS)
+                self._wait_settled(url)
+                executed = self._stop(drivers)
+            if executed != jobs:
+                raise NotExecuted(f"{self.peer.name} ran {executed} handlers for {jobs} jobs")
+            if scenario is Scenario.update:
+                _check_updated(url, jobs)
+            return steady_rate([driver.samples for driver in drivers], jobs)
+
+    def latency(self, jobs: int) -> Percentiles:
+        """From the commit of an enqueue to the start of its handler, of jobs that come one by one to one process.
+
+        Raises:
+            DriverFailed: a driver did, or was too slow.
+            ValueError: the jobs were not executed once each.
+        """
+        with self._database(0) as url:
+            self._prepare(url, 0)
+            options = self._options(url, jobs, Scenario.latency) | {"rate": LATENCY_JOBS_PER_SECOND}
+            worker = self._driver("work", options)
+            with running([worker]):
+                time.sleep(_SETTLED_IN_SECONDS)
+                with running([self._driver("produce", options)]) as (producer,):
+                    committed = producer.wait_done().committed
+                wait_executed([worker], jobs, _SETTLE_SECONDS)
+                worker.tell()
+                started = worker.wait_done().started
+        return percentiles(latencies_ms(committed, started))
+
+    @contextlib.contextmanager
+    def _database(self, rows: int) -> Iterator[str]:
+        with self._server.create_database() as database:
+            url = make_url(database.url).set(drivername="postgresql").render_as_string(hide_password=False)
+            with psycopg.connect(url) as connection:
+                connection.execute("CREATE TABLE business_row (id bigint PRIMARY KEY, touched bigint NOT NULL)")
+                connection.execute("INSERT INTO business_row SELECT id, 0 FROM generate_series(0, %s - 1) id", [rows])
+            yield url
+
+    def _prepare(self, url: str, jobs: int) -> None:
+        with self._driver("prepare", self._options(url, jobs, None)) as driver:
+            driver.wait_done()
+        with psycopg.connect(url, autocommit=True) as connection:
+            # A queue that was filled at once has no statistics yet, and its pages are to be written.
+            connection.execute("VACUUM ANALYZE")
+            with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+                connection.execute("CHECKPOINT")
+
+    def _options(self, url: str, jobs: int, scenario: Scenario | None) -> dict[str, object]:
+        return {"url": url, "jobs": jobs, "scenario": scenario, "settings": dict(self.peer.settings)}
+
+    def _driver(self, action: str, options: Mapping[str, object]) -> Driver:
+        return Driver(self._command, action, options, self._home)
+
+    def _wait_settled(self, url: str) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        with psycopg.connect(url, autocommit=True) as connection:
+            while unfinished := _value(connection, self.peer.unfinished):
+                if time.monotonic() > deadline:
+                    raise NotExecuted(f"{self.peer.name} executed all jobs and left {unfinished} unfinished")
+                time.sleep(0.1)
+
+    def _stop(self, drivers: Sequence[Driver]) -> int:
+        for driver in drivers:
+            driver.tell()
+        return sum(driver.wait_done().executed for driver in drivers)
+
+
+def _check_updated(url: str, jobs: int) -> None:
+    with psycopg.connect(url) as connection:
+        once = _value(connection, "SELECT count(*) FROM business_row WHERE touched = 1")
+    if once != jobs:
+        raise NotExecuted(f"{once} of {jobs} rows were updated once")
+
+
+def _value(connection: psycopg.Connection, query: str) -> int:
+    row = connection.execute(query.encode()).fetchone()
+    return 0 if row is None else int(row[0])

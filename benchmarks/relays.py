@@ -1,0 +1,178 @@
+"""Relays as users start them, `outboxq relay`, each a process of its own, and how fast they work a queue off."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.apps.counting import COUNTER_BYTES, DIRECTORY_VARIABLE
+from benchmarks.bench import CENTS, MeasurementFailed, Workbench
+from outboxq.config import DATABASE_URL_VARIABLE, child_environment
+
+_ROOT = Path(__file__).parent.parent
+_START_SECONDS = 60.0
+_STOP_SECONDS = 45.0
+_LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """How a relay is started."""
+
+    app: str
+    batch_size: int = 1
+    slots: int = 1
+    processes: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        """The command line."""
+        command = [sys.executable, "-m", "outboxq", "relay", f"benchmarks.apps.{self.app}:jobs"]
+        command += ["--queue", f"bench={self.slots}", "--batch-size", str(self.batch_size)]
+        return [*command, "--processes", str(self.processes)]
+
+    @property
+    def claimable(self) -> int:
+        """How many jobs may be claimed at the same time."""
+        return self.batch_size * self.slots * self.processes
+
+
+class RunningRelay:
+    """Relay processes at work, and how many jobs they have run."""
+
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+        self.process = process
+        self._directory = directory
+
+    def counts(self) -> list[int]:
+        """Jobs run so far, a number for each process that has loaded its handlers."""
+        contents = [path.read_bytes() for path in self._directory.glob("*.count")]
+        return [int.from_bytes(each, sys.byteorder) for each in contents if len(each) == COUNTER_BYTES]
+
+    def stop(self) -> None:
+        """Ask it to stop, and see it stopped.
+
+        Raises:
+            MeasurementFailed: it did not end well.
+        """
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(_STOP_SECONDS)
+        if code != 0:
+            raise MeasurementFailed(f"the relay ended with {code}: {self.log()[-2000:]}")
+
+    def log(self) -> str:
+        """What it said."""
+        return (self._directory / "log").read_text()
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Look often.
+
+        Raises:
+            MeasurementFailed: the relay ended, or a minute has passed.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while not is_so():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise MeasurementFailed(f"waited for {what}, but: {self.log()[-2000:] or 'nothing was said'}")
+            time.sleep(0.002)
+
+
+@contextmanager
+def running_relay(
+    url: str, options: RelayOptions, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningRelay]:
+    """Start it; at the end it is stopped, by force where an error came first."""
+    with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as name:
+        directory = Path(name)
+        own = {DATABASE_URL_VARIABLE: url, DIRECTORY_VARIABLE: name, **(environment or {})}
+        with (directory / "log").open("wb") as log:
+            process = subprocess.Popen(
+                options.command, cwd=_ROOT, env=child_environment(own), stdout=log, stderr=log, start_new_session=True
+            )
+        relay = RunningRelay(process, directory)
+        try:
+            yield relay
+            relay.stop()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How the count grew while a queue was worked off: pairs of seconds and jobs."""
+
+    looks: Sequence[tuple[float, int]]
+
+    def rate(self, first_share: float = 0.0, last_share: float = 1.0) -> float:
+        """Jobs a second, of all or of a part of the jobs that were counted.
+
+        Raises:
+            MeasurementFailed: too few were counted.
+        """
+        begin, end = self.looks[0][1], self.looks[-1][1]
+        wanted = [begin + (end - begin) * share for share in (first_share, last_share)]
+        inside = [look for look in self.looks if wanted[0] <= look[1] <= wanted[1]]
+        if len(inside) < 2 or inside[0][1] == inside[-1][1]:
+            raise MeasurementFailed(f"only {end - begin} jobs were seen: ask for more seconds")
+        return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+
+
+def drain(
+    bench: Workbench,
+    options: RelayOptions,
+    rows: int,
+    *,
+    seconds: float,
+    warm_up_seconds: float = 0.0,
+    url: str | None = None,
+    updates: bool = False,
+    enough: int | None = None,
+) -> Drained:
+    """Work off a queue of `rows` jobs, and note how the count grows; the start of the processes is not in it.
+
+    Args:
+        seconds: Stop then, if the queue is not nearly empty before.
+        url: The way to the database, where it is not the direct one.
+        updates: Whether each job adds its cents to an account, which is then held against the jobs that are gone.
+        enough: Stop after so many jobs, by default when the queue is nearly empty.
+
+    Raises:
+        MeasurementFailed: jobs failed, or are not as many fewer as were counted.
+    """
+    jobs, balance = bench.count_jobs(), bench.balance() if updates else 0
+    with running_relay(url or bench.url, options) as relay:
+        relay.wait_until(lambda: _all_work(relay.counts(), options.processes, rows), "the first job")
+        time.sleep(warm_up_seconds)
+        looks = list(_looks(relay, rows - options.claimable if enough is None else enough, seconds))
+        relay.stop()
+        counted = sum(relay.counts())
+    gone = jobs - bench.count_jobs()
+    if abs(gone - counted) > options.claimable:
+        raise MeasurementFailed(f"{counted} jobs were counted, and {gone} are gone")
+    if updates and bench.balance() - balance != gone * CENTS:
+        raise MeasurementFailed(f"{gone} jobs are gone, and the accounts have {bench.balance() - balance} more")
+    return Drained(looks)
+
+
+def _all_work(counts: Sequence[int], processes: int, rows: int) -> bool:
+    # A late process is not waited for until nothing is left to measure.
+    return (len(counts) >= processes and all(counts)) or sum(counts) > rows / 4
+
+
+def _looks(relay: RunningRelay, enough: int, seconds: float) -> Iterator[tuple[float, int]]:
+    begun = time.monotonic()
+    while True:
+        now, count = time.monotonic(), sum(relay.counts())
+        yield now, count
+        if now - begun > seconds or count >= enough or relay.process.poll() is not None:
+            return
+        time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,82 @@
+"""Row 14: what a relay costs that has nothing to do, and how soon it works."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from benchmarks.bench import Bench, MeasurementFailed, Workbench
+from benchmarks.figures import Better, Comparison, Series, Unsupported
+from benchmarks.proxy import running_proxy
+from benchmarks.relays import RelayOptions, RunningRelay, running_relay
+
+_JOBS = 500
+_RELAY = RelayOptions("update", slots=2)
+# After its last job a relay looks less and less often, up to once a second for each slot.
+_SETTLING_SECONDS = 4.0
+
+
+def cost(bench: Bench) -> list[Comparison | Unsupported]:
+    """Memory, start and idleness, each held against a plain number."""
+    with bench.database() as workbench:
+        help_time = bench.alternate({"outboxq --help": _help_seconds}, "s")["outboxq --help"]
+        first = bench.alternate({"start to first claim": partial(_start_seconds, workbench)}, "s")
+        memory, idle = _idle(bench, workbench)
+    return [
+        _line("memory of a relay process with two slots", memory, 90),
+        _line("outboxq --help", help_time, 0.25),
+        _line("start of a relay to its first claim", first["start to first claim"], 1.5),
+        _line("statements sent by an idle relay with two slots", idle, 3),
+    ]
+
+
+def _line(what: str, ours: Series, target: float) -> Comparison:
+    return Comparison(14, "cost", what, ours, None, "", target, Better.lower)
+
+
+def _help_seconds() -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "outboxq", "--help"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def _start_seconds(workbench: Workbench) -> float:
+    workbench.fill(_JOBS)
+    begun = time.perf_counter()
+    with running_relay(workbench.url, _RELAY) as relay:
+        relay.wait_until(lambda: any(relay.counts()), "the first job")
+        return time.perf_counter() - begun
+
+
+def _idle(bench: Bench, workbench: Workbench) -> tuple[Series, Series]:
+    """Megabytes, and statements a second as a proxy counts them: whatever is sent, on every connection."""
+    workbench.fill(_JOBS)
+    seconds = 1.0 if bench.size.name == "quick" else 10.0
+    megabytes: list[float] = []
+    rates: list[float] = []
+    with running_proxy(workbench.url, 0.0) as proxy, running_relay(proxy.url, _RELAY) as relay:
+        relay.wait_until(lambda: sum(relay.counts()) >= _JOBS, "all jobs to run")
+        time.sleep(0.0 if bench.size.name == "quick" else _SETTLING_SECONDS)
+        for _ in range(bench.repeats):
+            before, begun = proxy.count(), time.monotonic()
+            time.sleep(seconds)
+            rates.append((proxy.count() - before) / (time.monotonic() - begun))
+            megabytes.append(_resident_megabytes(relay))
+    bench.say(f"  idle: {rates[-1]:.2g} statements/s, {megabytes[-1]:.0f} MB")
+    return Series(tuple(megabytes), "MB"), Series(tuple(rates), "statements/s")
+
+
+def _resident_megabytes(relay: RunningRelay) -> float:
+    """As Linux tells it (VmRSS), elsewhere `ps`."""
+    status = Path(f"/proc/{relay.process.pid}/status")
+    if status.exists():
+        found = re.search(r"^VmRSS:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+    else:
+        command = ["ps", "-o", "rss=", "-p", str(relay.process.pid)]
+        found = re.search(r"(\d+)", subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if found is None:
+        raise MeasurementFailed(f"how much memory process {relay.process.pid} of {os.uname().sysname} has is not known")
+    return int(found.group(1)) * 1024 / 1e6

@@ -1,0 +1,87 @@
+"""Row 11: how long after its COMMIT a job starts, when there is little to do."""
+
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Engine, create_engine
+
+from benchmarks.apps.latency import STARTS_VARIABLE, note_start
+from benchmarks.bench import Bench, MeasurementFailed, Workbench
+from benchmarks.figures import Better, Comparison, Series, Unsupported
+from benchmarks.peers_figures import Peers
+from benchmarks.relays import RelayOptions, running_relay
+from outboxq import OutboxSession
+
+_JOBS_A_SECOND = 50
+_WARM_UP_JOBS = 10
+
+
+def latency(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
+    """Median and 99th percentile; the clock starts when COMMIT has come back, as it does for the peers."""
+    runs: list[list[float]] = []
+    with bench.database() as workbench:
+        bench.alternate({"latency, p50": partial(_median_of_a_run, bench, workbench, runs)}, "ms")
+    lines: list[Comparison | Unsupported] = []
+    for percent in (50, 99):
+        ours = Series(tuple(percentile(run, percent) for run in runs), "ms")
+        what = f"COMMIT to the handler's start at {_JOBS_A_SECOND} jobs/s, p{percent}"
+        best = peers.best_latency(percent)
+        note = f"{sum(map(len, runs)):,} jobs; from the moment that COMMIT came back to the producer"
+        lines.append(
+            Comparison(
+                11,
+                "latency",
+                what,
+                ours,
+                best.series if best else None,
+                best.name if best else "",
+                1.0 if best else None,
+                Better.lower,
+                (note,),
+            )
+        )
+    return lines
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The smallest value that `percent` of all do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def _median_of_a_run(bench: Bench, workbench: Workbench, runs: list[list[float]]) -> float:
+    runs.append(_run(workbench, max(10, int(bench.size.seconds * 3 * _JOBS_A_SECOND))))
+    return percentile(runs[-1], 50)
+
+
+def _run(workbench: Workbench, jobs: int) -> list[float]:
+    workbench.fill(0)
+    with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as directory:
+        starts = Path(directory) / "starts"
+        with running_relay(workbench.url, RelayOptions("latency"), {STARTS_VARIABLE: str(starts)}) as relay:
+            engine = create_engine(workbench.url)
+            committed = _enqueue(engine, range(_WARM_UP_JOBS))
+            relay.wait_until(lambda: sum(relay.counts()) == _WARM_UP_JOBS, "the first jobs to start")
+            committed |= _enqueue(engine, range(_WARM_UP_JOBS, _WARM_UP_JOBS + jobs))
+            relay.wait_until(lambda: sum(relay.counts()) == len(committed), "all jobs to start")
+            engine.dispose()
+        pairs = (line.split() for line in starts.read_text().splitlines())
+        started = {int(number): int(at) for number, at in pairs}
+    if started.keys() != committed.keys():
+        raise MeasurementFailed(f"{len(committed)} jobs were committed, and {len(started)} started")
+    return [(started[number] - committed[number]) / 1e6 for number in committed if number >= _WARM_UP_JOBS]
+
+
+def _enqueue(engine: Engine, numbers: range) -> dict[int, int]:
+    """Commit one every 20 ms; when each had come back."""
+    committed: dict[int, int] = {}
+    begun = time.monotonic()
+    for place, number in enumerate(numbers):
+        time.sleep(max(0.0, begun + place / _JOBS_A_SECOND - time.monotonic()))
+        with OutboxSession(engine) as session:
+            session.add_job(note_start, number=number)
+            session.commit()
+        committed[number] = time.monotonic_ns()
+    return committed

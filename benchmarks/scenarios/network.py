@@ -1,0 +1,54 @@
+"""Row 13: one slot, one job a transaction, where every round trip costs 2 ms."""
+
+import statistics
+import time
+from functools import partial
+
+import psycopg
+
+from benchmarks.bench import Bench, Workbench, conninfo
+from benchmarks.figures import Comparison, Series, Unsupported
+from benchmarks.proxy import running_proxy
+from benchmarks.relays import drain
+from benchmarks.scenarios.throughput import UPDATE
+
+_ONE_WAY_SECONDS = 0.001
+_STATEMENTS = 1
+
+
+def network(bench: Bench) -> list[Comparison | Unsupported]:
+    """The limit is arithmetic: one round trip for outboxq, one for each of the handler's statements."""
+    best = 1 / (2 * _ONE_WAY_SECONDS * (1 + _STATEMENTS))
+    what = "Core UPDATE, one job a transaction, one slot, 1 ms each way"
+    with bench.database() as workbench, running_proxy(workbench.url, _ONE_WAY_SECONDS) as proxy:
+        seen = _round_trip_ms(proxy.url)
+        found = bench.alternate({what: partial(_rate, bench, workbench, proxy.url, best)}, "jobs/s")[what]
+    limit = Series((best,), "jobs/s")
+    name = f"1 / (2 ms x (1 + {_STATEMENTS} statement))"
+    note = f"a SELECT 1 through the proxy took {seen:.2f} ms (median), the server's and the proxy's own time included"
+    return [Comparison(13, "network", what, found, limit, name, 0.8, notes=(note,))]
+
+
+def _rate(bench: Bench, workbench: Workbench, url: str, best: float) -> float:
+    size = bench.size
+    rows = bench.rows(best)
+    workbench.fill(rows)
+    return drain(
+        workbench,
+        UPDATE.relay,
+        rows,
+        seconds=size.seconds,
+        warm_up_seconds=size.warm_up_seconds,
+        url=url,
+        updates=True,
+    ).rate()
+
+
+def _round_trip_ms(url: str) -> float:
+    with psycopg.connect(conninfo(url), autocommit=True) as connection:
+        found: list[float] = []
+        for _ in range(100):
+            begun = time.perf_counter()
+            connection.execute("SELECT 1")
+            found.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(found)

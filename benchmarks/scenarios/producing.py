@@ -1,0 +1,166 @@
+"""Rows 8 and 9: what enqueueing costs the producer."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Engine, Uuid, create_engine, event
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from benchmarks.apps.accounts import Account
+from benchmarks.apps.noop import nothing
+from benchmarks.bench import ACCOUNTS, CENTS, Bench, Workbench, conninfo
+from benchmarks.figures import Better, Comparison, Series, Unsupported
+from outboxq import OutboxSession
+from outboxq.job import uuid7
+
+_A_TRANSACTION = 1_000
+_COPY = b"COPY outboxq.job (id, queue, kind, args, headers, priority, state) FROM STDIN"
+
+
+class _Base(DeclarativeBase):
+    """Beside the accounts, for this scenario alone."""
+
+
+class Note(_Base):
+    """A plain row with the columns that `add_job` writes."""
+
+    __tablename__ = "note"
+    id: Mapped[UUID] = mapped_column(Uuid, primary_key=True, default=uuid7)
+    topic: Mapped[str]
+    kind: Mapped[str]
+    body: Mapped[dict[str, Any]] = mapped_column(JSONB)
+    headers: Mapped[dict[str, Any]] = mapped_column(JSONB)
+    priority: Mapped[int]
+    state: Mapped[str]
+
+
+def bulk(bench: Bench) -> list[Comparison | Unsupported]:
+    """Row 8. The limit is COPY of lines that were made before, which pgbench cannot send: psycopg does."""
+    limit, ours = "COPY of 1,000 ready-made rows a transaction, 1 connection", "add_jobs, 1,000 a transaction"
+    with bench.database() as workbench, _disposed(workbench) as engine:
+        measures: dict[str, Callable[[], float]] = {
+            limit: partial(_copied, bench, workbench),
+            ours: partial(_added, bench, workbench, engine),
+        }
+        found = bench.alternate(measures, "jobs/s")
+    return [Comparison(8, "bulk", ours, found[ours], found[limit], limit, 0.5)]
+
+
+def beside(bench: Bench) -> list[Comparison | Unsupported]:
+    """Row 9."""
+    times = 20 if bench.size.name == "quick" else 1_000
+    with bench.database() as workbench, _disposed(workbench) as engine:
+        _Base.metadata.create_all(engine)
+        # Compiled statements and imports are paid once.
+        for write in (_write, _write_and_add, _write_and_note):
+            _transactions(engine, write, 20)
+        statements = _statements(engine, _write_and_add) - _statements(engine, _write)
+        measures: dict[str, Callable[[], float]] = {
+            "one more ORM row": partial(_added_cpu, engine, _write_and_note, times),
+            "add_job": partial(_added_cpu, engine, _write_and_add, times),
+        }
+        found = bench.alternate(measures, "µs of CPU")
+    sent = Series((float(statements),), "statements")
+    what, row = "what add_job adds to an ORM write", "one more plain ORM row of the same width"
+    cpu, limit = found["add_job"], found["one more ORM row"]
+    return [
+        Comparison(9, "add-job", f"{what}: statements", sent, None, "", 1.0, Better.lower),
+        Comparison(9, "add-job", f"{what}: CPU", cpu, limit, row, 1.2, Better.lower),
+    ]
+
+
+@contextmanager
+def _disposed(workbench: Workbench) -> Iterator[Engine]:
+    engine = create_engine(workbench.url)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def _copied(bench: Bench, workbench: Workbench) -> float:
+    workbench.fill(0)
+    blocks = [_block() for _ in range(5 if bench.size.name == "quick" else 200)]
+    with psycopg.connect(conninfo(workbench.url)) as connection, connection.cursor() as cursor:
+        begun = time.perf_counter()
+        for block in blocks:
+            with cursor.copy(_COPY) as copy:
+                copy.write(block)
+            connection.commit()
+        return len(blocks) * _A_TRANSACTION / (time.perf_counter() - begun)
+
+
+def _block() -> bytes:
+    return "".join(
+        f"{uuid7()}\tbench\tjob\t{json.dumps(_arguments(number))}\t{{}}\t0\tready\n" for number in range(_A_TRANSACTION)
+    ).encode()
+
+
+def _arguments(number: int) -> dict[str, Any]:
+    return {"account": 1 + number * 7919 % ACCOUNTS, "cents": CENTS, "reference": f"invoice 2026-{number}"}
+
+
+def _added(bench: Bench, workbench: Workbench, engine: Engine) -> float:
+    workbench.fill(0)
+    transactions, seconds = 0, bench.size.seconds
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        with OutboxSession(engine) as session:
+            session.add_jobs(nothing.job(**_arguments(number)) for number in range(_A_TRANSACTION))
+            session.commit()
+        transactions += 1
+    return transactions * _A_TRANSACTION / (time.perf_counter() - begun)
+
+
+def _write(session: OutboxSession, number: int) -> None:
+    account = session.get_one(Account, 1 + number % ACCOUNTS)
+    account.balance += CENTS
+
+
+def _write_and_add(session: OutboxSession, number: int) -> None:
+    _write(session, number)
+    session.add_job(nothing, **_arguments(number))
+
+
+def _write_and_note(session: OutboxSession, number: int) -> None:
+    _write(session, number)
+    body = _arguments(number)
+    session.add(Note(topic="bench", kind="job", body=body, headers={}, priority=0, state="ready"))
+
+
+def _added_cpu(engine: Engine, write: Callable[[OutboxSession, int], None], times: int) -> float:
+    """Microseconds of this process's CPU that `write` takes above `_write`, a transaction each."""
+    plain = _transactions(engine, _write, times)
+    return (_transactions(engine, write, times) - plain) / times * 1e6
+
+
+def _transactions(engine: Engine, write: Callable[[OutboxSession, int], None], times: int) -> float:
+    begun = time.process_time()
+    for number in range(times):
+        with OutboxSession(engine) as session:
+            write(session, number)
+            session.commit()
+    return time.process_time() - begun
+
+
+def _statements(engine: Engine, write: Callable[[OutboxSession, int], None]) -> int:
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        sent.append(statement)
+
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        with Session(engine) as probe:
+            probe.connection()
+        _transactions(engine, write, 1)
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+    return len(sent)

@@ -1,0 +1,18 @@
+"""What this version of outboxq can do, as far as a scenario needs to know."""
+
+import importlib
+
+from outboxq import Context
+from outboxq.errors import OutboxqError
+
+
+def missing(app: str, *methods: str) -> str | None:
+    """Why an application cannot run with this version: an option is refused, or the context has no such method."""
+    absent = [name for name in methods if not hasattr(Context, name)]
+    if absent:
+        return f"not supported by this version: a context has no {', '.join(absent)}"
+    try:
+        importlib.import_module(f"benchmarks.apps.{app}")
+    except (AttributeError, ImportError, TypeError, OutboxqError) as error:
+        return f"not supported by this version: {error}"
+    return None

@@ -1,0 +1,95 @@
+"""The benchmarks run from end to end, in sizes too small to mean anything."""
+
+import json
+
+import pytest
+
+from benchmarks import limits
+from benchmarks.__main__ import main
+from benchmarks.bench import ACCOUNTS, CENTS, QUICK, Bench, MeasurementFailed
+from benchmarks.pgbench import PgbenchFailed, find_pgbench, run_pgbench
+from benchmarks.proxy import running_proxy
+from benchmarks.relays import RelayOptions, drain
+from outboxq.postgres import Server
+
+
+@pytest.fixture(scope="module")
+def bench(outboxq_server: Server) -> Bench:
+    try:
+        return Bench(outboxq_server, find_pgbench(), QUICK, 1, lambda _line: None)
+    except PgbenchFailed as error:
+        pytest.skip(str(error))
+
+
+def test_a_scenario_is_measured_beside_its_limit_and_written_in_every_form(bench, tmp_path, capsys) -> None:
+    """One command: a relay process and pgbench, figures above zero, and a table, JSON and a plot."""
+    table, found, plots = tmp_path / "table.md", tmp_path / "found.json", tmp_path / "plots"
+    options = ["--quick", "--repeats", "1", "--server", bench.server.url]
+    outputs = ["--markdown", str(table), "--json", str(found), "--svg", str(plots)]
+    assert main(["noop", *options, *outputs]) == 0
+    (line,) = json.loads(found.read_text())["lines"]
+    assert line["ours"]["median"] > 0
+    assert line["limit"]["median"] > 0
+    assert line["ratio"] == pytest.approx(line["ours"]["median"] / line["limit"]["median"])
+    assert "| 1 | no-op, batches of 50, one process |" in table.read_text()
+    assert (plots / "noop.svg").exists()
+    assert "1 of 1" in capsys.readouterr().err
+
+
+def test_a_scenario_that_does_not_exist_is_named(capsys) -> None:
+    """A typing mistake measures nothing."""
+    assert main(["nop"]) == 2
+    assert "no scenario nop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "updates"),
+    [
+        (limits.claim_and_delete(5), False),
+        (limits.claim_and_update_one(), True),
+        (limits.claim_and_update_each(5, ACCOUNTS, pipelined=False), True),
+        (limits.claim_and_update_each(5, ACCOUNTS, pipelined=True), True),
+        (limits.claim_and_update_set(5), True),
+        (limits.lease_and_delete(5), False),
+    ],
+)
+def test_a_limit_does_the_whole_work(bench, script: str, updates: bool) -> None:
+    """pgbench leaves no job behind, and where it updates, the accounts have changed."""
+    with bench.database() as workbench:
+        workbench.fill(20)
+        batch = 1 if script == limits.claim_and_update_one() else 5
+        assert run_pgbench(bench.pgbench, workbench.url, script, clients=1, transactions=20 // batch) > 0
+        assert workbench.count_jobs() == 0
+        assert (workbench.balance() > 0) is updates
+
+
+def test_a_failing_script_is_no_figure(bench) -> None:
+    """What pgbench could not run is an error with its own words."""
+    with bench.database() as workbench, pytest.raises(PgbenchFailed, match="no_such_table"):
+        run_pgbench(bench.pgbench, workbench.url, "SELECT FROM no_such_table;", clients=1, transactions=1)
+
+
+def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
+    """Handlers that run and write nothing where they should are not taken for fast ones."""
+    with bench.database() as workbench:
+        workbench.fill(200)
+        with pytest.raises(MeasurementFailed, match="the accounts have 0 more"):
+            drain(workbench, RelayOptions("noop", 5), 200, seconds=30, updates=True)
+        workbench.fill(200)
+        drained = drain(workbench, RelayOptions("update", 5), 200, seconds=30, updates=True)
+        assert drained.rate() > 0
+        assert workbench.balance() % CENTS == 0
+
+
+def test_the_proxy_passes_a_session_on_and_counts_it(bench) -> None:
+    """Everything that a client sends arrives, and each statement is counted once."""
+    with bench.database() as workbench, running_proxy(workbench.url, 0.0) as proxy:
+        import psycopg
+
+        from benchmarks.bench import conninfo
+
+        before = proxy.count()
+        with psycopg.connect(conninfo(proxy.url), autocommit=True) as connection:
+            assert connection.execute("SELECT count(*) FROM account").fetchone() == (ACCOUNTS,)
+            connection.execute("SELECT 1; SELECT 2")
+        assert proxy.count() - before == 3

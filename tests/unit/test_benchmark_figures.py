@@ -1,0 +1,129 @@
+"""The arithmetic of the benchmarks, and the shape of what they print."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.figures import Better, Comparison, Run, Series, Surroundings, Unsupported, drift_percent
+from benchmarks.peers_figures import Peers
+from benchmarks.proxy import Statements
+from benchmarks.relays import Drained
+from benchmarks.report import as_json, as_markdown
+from benchmarks.scenarios.latency import percentile
+from benchmarks.svg import write_plots
+
+AROUND = Surroundings("0.1", "3.11", "2.1", "PostgreSQL 18", {"fsync": "on"}, 2, "pgbench 18", "default")
+FASTER = Comparison(
+    1, "noop", "no-op", Series((40.0, 60.0, 50.0), "jobs/s"), Series((90.0, 100.0, 300.0), "jobs/s"), "pgbench", 0.45
+)
+
+
+def run_of(*lines: Comparison | Unsupported) -> Run:
+    return Run(AROUND, 3, list(lines), (Series((100.0,), "jobs/s"), Series((90.0,), "jobs/s")), 12.0)
+
+
+def test_a_ratio_is_of_medians_and_not_of_extremes() -> None:
+    """One slow or fast repeat does not move a ratio."""
+    assert FASTER.ratio == 0.5
+    assert (FASTER.ours.lowest, FASTER.ours.median, FASTER.ours.highest) == (40.0, 50.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("better", "target", "met"),
+    [(Better.higher, 0.5, True), (Better.higher, 0.51, False), (Better.lower, 0.5, True), (Better.lower, 0.49, False)],
+)
+def test_a_target_is_met_from_the_side_that_is_better(better: Better, target: float, met: bool) -> None:
+    """What is to be small is not called met for being large."""
+    line = Comparison(1, "x", "x", Series((50.0,), "ms"), Series((100.0,), "ms"), "limit", target, better)
+    assert line.is_met is met
+
+
+def test_without_a_limit_the_figure_itself_is_held_against_the_target() -> None:
+    """Memory and time are compared with plain numbers."""
+    assert Comparison(14, "cost", "memory", Series((80.0,), "MB"), None, "", 90, Better.lower).is_met is True
+    assert Comparison(14, "cost", "memory", Series((80.0,), "MB")).is_met is None
+
+
+def test_a_series_without_measurements_is_refused() -> None:
+    """No figure is made up where nothing was measured."""
+    with pytest.raises(ValueError, match="at least one"):
+        Series((), "jobs/s")
+
+
+def test_drift_is_the_last_limit_by_the_first() -> None:
+    """A machine that became slower has a negative drift."""
+    assert drift_percent((Series((100.0,), "jobs/s"), Series((90.0,), "jobs/s"))) == pytest.approx(-10.0)
+
+
+def test_a_rate_is_of_the_part_that_was_asked_for() -> None:
+    """The end of a long drain is not hidden in its average."""
+    drained = Drained([(0.0, 0), (1.0, 800), (2.0, 900), (3.0, 1_000)])
+    assert drained.rate() == pytest.approx(1_000 / 3)
+    assert drained.rate(0.8, 1.0) == pytest.approx(100.0)
+
+
+def test_a_percentile_is_the_nearest_rank() -> None:
+    """The 99th of a hundred is the second largest."""
+    assert percentile([float(value) for value in range(100, 0, -1)], 99) == 99.0
+    assert percentile([3.0], 50) == 3.0
+
+
+def test_json_holds_every_repeat_and_what_was_not_measured() -> None:
+    """Nothing that a reader needs to judge a ratio is left out."""
+    found = json.loads(as_json(run_of(Unsupported(3, "orm", "batchable", "not supported"), FASTER)))
+    first, second = found["lines"]
+    assert (first["number"], first["ratio"], first["met"]) == (1, 0.5, True)
+    assert first["ours"] == {"unit": "jobs/s", "median": 50.0, "min": 40.0, "max": 60.0, "values": [40.0, 60.0, 50.0]}
+    assert second["unsupported"] == "not supported"
+    assert found["drift"]["percent"] == pytest.approx(-10.0)
+    assert found["surroundings"]["settings"] == {"fsync": "on"}
+
+
+def test_markdown_is_a_table_of_equal_rows_with_the_drift_below() -> None:
+    """The table can be pasted as it is."""
+    text = as_markdown(run_of(FASTER, Unsupported(3, "orm", "batchable", "not supported")))
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {7}
+    assert "| 1 | no-op | 50 jobs/s (40 to 60) | 100 jobs/s (90 to 300): pgbench | 0.50 | at least 0.45, met |" in rows
+    assert "-10 %" in text
+
+
+def test_plots_are_well_formed_and_one_for_each_scenario_with_figures(tmp_path) -> None:
+    """A name with markup in it breaks no file."""
+    odd = Comparison(2, "odd", "a < b & c", Series((1.0,), "ms"), Series((0.0,), "ms"), "nothing")
+    written = write_plots(run_of(FASTER, odd, Unsupported(3, "orm", "x", "y")), tmp_path)
+    assert sorted(path.name for path in written) == ["noop.svg", "odd.svg"]
+    for path in written:
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_the_best_peer_is_chosen_by_scenario_processes_and_language() -> None:
+    """A figure of another scenario, or of more processes, is no peer of this one."""
+    common = {"version": "1", "scenario": "noop"}
+    peers = Peers(
+        [
+            {**common, "peer": "slow", "language": "python", "processes": 1, "jobs_per_second": 10},
+            {**common, "peer": "fast", "language": "javascript", "processes": 1, "jobs_per_second": 40},
+            {**common, "peer": "two", "language": "python", "processes": 2, "jobs_per_second": 90},
+            {"peer": "quick", "version": "2", "language": "python", "scenario": "latency", "p50_ms": 3, "p99_ms": 9},
+        ]
+    )
+    best, in_python, latency = peers.best_rate("noop", 1), peers.best_rate("noop", 1, "python"), peers.best_latency(99)
+    assert best is not None
+    assert in_python is not None
+    assert latency is not None
+    assert (best.name, in_python.name, latency.series.median) == ("fast 1", "slow 1", 9.0)
+    assert peers.best_rate("update", 1) is None
+
+
+def test_the_proxy_counts_statements_and_not_packets() -> None:
+    """Two statements in one string are two, a prepared one is one each time, and split packets change nothing."""
+    startup = b"\x00\x00\x00\x08\x00\x03\x00\x00"
+    query = b"SELECT 1; SELECT 2\0"
+    sent = startup + b"Q" + (len(query) + 4).to_bytes(4) + query + b"E\x00\x00\x00\x09\0\0\0\0\0"
+    whole, bytewise = Statements(), Statements()
+    whole.feed(sent)
+    for place in range(len(sent)):
+        bytewise.feed(sent[place : place + 1])
+    assert whole.count == bytewise.count == 3

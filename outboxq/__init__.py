@@ -11,7 +11,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from outboxq.config import RelayConfig as RelayConfig
     from outboxq.config import SlotGroup as SlotGroup
+    from outboxq.context import AsyncBatchContext as AsyncBatchContext
     from outboxq.context import AsyncContext as AsyncContext
+    from outboxq.context import BatchContext as BatchContext
+    from outboxq.context import BatchItem as BatchItem
     from outboxq.context import Context as Context
     from outboxq.effects import Applied as Applied
     from outboxq.effects import AsyncEffects as AsyncEffects
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from outboxq.errors import PermanentError as PermanentError
     from outboxq.find import FoundJob as FoundJob
     from outboxq.find import find_job as find_job
+    from outboxq.handlers import BatchHandler as BatchHandler
     from outboxq.handlers import Handler as Handler
     from outboxq.handlers import Jobs as Jobs
     from outboxq.inbox import Acceptance as Acceptance
@@ -52,10 +56,14 @@ _HOMES = {
     "Acceptance": "inbox",
     "AcceptedBatch": "inbox",
     "Applied": "effects",
+    "AsyncBatchContext": "context",
     "AsyncContext": "context",
     "AsyncEffects": "effects",
     "AsyncOutboxSession": "enqueue",
     "Backoff": "retry",
+    "BatchContext": "context",
+    "BatchHandler": "handlers",
+    "BatchItem": "context",
     "CallNotApplied": "errors",
     "CallRefused": "errors",
     "Context": "context",
@@ -93,10 +101,14 @@ __all__ = [
     "Acceptance",
     "AcceptedBatch",
     "Applied",
+    "AsyncBatchContext",
     "AsyncContext",
     "AsyncEffects",
     "AsyncOutboxSession",
     "Backoff",
+    "BatchContext",
+    "BatchHandler",
+    "BatchItem",
     "CallNotApplied",
     "CallRefused",
     "Context",

@@ -6,20 +6,22 @@ thread calls it on its `Connection`, an event loop through `run_sync`.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq import settle
-from outboxq.claim import Anchor, anchor, claim
+from outboxq.arrange import Span, arrange
+from outboxq.claim import Anchor, Claimed, ClaimRequest, anchor, claim
 from outboxq.driver import is_lost, run_script, transaction_status
+from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import (
     Event,
     JobDied,
@@ -34,11 +36,14 @@ from outboxq.events import (
 from outboxq.execute import FREE_RETRIES, Abandoned, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
 from outboxq.failure import ErrorRecord, Failed, describe_failure, describe_reason
 from outboxq.fault_points import fault_point
+from outboxq.groups import run_group
 from outboxq.job import Job
 from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
-from outboxq.statements.claim import ClaimScript
-from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts, local_timeouts_off
+from outboxq.shared import run_shared
+from outboxq.statements.session import BEGIN, LOCAL_SETTINGS, local_timeouts, local_timeouts_off, xact_status
 
+# Seal, constraints, COMMIT, BEGIN.
+_BEHIND_COMMIT = 4
 # Held for a moment, but for a cancellation that is on its way to the server.
 _LOCK_SECONDS = 1.0
 
@@ -78,6 +83,9 @@ class Progress:
     what becomes of the jobs before it, should the transaction commit; `late_result` what a handler returned that never
     used the database, until the transaction of its settlement has begun.
 
+    `together` is how many jobs, from `position` on, one handler runs now. `deadlocked`: jobs that ran together were
+    undone by a deadlock or a serialization failure.
+
     One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
     stands (`recovering`; `recovery_xid` is what it wrote then), or the relay took the batch away (`seized`).
     """
@@ -98,6 +106,8 @@ class Progress:
     begun: bool = False
     seized: bool = False
     recovery_xid: str | None = None
+    deadlocked: bool = False
+    together: int = 1
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -166,18 +176,34 @@ class Progress:
         return BatchReport(len(self.jobs), tuple(events))
 
 
-def run_batch(
-    connection: Connection,
-    queue: ClaimedQueue,
-    script: ClaimScript,
-    limit: int,
-    work: Work,
-    started: Callable[[Progress], None],
-) -> BatchReport | None:
-    """Claim up to `limit` jobs with `script`, run them, and commit; None where nothing waited.
+def _begin(connection: Connection, progress: Progress, *, shared: bool) -> str | None:
+    """The transaction of the batch; the seal of a job that is alone in it is as good as a savepoint of its own."""
+    anchored = progress.begin(connection)
+    return None if shared else anchored.seal
 
-    Args:
-        started: Given the progress of what was claimed, before the first handler runs. After any error, `resolve` it.
+
+class Pilot(Protocol):
+    """Who has batches run: told how far they are, and asked where to go on."""
+
+    def started(self, progress: Progress) -> None:
+        """Jobs were claimed, and the first handler has not begun. After any error, `resolve` this progress."""
+        ...
+
+    def following(self, progress: Progress) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of these jobs, if any should."""
+        ...
+
+    def ended(self, report: BatchReport) -> None:
+        """A batch was committed, and another one was claimed with it."""
+        ...
+
+
+def run_batches(
+    connection: Connection, queue: ClaimedQueue, request: ClaimRequest, work: Work, pilot: Pilot
+) -> BatchReport | None:
+    """Claim, run the jobs, commit, and so on while `pilot` says so and jobs come; the last batch's report.
+
+    None where nothing waited.
 
     Raises:
         ConnectionLost, psycopg.Error, SQLAlchemyError: what stands of the batch is to be found out.
@@ -187,25 +213,37 @@ def run_batch(
     """
     fault_point("before-claim")
     with connection.begin():
-        # The deadline behind the claim: it is the handlers', and a claim that has far to walk must not starve by it.
-        claimed = claim(connection, script, limit, LOCAL_SETTINGS, local_timeouts(queue.timeout_seconds))
+        claimed = claim(connection, request)
         if claimed.anchor is not None:
-            progress = Progress(
-                queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch
-            )
-            started(progress)
-            fault_point("after-claim")
-            # Committed by the certificate inside; leaving the block only tells SQLAlchemy.
-            return _work_off(connection, progress, work)
+            # Committed by the certificates inside; leaving the block ends what was begun behind the last of them.
+            return _run_claimed(connection, queue, claimed, work, pilot)
     if not claimed.jobs:
         return BatchReport(0, (JobsSuspected(queue.name, claimed.moved),)) if claimed.moved else None
     # The lease is committed. Were COMMIT's answer lost, the relay's sweep would find a job that nobody runs.
     progress = Progress(queue.name, claimed.jobs, None, epoch=work.epoch)
-    started(progress)
+    pilot.started(progress)
     fault_point("after-claim")
     # The driver sends BEGIN with the first statement: none, while a handler works outside the database.
     with connection.begin():
-        return _work_off(connection, progress, work)
+        _work_off(connection, progress, work, pilot)
+    return progress.report()
+
+
+def _run_claimed(
+    connection: Connection, queue: ClaimedQueue, claimed: Claimed, work: Work, pilot: Pilot
+) -> BatchReport:
+    while True:
+        progress = Progress(queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch)
+        pilot.started(progress)
+        fault_point("after-claim")
+        next_claimed = _work_off(connection, progress, work, pilot)
+        if next_claimed is None or not (next_claimed.jobs or next_claimed.moved):
+            return progress.report()
+        pilot.ended(progress.report())
+        if not next_claimed.jobs:
+            # Should this not be committed, they are found with their marks again.
+            return BatchReport(0, (JobsSuspected(queue.name, next_claimed.moved),))
+        claimed = next_claimed
 
 
 def end_transaction(connection: Connection) -> None:
@@ -225,20 +263,42 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
         ConnectionLost, TransactionEscaped: see `execute`.
         LeaseLost: another relay may have the job.
     """
-    for position, job in enumerate(progress.jobs):
+    for span in arrange(progress, work):
+        if span.how == "shared" and run_shared(connection, progress, work, span.places, span.arguments):
+            continue
+        if span.how == "group" and _execute_group(connection, progress, work, span):
+            continue
+        for position in span.places:
+            progress.position = position
+            _execute_alone(connection, progress, work, shared=shared)
+
+
+def _execute_group(connection: Connection, progress: Progress, work: Work, span: Span) -> bool:
+    begun = time.perf_counter()
+    outcomes = run_group(connection, progress, work, span.places, span.arguments)
+    if outcomes is None:
+        return False
+    seconds = time.perf_counter() - begun
+    for position, outcome in zip(span.places, outcomes, strict=True):
         progress.position = position
-        begun = time.perf_counter()
-        result = _execute_one(connection, progress, job, work, shared=shared)
-        if not progress.begun:
-            # The handler worked outside the database: should this connection be gone by now, its work is not.
-            progress.late_result = result
-        progress.begin(connection)
-        progress.late_result = None
-        if isinstance(result, Unknown):
-            progress.unknown.append(job)
-            settle.park(connection, job)
-        else:
-            progress.events.append(settle_result(connection, job, result, work, time.perf_counter() - begun))
+        progress.events.append(settle_result(connection, progress.job, outcome, work, seconds))
+    return True
+
+
+def _execute_alone(connection: Connection, progress: Progress, work: Work, *, shared: bool) -> None:
+    job = progress.job
+    begun = time.perf_counter()
+    result = _execute_one(connection, progress, job, work, shared=shared)
+    if not progress.begun:
+        # The handler worked outside the database: should this connection be gone by now, its work is not.
+        progress.late_result = result
+    progress.begin(connection)
+    progress.late_result = None
+    if isinstance(result, Unknown):
+        progress.unknown.append(job)
+        settle.park(connection, job)
+    else:
+        progress.events.append(settle_result(connection, job, result, work, time.perf_counter() - begun))
 
 
 def _execute_one(connection: Connection, progress: Progress, job: Job, work: Work, *, shared: bool) -> Result:
@@ -247,46 +307,85 @@ def _execute_one(connection: Connection, progress: Progress, job: Job, work: Wor
     if seconds != progress.timeout_seconds and handler is not None:
         # The transaction was set up for the longest deadline of its queue, or the last job's.
         if progress.anchor is not None:
-            run_script(connection, local_timeouts(seconds) or local_timeouts_off())
+            settings, seal = local_timeouts(seconds) or local_timeouts_off(), progress.anchor.seal
+            # Below the seal of a job that is alone: going back to it must not undo them.
+            run_script(connection, settings if shared else f"RELEASE SAVEPOINT {seal}; {settings}SAVEPOINT {seal}")
         progress.timeout_seconds = seconds
     progress.deadline = None if seconds is None else time.monotonic() + seconds
     try:
         xid = progress.anchor.xid if shared and progress.anchor is not None else None
-        begin = None if progress.anchor is not None else partial(progress.begin, connection)
+        begin = partial(_begin, connection, progress, shared=shared)
         return execute(connection, job, work, shared_xid=xid, begin=begin)
     finally:
         progress.deadline = None
 
 
-def _work_off(connection: Connection, progress: Progress, work: Work) -> BatchReport:
+def _work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> Claimed | None:
+    """Execute, settle and commit; what was claimed with that."""
     alone = progress.lone_job is not None
     for tries_left in range(FREE_RETRIES, -1, -1):
         execute_all(connection, progress, work, shared=not alone)
         try:
-            _certify(connection, progress)
+            return _certify(connection, progress, _following(connection, progress, pilot))
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
             if not alone:
                 # Every job passed its own check; who is to blame shows when each runs alone.
                 raise
-            if not _refused_at_commit(connection, progress, work, error, last=tries_left == 0):
-                continue
-        break
-    return progress.report()
+            if _refused_at_commit(connection, progress, work, error, last=tries_left == 0):
+                return None
+    raise AssertionError("the last try is recorded, whatever it came to")
 
 
-def _certify(connection: Connection, progress: Progress) -> None:
+def _following(connection: Connection, progress: Progress, pilot: Pilot) -> ClaimRequest | None:
+    # Users' listeners on the engine (SET LOCAL ROLE, a tenant) see what SQLAlchemy begins, not what our string does.
+    listeners = connection.engine.dispatch
+    return None if listeners.begin or listeners.commit else pilot.following(progress)
+
+
+def _certify(connection: Connection, progress: Progress, following: ClaimRequest | None = None) -> Claimed | None:
+    """Commit, and claim the next jobs in the same round trip; None where none were asked for."""
     fault_point("before-commit")
     progress.begin_commit()
     assert progress.anchor is not None
+    script = settle.certificate(progress.anchor.seal)
+    if following is not None:
+        script += f"; {BEGIN}; {following.text()}"
     try:
-        settle.certify(connection, progress.anchor.savepoint)
-    except psycopg.Error:
-        # An answer that is an error: nothing was committed. Without an answer, nobody knows.
-        progress.certifying = is_lost(connection)
-        raise
+        results = run_script(connection, script)
+    except psycopg.Error as error:
+        committed = following is not None and _failed_behind_commit(connection, progress.anchor, error)
+        # Another answer that is an error: nothing was committed. Without an answer, nobody knows.
+        progress.certifying = committed or is_lost(connection)
+        if not committed:
+            raise
+        # The claim that came with it says what ails it when it is sent by itself.
+        run_script(connection, "ROLLBACK")
+        fault_point("after-commit")
+        return None
+    settle.check_committed(results)
     fault_point("after-commit")
+    if following is None:
+        return None
+    fault_point("before-claim")
+    return following.read(results[_BEHIND_COMMIT:])
+
+
+def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg.Error) -> bool:
+    """Whether it was the next claim that failed: the transaction was sealed, and its savepoint is gone."""
+    if error.sqlstate in settle.UNSEALED or is_lost(connection):
+        return False
+    if transaction_status(connection) == TransactionStatus.IDLE:
+        # COMMIT was refused; or it was not, and what came while it lasted, such as a cancellation, hit BEGIN.
+        status = run_script(connection, xact_status(anchor.xid))[0].rows[0][0]
+        run_script(connection, "ROLLBACK")
+        return status == "committed"
+    try:
+        run_script(connection, anchor.reset())
+    except psycopg.Error as gone:
+        return gone.sqlstate == settle.NO_SUCH_SAVEPOINT
+    return False
 
 
 def _refused_at_commit(
@@ -302,10 +401,12 @@ def _refused_at_commit(
     progress.events.clear()
     progress.unknown.clear()
     try:
-        run_script(connection, f"ROLLBACK TO SAVEPOINT {progress.anchor.savepoint}")
+        run_script(connection, progress.anchor.reset())
     except psycopg.Error as gone:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
+        if error.sqlstate in settle.UNSEALED:
+            failed = describe_failure(TransactionEndedByHandler(), progress.job)
         raise TransactionEscaped(progress.job, failed) from gone
     # Gone with the savepoint: what was set for the handler alone.
     progress.timeout_seconds = work.registry.timeout_seconds(progress.queue)

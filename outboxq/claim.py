@@ -6,15 +6,15 @@ dying. In lease mode the claim is committed first, and a token fences whoever he
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from sqlalchemy import Connection
 
-from outboxq.driver import run_script
+from outboxq.driver import ScriptResult, run_script
 from outboxq.job import Job
 from outboxq.statements import claim as statements
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, claim_by_id, park_head
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
 from outboxq.statements.session import LOCAL_SETTINGS
 
 PARK_LIMIT = 10_000
@@ -25,12 +25,22 @@ _END_OF_JOB = 1 + len(RETURNED) + 1
 class Anchor:
     """Which transaction a batch runs in: what to ask the server about it, and which backend holds it.
 
-    `savepoint` has a name that no handler can guess: releasing it proves that the transaction is still the claim's.
+    Two savepoints lie behind the claim, under names that no handler can guess. Releasing the upper one, the seal,
+    proves that the transaction is still the claim's; the lower one stands for as long as it is not committed.
     """
 
     savepoint: str
     xid: str
     pid: int
+
+    @property
+    def seal(self) -> str:
+        """The upper savepoint."""
+        return _seal(self.savepoint)
+
+    def reset(self) -> str:
+        """Back to where the claim ended. Fails where the transaction is not the claim's any more."""
+        return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.seal}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +56,54 @@ class Claimed:
     anchor: Anchor | None
 
 
-def claim(connection: Connection, script: ClaimScript, limit: int, before: str = "", after: str = "") -> Claimed:
-    """Run one of `ClaimStatements` in the connection's transaction.
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """A claim of up to `limit` jobs, of those behind `cursor` only, and the savepoints behind it.
 
     Args:
-        before: Settings to send before it, in the same string.
-        after: Settings for what follows it.
+        settings: What holds for the handlers and not for the claim itself: its deadline is theirs, and a claim that has
+            far to walk must not starve by it.
     """
-    savepoint = _new_savepoint()
-    results = run_script(connection, f"{before}{script.text(limit)}; {after}SAVEPOINT {savepoint}")
-    rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
-    moved = cast("int", rows[0][0]) if rows else 0
-    taken = [row for row in rows if row[1] is not None]
-    if len(taken) > limit:
-        raise AssertionError(f"a claim took {len(taken)} jobs where {limit} were asked for")
-    if script.leased or not taken:
-        return Claimed(tuple(_in_order(taken)), moved, None)
-    xid, pid = taken[0][_END_OF_JOB:]
-    return Claimed(tuple(_in_order(taken)), moved, Anchor(savepoint, cast("str", xid), cast("int", pid)))
+
+    script: ClaimScript
+    limit: int
+    cursor: Cursor | None = None
+    settings: str = ""
+    savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
+
+    def text(self) -> str:
+        """The statements, for a transaction that has just begun."""
+        claim_text = self.script.text(self.limit, self.cursor)
+        return f"{LOCAL_SETTINGS}{claim_text}; {self.settings}{_savepoints(self.savepoint)}"
+
+    def read(self, results: Sequence[ScriptResult]) -> Claimed:
+        """What it took."""
+        rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
+        moved = cast("int", rows[0][0]) if rows else 0
+        taken = [row for row in rows if row[1] is not None]
+        if len(taken) > self.limit:
+            raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
+        if self.script.leased or not taken:
+            return Claimed(_in_order(taken), moved, None)
+        xid, pid = taken[0][_END_OF_JOB:]
+        return Claimed(_in_order(taken), moved, Anchor(self.savepoint, cast("str", xid), cast("int", pid)))
+
+
+def claim(connection: Connection, request: ClaimRequest) -> Claimed:
+    """Claim in the connection's transaction."""
+    return request.read(run_script(connection, request.text()))
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     """Claim one job by its id; nothing where it is gone, leased, or held by another transaction."""
-    return claim(connection, claim_by_id(schema, job_id), 1, LOCAL_SETTINGS)
+    return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
 def anchor(connection: Connection, settings: str = "") -> Anchor:
     """Begin the transaction of a leased job."""
-    savepoint = _new_savepoint()
-    xid, pid = run_script(connection, f"{settings}SELECT {ANCHOR}; SAVEPOINT {savepoint}")[-2].rows[0]
+    savepoint = f"oq_{secrets.token_hex(8)}"
+    results = run_script(connection, f"{settings}SELECT {ANCHOR}; {_savepoints(savepoint)}")
+    xid, pid = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
     return Anchor(savepoint, cast("str", xid), cast("int", pid))
 
 
@@ -92,16 +121,16 @@ def park_unknown(
     return sum(cast("int", result.rows[0][0]) for result in results)
 
 
-def _new_savepoint() -> str:
-    return f"oq_{secrets.token_hex(8)}"
+def _savepoints(savepoint: str) -> str:
+    return f"SAVEPOINT {savepoint}; SAVEPOINT {_seal(savepoint)}"
 
 
-def _in_order(rows: Sequence[tuple[object, ...]]) -> list[Job]:
-    jobs = [_job(row[1:_END_OF_JOB]) for row in rows]
+def _seal(savepoint: str) -> str:
+    return f"{savepoint}_seal"
+
+
+def _in_order(rows: Iterable[tuple[object, ...]]) -> tuple[Job, ...]:
+    jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]  # type: ignore[arg-type]  # the columns of RETURNED, in order, and the token
+    # RETURNING has no order.
     jobs.sort(key=lambda job: (-job.priority, job.seq))
-    return jobs
-
-
-def _job(values: Sequence[object]) -> Job:
-    job = Job(*values)  # type: ignore[arg-type]  # the columns of RETURNED, in order, and the token
-    return replace(job, attempt=job.attempt + 1)
+    return tuple(jobs)

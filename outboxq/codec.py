@@ -11,7 +11,10 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeGuard, Union, cast
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Annotated, NotRequired, Protocol, TypedDict, TypeGuard, Union, cast
+from uuid import UUID
 
 import msgspec
 from sqlalchemy import inspect as sqlalchemy_inspect
@@ -29,6 +32,7 @@ MAX_SCOPE_BYTES = 255
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
+_NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty
 
 
@@ -273,6 +277,18 @@ class Parameter:
             raise ArgumentError(f"argument {self.name!r}: {_problem(error)}") from None
         return data
 
+    def plain(self, value: object) -> object:
+        """A value that cannot be an entity, or the key of an entity that fits; whatever else is refused.
+
+        Raises:
+            ArgumentError: it has to be looked at more closely.
+        """
+        if self.entity is None and type(value) in _NEVER_ENTITIES:
+            return value
+        if self.entity is None or not isinstance(value, self.entity):
+            raise ArgumentError(f"argument {self.name!r} is not plain")
+        return primary_key_of(value)
+
     def check_entity(self, value: object) -> None:
         """Refuse a value that is not an entity of the annotated class."""
         if self.entity is None:
@@ -317,6 +333,24 @@ class Signature:
         self._kind = kind
         self._binder = binder
         self.parameters = {parameter.name: parameter for parameter in parameters}
+        self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._decoder = _object_decoder_of(parameters)
+
+    def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
+        """All arguments of a call as a JSON object, in one pass; None where each has to be looked at on its own.
+
+        What it gives is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
+        """
+        values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
+        if args and len(values) != len(args) + len(kwargs):
+            return None
+        try:
+            # An unknown name is a KeyError here, and a missing one is refused by the decoder.
+            data = _encoder.encode({name: self.parameters[name].plain(value) for name, value in values.items()})
+            self._decoder.decode(data)
+        except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
+            return None
+        return None if b"null" in data or b"\\u0000" in data else data.decode()
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
@@ -350,6 +384,11 @@ class Signature:
                 f"unknown {unknown or 'none'}, missing {missing or 'none'}"
             )
         return {name: self.parameters[name].decode(data) for name, data in fields.items()}
+
+
+def _object_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[object]:
+    fields = {p.name: p.decoder.type if p.required else NotRequired[p.decoder.type] for p in parameters}
+    return msgspec.json.Decoder(TypedDict("Arguments", fields), dec_hook=_decode_foreign)  # type: ignore[operator]  # built at run time
 
 
 def build_signature(kind: str, function: Callable[..., object]) -> Signature:

@@ -235,6 +235,8 @@ class RelayConfig:
             moved to the dead letters.
         prune_seconds: The longest pause between two looks for messages and effects whose retention is over, 1 to 86400;
             0 is never. A drain looks once, at its end.
+        reindex: Whether to build an index of the table `job` again that is a file of almost nothing, every ten minutes
+            at the most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
         listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
             drops LISTEN without a word, or give `listen_url`.
         listen_url: A direct URL for LISTEN where the relay's own URL leads to a transaction pooler.
@@ -253,6 +255,7 @@ class RelayConfig:
     effect_lease_seconds: float = 30.0
     max_crashes: int = 3
     prune_seconds: float = 60.0
+    reindex: bool = True
     listen: bool = True
     listen_url: str | None = None
     schema: str = "outboxq"

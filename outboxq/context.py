@@ -1,7 +1,8 @@
 """What a handler receives first: its session, its job, the process's state, calls that count once, and a log."""
 
+import functools
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, cast
@@ -9,6 +10,7 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
+from outboxq.deferred import Statement, defer
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.effect_request import Classify
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
@@ -43,10 +45,11 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
 class _JobContext(Generic[S]):
     job: Job
     state: S
-    log: JobLogger = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "log", JobLogger(self.job))
+    @functools.cached_property
+    def log(self) -> JobLogger:
+        """A logger that names the job in each record."""
+        return JobLogger(self.job)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -63,8 +66,25 @@ class Context(_JobContext[S]):
     yielded.
     """
 
-    session: OutboxSession
+    session: OutboxSession = field(repr=False)
     permit: Permit[Caller] | None = field(default=None, repr=False)
+
+    def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
+        """Have a Core statement sent after the flush and before COMMIT, in one executemany with its equals.
+
+        Does no I/O. The jobs of a batch whose handlers defer the same statement send it once, with the parameters of
+        all. Statements of one job keep their order; between two jobs it is kept per statement alone. A savepoint of the
+        handler's that is rolled back takes nothing back.
+
+        Args:
+            statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
+                `bindparam()` where values go.
+            parameters: For one execution of it.
+
+        Raises:
+            DeferError: it does not write, returns rows, or the parameters are not values by name.
+        """
+        defer(self.session, statement, parameters)
 
     def once(
         self,
@@ -115,8 +135,12 @@ class Context(_JobContext[S]):
 class AsyncContext(_JobContext[S]):
     """What an async handler receives first. See `Context`."""
 
-    session: AsyncOutboxSession
+    session: AsyncOutboxSession = field(repr=False)
     permit: Permit[AsyncCaller] | None = field(default=None, repr=False)
+
+    def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
+        """Have a Core statement sent before COMMIT. Not a coroutine: it does no I/O. See `Context.defer`."""
+        defer(self.session.sync_session, statement, parameters)
 
     async def once(
         self,
@@ -134,6 +158,36 @@ class AsyncContext(_JobContext[S]):
         permit = _permitted(self.permit)
         request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
         return cast("T", await permit.caller.run(request, call, already_applied))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem(Generic[T]):
+    """One job of a batch: its arguments as the class that the handler was registered with, and the job itself."""
+
+    args: T
+    job: Job
+
+
+@dataclass(frozen=True)
+class _BatchContext(Generic[S]):
+    state: S
+
+
+@dataclass(frozen=True)
+class BatchContext(_BatchContext[S]):
+    """What a sync batch handler receives first.
+
+    `session` writes in the transaction that removed the jobs: its rows commit with their disappearance, or not at all.
+    """
+
+    session: OutboxSession
+
+
+@dataclass(frozen=True)
+class AsyncBatchContext(_BatchContext[S]):
+    """What an async batch handler receives first. See `BatchContext`."""
+
+    session: AsyncOutboxSession
 
 
 def _permitted(permit: Permit[C] | None) -> Permit[C]:

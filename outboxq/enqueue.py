@@ -1,23 +1,24 @@
 """Enqueue: a job becomes a row in the caller's own transaction.
 
-A job is a mapped row in the caller's unit of work, so that savepoints, rollbacks and autoflush are SQLAlchemy's. Only a
-job that waits for the primary key of a pending entity is kept aside, and inserted by Core right after the flush that
-gives the entity its key; a rollback before that forgets both, and a commit without that flush is refused.
+The jobs of a flush are one pending object in the caller's unit of work, so that savepoints, rollbacks and autoflush are
+SQLAlchemy's: opening a savepoint flushes it, rolling one back expunges it. Its flush is one INSERT for 1,000 jobs. Only
+a job that waits for the primary key of a pending entity is kept aside, and inserted right after the flush that gives
+its key; a rollback before that forgets both, and a commit without that flush is refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from itertools import count
 from uuid import UUID
 
-from sqlalchemy import Connection, Insert, event, func, insert, literal, text
+from sqlalchemy import Connection, Insert, event, text
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
+from sqlalchemy.orm import Mapper, Session, SessionTransaction, UOWTransaction, object_session
 
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.job import JobHandle, uuid7
-from outboxq.kinds import JobKind, JobOptions, NewJob, P
+from outboxq.job import JobHandle, uuid7s
+from outboxq.kinds import JobKind, NewJob, P
 from outboxq.sessions import (
     AnySession,
     autocommit_error,
@@ -28,9 +29,16 @@ from outboxq.sessions import (
     refuse_autocommit,
     type_name,
 )
+from outboxq.statements.enqueue import JOBS_PER_INSERT, Prepared, insert_jobs, job_arrays
 from outboxq.tables import JobRow, job
 
-_WAITING = "outboxq.waiting"
+_BATCH = "outboxq.batch"
+WAITING = "outboxq.waiting"
+# What a session's `info` holds of this module.
+OURS = frozenset({_BATCH, WAITING})
+_INSERT = insert_jobs()
+# Tells batches apart in their session's identity map.
+_numbers = count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +113,27 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
 
 
 def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
-    _prepare(session)
+    batch = _pending_batch(session)
+    if batch is None:
+        _prepare(session)
     for new in jobs:
         _check(session, new)
-    return [_add_one(session, new) for new in jobs]
+    named = list(zip(uuid7s(len(jobs)), jobs, strict=True))
+    ready: list[Prepared] = []
+    for job_id, new in named:
+        if new.pending and new.pending_entities():
+            _wait_for_keys(session, job_id, new)
+        else:
+            ready.append((job_id, new, new.encode() if new.pending else new.args))
+    if ready:
+        _append(session, batch, ready)
+    return [JobHandle(job_id, new.kind, new.queue) for job_id, new in named]
 
 
 def _check(session: Session, new: NewJob) -> None:
     if not isinstance(new, NewJob):
         raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {type_name(new)}")
-    for entity in new.pending_entities():
+    for entity in new.pending_entities() if new.pending else ():
         if object_session(entity) is not session:
             raise EnqueueError(
                 f"{new.kind!r} takes a {type_name(entity)} that has no primary key yet and is not in this session: "
@@ -122,45 +141,27 @@ def _check(session: Session, new: NewJob) -> None:
             )
 
 
-def _add_one(session: Session, new: NewJob) -> JobHandle:
-    handle = JobHandle(uuid7(), new.kind, new.queue)
-    if new.pending_entities():
-        _watch_for_keys(session)
-        # A pending entity is in a session whose transaction has begun.
-        transaction = session.get_nested_transaction() or session.get_transaction()
-        session.info.setdefault(_WAITING, []).append(_Waiting(handle.id, new, transaction))
-    else:
-        session.add(_row(handle.id, new))
-    return handle
+def _pending_batch(session: Session) -> JobRow | None:
+    """What the session's next flush will insert, as far as it was added in a transaction that still stands."""
+    batch: JobRow | None = session.info.get(_BATCH)
+    if batch is None or batch.jobs is None or object_session(batch) is not session:
+        return None
+    return batch
 
 
-def _values(job_id: UUID, new: NewJob) -> dict[str, object]:
-    return {
-        "id": job_id,
-        "queue": new.queue,
-        "kind": new.kind,
-        "args": new.encode(),
-        "headers": new.headers,
-        "priority": new.options.priority,
-        "max_attempts": new.options.max_attempts,
-        **_schedule(new.options),
-    }
+def _append(session: Session, batch: JobRow | None, jobs: list[Prepared]) -> None:
+    if batch is None:
+        batch = JobRow(next(_numbers))
+        session.add(batch)
+        session.info[_BATCH] = batch
+    batch.jobs.extend(jobs)
 
 
-def _schedule(options: JobOptions) -> dict[str, object]:
-    if options.run_at is not None:
-        return {"state": "scheduled", "run_at": options.run_at}
-    # The database's clock decides, so that no producer's clock can be wrong.
-    if options.delay is not None and options.delay > timedelta(0):
-        return {"state": "scheduled", "run_at": func.clock_timestamp() + literal(options.delay)}
-    return {"state": "ready"}
-
-
-def _row(job_id: UUID, new: NewJob) -> JobRow:
-    row = JobRow()
-    for name, value in _values(job_id, new).items():
-        setattr(row, name, value)
-    return row
+def _wait_for_keys(session: Session, job_id: UUID, new: NewJob) -> None:
+    _watch_for_keys(session)
+    # A pending entity is in a session whose transaction has begun.
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    session.info.setdefault(WAITING, []).append(_Waiting(job_id, new, transaction))
 
 
 def _prepare(session: Session) -> None:
@@ -173,7 +174,7 @@ def _prepare(session: Session) -> None:
     # On the dialect: engine.execution_options() makes engines for a moment, which share it.
     if not event.contains(bind.dialect, "handle_error", _explain_missing_tables):
         event.listen(bind.dialect, "handle_error", _explain_missing_tables)
-    if not event.contains(session, "before_flush", _before_flush):
+    if not (isinstance(session, OutboxSession) or event.contains(session, "before_flush", _before_flush)):
         event.listen(session, "before_flush", _before_flush)
 
 
@@ -186,25 +187,42 @@ def _watch_for_keys(session: Session) -> None:
 
 
 def _before_flush(session: Session, _context: UOWTransaction, _instances: object) -> None:
-    if not (session.info.get(_WAITING) or any(isinstance(row, JobRow) for row in session.new)):
-        return
-    connection = session.connection(bind_arguments={"mapper": JobRow})
-    refuse_autocommit(connection)
+    # Before any row of the flush, the business rows' included: they would be committed without their jobs.
+    if session.info.get(WAITING) or _pending_batch(session) is not None:
+        refuse_autocommit(session.connection(bind_arguments={"mapper": JobRow}))
+
+
+# For all sessions of the class at once: listening to each costs more than its jobs.
+event.listen(OutboxSession, "before_flush", _before_flush)
+
+
+@event.listens_for(JobRow, "before_insert")
+def _flush_batch(_mapper: Mapper[JobRow], connection: Connection, batch: JobRow) -> None:
+    session = object_session(batch)
+    assert session is not None
+    # Taken out: what is added from here on, by an event of this flush, is for the next one.
+    jobs, batch.jobs = batch.jobs, None
+    session.info.pop(_BATCH, None)
+    _insert(session, connection, jobs or [])
+
+
+def _insert(session: Session, connection: Connection, jobs: Sequence[Prepared]) -> None:
     if session.twophase:
         # PREPARE TRANSACTION refuses a transaction that has notified. Local, and per flush: a rolled back savepoint
         # takes the setting with it.
         connection.execute(text("SELECT set_config('outboxq.notify', 'off', true)"))
+    for start in range(0, len(jobs), JOBS_PER_INSERT):
+        connection.execute(_INSERT, job_arrays(jobs[start : start + JOBS_PER_INSERT]))
 
 
 def _after_flush(session: Session, _context: UOWTransaction) -> None:
-    waiting: list[_Waiting] = session.info.get(_WAITING, [])
-    ready = [item for item in waiting if _has_keys(session, item)]
+    waiting: list[_Waiting] = session.info.get(WAITING, [])
+    ready = {item.id: item for item in waiting if _has_keys(session, item)}
     if not ready:
         return
-    session.info[_WAITING] = [item for item in waiting if item not in ready]
+    session.info[WAITING] = [item for item in waiting if item.id not in ready]
     connection = session.connection(bind_arguments={"mapper": JobRow})
-    for item in ready:
-        connection.execute(insert(job).values(_values(item.id, item.job)))
+    _insert(session, connection, [(item.id, item.job, item.job.encode()) for item in ready.values()])
 
 
 def _has_keys(session: Session, item: _Waiting) -> bool:
@@ -215,10 +233,10 @@ def _has_keys(session: Session, item: _Waiting) -> bool:
 
 def _before_commit(session: Session) -> None:
     """Refuse to commit without a job whose entity left the session: it would vanish without a word."""
-    if not session.info.get(_WAITING):
+    if not session.info.get(WAITING):
         return
     session.flush()
-    for item in session.info[_WAITING]:
+    for item in session.info[WAITING]:
         names = ", ".join(repr(name) for name in item.job.pending)
         raise EnqueueError(
             f"a job {item.job.kind!r} waits for the primary key of argument {names}, which left this session before it "
@@ -228,8 +246,8 @@ def _before_commit(session: Session) -> None:
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
     # What a transaction or a savepoint leaves waiting was rolled back with it: committing either flushes first.
-    waiting: list[_Waiting] = session.info.get(_WAITING, [])
-    session.info[_WAITING] = [item for item in waiting if item.transaction is not transaction]
+    waiting: list[_Waiting] = session.info.get(WAITING, [])
+    session.info[WAITING] = [item for item in waiting if item.transaction is not transaction]
 
 
 def _explain_missing_tables(context: ExceptionContext) -> None:

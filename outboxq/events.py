@@ -162,6 +162,15 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexRebuilt:
+    """An index of the queue that was a file of almost nothing was built again, beside the work."""
+
+    index: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChildDied:
     """A relay process of the supervisor ended by itself; another starts in `restart_seconds`."""
 
@@ -209,6 +218,7 @@ Event: TypeAlias = (
     | DatabaseBack
     | BatchRolledBack
     | Pruned
+    | IndexRebuilt
     | ChildDied
     | ChildStuck
     | ChildSilent

@@ -6,25 +6,20 @@ Whatever a handler does, its rows are either all in the transaction or none of t
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, Engine, NestedTransaction, RootTransaction
+from sqlalchemy import Connection, NestedTransaction, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
-from sqlalchemy.util import await_only
 
 from outboxq.codec import EntityKey
-from outboxq.context import AsyncContext, Context
 from outboxq.driver import is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
-from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import (
     EffectInProgress,
     EffectRefused,
@@ -38,7 +33,8 @@ from outboxq.errors import (
 from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard
-from outboxq.handlers import AnyHandler, Flavour, Registry
+from outboxq.handlers import AnyHandler, Registry
+from outboxq.invoke import Invoker, Opened, Run
 from outboxq.job import Job
 from outboxq.retention import spoken
 from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
@@ -79,111 +75,6 @@ class Unknown:
 Result: TypeAlias = Outcome | Failed | Unknown
 
 
-class LazySession(OutboxSession):
-    """Calls `opener` before it first uses its connection."""
-
-    opener: Callable[[], None]
-
-    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
-        """SQLAlchemy's hook before every use of a connection."""
-        self.opener()
-        return super().get_bind(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a handler's context is made of, besides its session."""
-
-    job: Job
-    state: object
-    permit: Permit[Any] | None
-
-
-class Invoker(Protocol):
-    """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
-
-    flavour: Flavour
-
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
-        """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
-        ...
-
-    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
-        """Run the handler to its end."""
-        ...
-
-
-# close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
-SESSION_OPTIONS: dict[str, Any] = {
-    "join_transaction_mode": "rollback_only",
-    "expire_on_commit": False,
-    "close_resets_only": False,
-}
-
-
-class SyncInvoker:
-    """Plain functions, called where we stand."""
-
-    flavour: Flavour = "sync"
-
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
-        """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        session = LazySession(bind=connection, **SESSION_OPTIONS)
-        session.opener = opener
-        return session
-
-    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
-        """Run the handler to its end."""
-        assert isinstance(session, OutboxSession)
-        return handler.function(Context(run.job, run.state, session, run.permit), **args)
-
-
-class AsyncInvoker:
-    """Coroutines, awaited through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
-
-    flavour: Flavour = "async"
-
-    def __init__(self, connection: AsyncConnection) -> None:
-        self._connection = connection
-        self._session: AsyncOutboxSession | None = None
-
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
-        """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
-        del connection
-        self._session = AsyncOutboxSession(bind=self._connection, sync_session_class=LazySession, **SESSION_OPTIONS)
-        session = self._session.sync_session
-        assert isinstance(session, LazySession)
-        session.opener = opener
-        return session
-
-    def call(self, handler: AnyHandler, session: Session, run: Run, args: dict[str, object]) -> object:
-        """Await the handler to its end."""
-        opened, self._session = self._session, None
-        assert opened is not None
-        assert opened.sync_session is session
-        running = handler.function(AsyncContext(run.job, run.state, opened, run.permit), **args)
-        return await_only(_within(handler.timeout_seconds, running))
-
-
-async def _within(seconds: float | None, running: Awaitable[object]) -> object:
-    """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
-    if seconds is None:
-        return await running
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            returned = await running
-    except Exception as error:
-        if not deadline.expired():
-            raise
-        # asyncio's own error was raised by us, and its cause where the handler stood.
-        stood = error.__cause__ or error
-        raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
-    if deadline.expired():
-        raise HandlerTimedOut(seconds)
-    return returned
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """What executing needs besides the job, fixed for the life of a slot's connection."""
@@ -196,14 +87,14 @@ class Work:
     max_crashes: int
     epoch: str
     caller: Caller | AsyncCaller | None
-    shares_transactions: bool
+    sharing_queues: frozenset[str]
 
     def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:
         """Leave for this run to call the outside, or why it has none."""
         if self.caller is None:
             return None
         # Refused also where no other job came with it: a handler must not depend on how busy its queue is.
-        is_shared = self.shares_transactions and job.lease_token is None
+        is_shared = job.queue in self.sharing_queues and job.lease_token is None
         # Of the slot's flavour, as the handler is.
         caller: Any = self.caller
         return Permit(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
@@ -233,20 +124,24 @@ class Work:
 class Place:
     """Where the rows of one attempt go: a savepoint in the relay's transaction.
 
-    With `begin` both begin when the handler first uses its session, so that a long call outside the database holds no
-    transaction open.
+    It begins when the handler first names its session, so that a handler which does not costs nothing; under a lease
+    when the session is first used, so that a long call outside the database holds no transaction open.
+
+    Args:
+        begin: Called first; it begins the transaction, if need be. Returns the name of a savepoint that is there and
+            stands for the attempt's own, or None to make one.
     """
 
-    def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], object] | None) -> None:
+    def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], str | None]) -> None:
         self.savepoint: NestedTransaction | None = None
         self._root: RootTransaction | None = connection.get_transaction()
-        self._connection = connection
+        # Else `begin` makes it one.
+        self.in_transaction = transaction_status(connection) == TransactionStatus.INTRANS
         self._guard = guard
         self._begin = begin
-        if begin is None:
-            self.open()
-        else:
-            guard.opener = self.open
+        self._connection = connection
+        guard.savepoint = None
+        guard.opener = self.open
 
     def open(self) -> None:
         """Begin, unless that was done."""
@@ -254,9 +149,10 @@ class Place:
             return
         # First: what follows goes through the guarded connection too.
         self._guard.opener = None
-        if self._begin is not None:
-            self._begin()
-        self.savepoint = self._guard.savepoint = self._connection.begin_nested()
+        seal = self._begin()
+        self.in_transaction = True
+        self._guard.begin_savepoint(seal)
+        self.savepoint = self._guard.savepoint
 
     @property
     def is_intact(self) -> bool:
@@ -266,14 +162,14 @@ class Place:
 
 
 def execute(
-    connection: Connection, job: Job, work: Work, *, shared_xid: str | None, begin: Callable[[], object] | None = None
+    connection: Connection, job: Job, work: Work, *, shared_xid: str | None, begin: Callable[[], str | None]
 ) -> Result:
     """Run the job's handler; afterwards the transaction holds all of its rows if it is done, else none.
 
     Args:
         shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
             deferred constraints would raise at COMMIT; a job alone meets them in the certificate.
-        begin: Called before the handler's session is first used, where the transaction has not begun.
+        begin: Called before the handler's session is first used. See `Place`.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -286,8 +182,6 @@ def execute(
         result = _attempt(connection, handler, job, work, shared_xid, begin)
         if not (isinstance(result, Failed) and result.transient):
             return result
-        if transaction_status(connection) != TransactionStatus.IDLE:
-            begin = None
     return _attempt(connection, handler, job, work, shared_xid, begin)
 
 
@@ -297,21 +191,25 @@ def _attempt(
     job: Job,
     work: Work,
     shared_xid: str | None,
-    begin: Callable[[], object] | None,
+    begin: Callable[[], str | None],
 ) -> Result:
     place = Place(connection, work.guard, begin)
-    session = work.invoker.open_session(connection, place.open)
+    if place.in_transaction and work.invoker.flavour == "async":
+        # Where its session is first named, a coroutine cannot send anything.
+        place.open()
+    opened = Opened(partial(_open_session, connection, work, place))
     begun = time.monotonic()
     result: Result
     kept = False
     try:
-        result = _run(connection, handler, job, work, session, place)
+        result = _run(connection, handler, job, work, opened, place)
         if isinstance(result, Done):
-            _keep(connection, session, place, shared_xid)
+            if opened.made is not None:
+                _keep(connection, opened.made, place, shared_xid)
             kept = True
             fault_point("after-handler")
     except asyncio.CancelledError as error:
-        if _being_cancelled():
+        if being_cancelled():
             raise
         result = describe_failure(error, job)
     except Abandoned:
@@ -323,16 +221,24 @@ def _attempt(
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
         work.guard.savepoint = work.guard.opener = None
-    closed = _closed(session)
+    closed = opened.close()
     if kept and closed:
         return result
     intact = closed and place.is_intact
-    if not (_undone(connection, place.savepoint, intact=intact) and _is_still(connection, shared_xid)):
+    if not (_undone(connection, place, intact=intact) and _is_still(connection, shared_xid)):
         # SQLAlchemy's own account of it is better than ours, where SQLAlchemy saw it.
         if intact or not isinstance(result, Failed):
             result = describe_failure(TransactionEndedByHandler(), job)
         raise TransactionEscaped(job, result)
     return result
+
+
+def _open_session(connection: Connection, work: Work, place: Place) -> Session:
+    session = work.invoker.open_session(connection, place.open)
+    if place.in_transaction:
+        # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
+        place.open()
+    return session
 
 
 def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) -> BaseException:
@@ -343,11 +249,11 @@ def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) ->
     return HandlerTimedOut(limit).with_traceback(error.__traceback__)
 
 
-def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, session: Session, place: Place) -> Outcome:
+def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, opened: Opened, place: Place) -> Outcome:
     arguments = handler.signature().decode(job.args)
-    loaded = {name: _load(session, name, value) for name, value in arguments.items()}
+    loaded = {name: _load(opened, name, value) for name, value in arguments.items()}
     fault_point("before-handler")
-    returned = work.invoker.call(handler, session, Run(job, work.state, work.permit(handler, job)), loaded)
+    returned = work.invoker.call(handler, opened.session, Run(job, work.state, work.permit(handler, job)), loaded)
     if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
         return returned
     if not (returned is None or isinstance(returned, Done)):
@@ -372,12 +278,12 @@ def _described(returned: object) -> str:
     return f"the class {returned.__name__}" if isinstance(returned, type) else f"a {type(returned).__name__}"
 
 
-def _load(session: Session, name: str, value: object) -> object:
+def _load(opened: Opened, name: str, value: object) -> object:
     """An entity argument's row, in the handler's session; other values as they are."""
     if not isinstance(value, EntityKey):
         return value
     key = tuple(value.primary_key) if isinstance(value.primary_key, list | tuple) else value.primary_key
-    entity = session.get(value.entity, key)
+    entity = opened.session().get(value.entity, key)
     if entity is None and not value.optional:
         raise EntityGone(name, value.entity.__name__)
     return entity
@@ -387,17 +293,21 @@ def _keep(connection: Connection, session: Session, place: Place, shared_xid: st
     # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined by
     # "rollback_only", it commits nothing.
     session.commit()
+    if place.savepoint is None:
+        return
     if shared_xid is not None:
         check_shared(connection, shared_xid)
-    if place.savepoint is not None:
-        place.savepoint.commit()
+    place.savepoint.commit()
 
 
-def _undone(connection: Connection, savepoint: NestedTransaction | None, *, intact: bool) -> bool:
+def _undone(connection: Connection, place: Place, *, intact: bool) -> bool:
     """Go back to before the handler; False where the transaction is not there any more, or not as we left it."""
     if is_lost(connection):
         raise ConnectionLost("the connection was lost while a handler ran")
+    savepoint = place.savepoint
     if savepoint is None:
+        if place.in_transaction:
+            return intact and transaction_status(connection) == TransactionStatus.INTRANS
         if transaction_status(connection) != TransactionStatus.IDLE:
             # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
             run_script(connection, "ROLLBACK")
@@ -418,16 +328,8 @@ def _is_still(connection: Connection, shared_xid: str | None) -> bool:
     return shared_xid is None or current_xid(connection) == shared_xid
 
 
-def _closed(session: Session) -> bool:
-    """End the handler's session for good; False where it fails, because the transaction below it is not as it was."""
-    try:
-        session.close()
-    except (SQLAlchemyError, psycopg.Error):
-        return False
-    return True
-
-
-def _being_cancelled() -> bool:
+def being_cancelled() -> bool:
+    """Whether it is the slot's own task that is cancelled, and not something that a handler awaits."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -2,17 +2,18 @@
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, overload
+from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, cast, get_args, overload
 
 from outboxq.annotations import declared_signature
+from outboxq.batch_calls import Arguments, called_with_many, called_with_one
 from outboxq.codec import MAX_SCOPE_BYTES, Signature, build_signature, check_key, check_name
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.context import AsyncContext, Context
+from outboxq.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
 from outboxq.errors import RegistryError, UnknownKind
 from outboxq.inbox import Inbox
 from outboxq.kinds import JobKind, P
@@ -20,6 +21,7 @@ from outboxq.retention import Owner, Window, check_kinds, check_same, check_wind
 from outboxq.retry import Backoff, Outcome
 
 C = TypeVar("C")
+T = TypeVar("T")
 R = TypeVar("R")
 R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 
@@ -27,6 +29,9 @@ Flavour: TypeAlias = Literal["sync", "async"]
 ClaimMode: TypeAlias = Literal["transaction", "lease"]
 DEFAULT_TIMEOUT_SECONDS = 300.0
 MAX_TIMEOUT_SECONDS = 7 * 86_400.0
+DEFAULT_GROUP_SIZE = 100
+MAX_GROUP_SIZE = 10_000
+Outcomes: TypeAlias = Sequence[Outcome | None] | None
 Lifespan: TypeAlias = Callable[
     [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
 ]
@@ -45,6 +50,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         *,
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        batchable: bool = False,
     ) -> None:
         super().__init__(kind, queue)
         self.function = function
@@ -52,6 +58,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.retry = retry
         self.claim: ClaimMode = _check_claim(claim)
         self.timeout_seconds = _check_timeout(timeout_seconds)
+        self.batchable = _check_batchable(batchable, claim)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
         functools.update_wrapper(self, function, updated=())
@@ -76,6 +83,41 @@ class Handler(JobKind[P], Generic[P, C, R]):
 AnyHandler: TypeAlias = Handler[Any, Any, Any]
 
 
+class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
+    """A registered batch handler. Name it in `add_job`; call it like the plain function that it wraps."""
+
+    def __init__(
+        self,
+        function: Callable[[Any, Sequence[BatchItem[T]]], Any],
+        arguments: Callable[P, T],
+        kind: str,
+        queue: str,
+        aliases: tuple[str, ...],
+        retry: Backoff,
+        *,
+        max_size: int = DEFAULT_GROUP_SIZE,
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        made: Any = arguments
+        alone = called_with_one(function, made)
+        super().__init__(alone, kind, queue, aliases, retry, timeout_seconds=timeout_seconds)
+        self.arguments = arguments
+        self.max_size = _check_size(max_size)
+        many = called_with_many(function)
+        # Never registered: how many jobs are called for at once.
+        self.together: AnyHandler = Handler(many, kind, queue, (), retry, timeout_seconds=timeout_seconds)
+        self._called = function
+        self._declared = Arguments(made)
+
+    def __call__(self, ctx: Any, items: Sequence[BatchItem[T]], /) -> Any:  # type: ignore[override]  # a batch at a time
+        """The function itself, for a unit test."""
+        return self._called(ctx, items)
+
+    @functools.cached_property
+    def _signature(self) -> Signature:
+        return build_signature(self.kind, self._declared)
+
+
 class HandlerDecorator:
     """What `jobs.handler(...)` returns."""
 
@@ -88,16 +130,16 @@ class HandlerDecorator:
         retry: Backoff,
         claim: ClaimMode,
         timeout_seconds: float | None,
+        batchable: bool,
     ) -> None:
         self._registry = registry
         self._kind = kind
         self._queue = queue
-        if isinstance(aliases, str):
-            raise RegistryError(f"aliases takes a tuple or a list of names, got the text {aliases!r}")
-        self._aliases = tuple(aliases)
+        self._aliases = _check_aliases(aliases)
         self._retry = retry
         self._claim: ClaimMode = _check_claim(claim)
         self._timeout_seconds = _check_timeout(timeout_seconds)
+        self._batchable = _check_batchable(batchable, claim)
 
     @overload
     def __call__(
@@ -111,15 +153,7 @@ class HandlerDecorator:
 
     def __call__(self, function: Callable[..., Any], /) -> AnyHandler:
         """Register `function` and return it as a `Handler`."""
-        if not inspect.isfunction(function):
-            raise RegistryError(f"a handler is a function whose first argument is its context, got {function!r}")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise RegistryError(f"handler {function.__qualname__} yields: a handler returns when its work is done")
-        first = next(iter(declared_signature(function).parameters.values()), None)
-        if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-            raise RegistryError(
-                f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`"
-            )
+        _check_function(function)
         handler: AnyHandler = Handler(
             function,
             self._kind or function.__name__,
@@ -127,6 +161,59 @@ class HandlerDecorator:
             self._aliases,
             self._retry,
             claim=self._claim,
+            timeout_seconds=self._timeout_seconds,
+            batchable=self._batchable,
+        )
+        self._registry.add(handler)
+        return handler
+
+
+class BatchHandlerDecorator(Generic[P, T]):
+    """What `jobs.batch_handler(...)` returns."""
+
+    def __init__(
+        self,
+        registry: "Jobs",
+        arguments: Callable[P, T],
+        kind: str | None,
+        queue: str,
+        aliases: Iterable[str],
+        retry: Backoff,
+        max_size: int,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._registry = registry
+        self._arguments = arguments
+        # Checked now, as in the decorator of one job.
+        Arguments(cast("type[Any]", arguments))
+        self._kind = kind
+        self._queue = queue
+        self._aliases = _check_aliases(aliases)
+        self._retry = retry
+        self._max_size = _check_size(max_size)
+        self._timeout_seconds = _check_timeout(timeout_seconds)
+
+    @overload
+    def __call__(
+        self, function: Callable[[BatchContext[Any], Sequence[BatchItem[T]]], Outcomes], /
+    ) -> BatchHandler[P, T]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[AsyncBatchContext[Any], Sequence[BatchItem[T]]], Awaitable[Outcomes]], /
+    ) -> BatchHandler[P, T]: ...
+
+    def __call__(self, function: Callable[..., Any], /) -> BatchHandler[P, T]:
+        """Register `function` and return it as a `BatchHandler`."""
+        _check_function(function)
+        handler = BatchHandler(
+            function,
+            self._arguments,
+            self._kind or function.__name__,
+            self._queue,
+            self._aliases,
+            self._retry,
+            max_size=self._max_size,
             timeout_seconds=self._timeout_seconds,
         )
         self._registry.add(handler)
@@ -155,6 +242,7 @@ class Jobs:
         retry: Backoff | None = None,
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        batchable: bool = False,
     ) -> HandlerDecorator:
         """Register a handler.
 
@@ -168,12 +256,53 @@ class Jobs:
                 lost; for handlers that are long or reach outside the database. A queue holds handlers of one mode.
             timeout_seconds: The deadline of one attempt. A statement, then the handler, is cancelled; what cannot be
                 cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline.
+            batchable: The handler does nothing but write rows through its session, and defer statements. The jobs of
+                such kinds that are claimed together then share a session and one flush, and are run once more, each by
+                itself, where anything goes wrong.
 
         Raises:
-            RegistryError: the kind or an alias is taken, an unknown claim mode, or a timeout that is not positive.
+            RegistryError: the kind or an alias is taken, an unknown claim mode, a timeout that is not positive, or
+                batchable under a lease.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        return HandlerDecorator(self, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds)
+        return HandlerDecorator(self, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds, batchable)
+
+    def batch_handler(
+        self,
+        arguments: Callable[P, T],
+        *,
+        max_size: int = DEFAULT_GROUP_SIZE,
+        kind: str | None = None,
+        queue: str = "default",
+        aliases: Iterable[str] = (),
+        retry: Backoff | None = None,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+    ) -> BatchHandlerDecorator[P, T]:
+        """Register a handler that is given many jobs at a time: for set-based SQL.
+
+        It returns None where all are done, or the outcome of each, in their order; the rows of those that are not done
+        are its own affair. Where it raises, nothing of it stands, and it is called for each job alone.
+
+        Args:
+            arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
+            max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
+            kind: As of `handler`, and so are the others.
+            claim: "transaction", the only one so far.
+
+        Raises:
+            RegistryError: the kind or an alias is taken, a lease, a size out of its range, or a class whose arguments
+                cannot be seen.
+            ArgumentError: a name over 63 bytes, or with control characters.
+        """
+        if _check_claim(claim) == "lease":
+            raise RegistryError(
+                'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
+                "jobs one by one to a handler of their own"
+            )
+        return BatchHandlerDecorator(
+            self, arguments, kind, queue, aliases, retry or Backoff(), max_size, timeout_seconds
+        )
 
     def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
@@ -303,6 +432,18 @@ class Registry:
         finite = [seconds for seconds in timeouts if seconds is not None]
         return max(finite) if len(finite) == len(timeouts) else None
 
+    def batch_size(self, queue: str, configured: int) -> int:
+        """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
+        return max(
+            configured,
+            *(
+                handler.max_size
+                for handler in self.handlers.values()
+                if handler.queue == queue and isinstance(handler, BatchHandler)
+            ),
+            1,
+        )
+
     def find(self, kind: str) -> AnyHandler:
         """The handler of a kind.
 
@@ -348,6 +489,39 @@ def _check_claim(claim: ClaimMode) -> ClaimMode:
     if claim not in get_args(ClaimMode):
         raise RegistryError(f"claim takes 'transaction' or 'lease', got {claim!r}")
     return claim
+
+
+def _check_function(function: Callable[..., Any]) -> None:
+    if not inspect.isfunction(function):
+        raise RegistryError(f"a handler is a function whose first argument is its context, got {function!r}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RegistryError(f"handler {function.__qualname__} yields: a handler returns when its work is done")
+    first = next(iter(declared_signature(function).parameters.values()), None)
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise RegistryError(f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`")
+
+
+def _check_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(aliases, str):
+        raise RegistryError(f"aliases takes a tuple or a list of names, got the text {aliases!r}")
+    return tuple(aliases)
+
+
+def _check_batchable(batchable: bool, claim: ClaimMode) -> bool:
+    if not isinstance(batchable, bool):
+        raise RegistryError(f"batchable takes True or False, got {batchable!r}")
+    if batchable and claim == "lease":
+        raise RegistryError(
+            'batchable=True shares the transaction that removed the jobs, and with claim="lease" each has its own: '
+            "leave one of the two out"
+        )
+    return batchable
+
+
+def _check_size(max_size: int) -> int:
+    if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_GROUP_SIZE:
+        raise RegistryError(f"max_size takes 1 to {MAX_GROUP_SIZE:,}, got {max_size!r}")
+    return max_size
 
 
 def _check_timeout(seconds: float | None) -> float | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Generic, ParamSpec
 
 from outboxq.codec import (
@@ -20,6 +21,7 @@ from outboxq.retry import MAX_DELAY
 P = ParamSpec("P")
 
 MAX_PRIORITY = 32_767
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +106,22 @@ class JobKind(Generic[P]):
             JobTooLarge: over 256 KiB of JSON.
         """
         signature = self.signature()
+        args_text = None if signature is None else signature.encode_call(args, kwargs)
+        if args_text is not None:
+            return self._new(args_text, _NOTHING)
         values = self._bind_by_name(args, kwargs) if signature is None else signature.bind(args, kwargs)
         pending = {name: value for name, value in values.items() if is_pending(value)}
         if signature is not None:
             for name, entity in pending.items():
                 signature.check_entity(name, entity)
         encode = encode_value if signature is None else signature.encode
-        encoded = {name: encode(name, value) for name, value in values.items() if name not in pending}
-        headers = encode_headers(self.job_options.headers) if self.job_options.headers else "{}"
-        new = NewJob(self.kind, self.queue, self.job_options, headers, encoded, pending)
-        new.check_size(join_object(encoded))
+        return self._new(join_object({n: encode(n, v) for n, v in values.items() if n not in pending}), pending)
+
+    def _new(self, args: str, pending: Mapping[str, object]) -> "NewJob":
+        options = self.job_options
+        headers = encode_headers(options.headers) if options.headers else "{}"
+        new = NewJob(self.kind, self.queue, options, headers, args, pending)
+        new.check_size(args)
         return new
 
     def _bind_by_name(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
@@ -133,7 +141,8 @@ class _KindWithOptions(JobKind[P]):
         return self._base.signature()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would make it three times as slow to make, and there is one for each job of a bulk.
+@dataclass(slots=True, eq=False)
 class NewJob:
     """A job that is not enqueued yet. Make one with `kind.job(...)`.
 
@@ -144,22 +153,27 @@ class NewJob:
     queue: str
     options: JobOptions
     headers: str = field(repr=False)
-    encoded: Mapping[str, bytes] = field(repr=False)
+    # A JSON object, of all arguments but the pending.
+    args: str = field(repr=False)
     # Entities that had no primary key at the call.
     pending: Mapping[str, object] = field(repr=False)
 
     def pending_entities(self) -> list[object]:
         """The entities whose primary keys are known only after a flush."""
+        if not self.pending:
+            return []
         return [entity for entity in self.pending.values() if is_pending(entity)]
 
     def encode(self) -> str:
         """The arguments as JSON text; every entity must have its primary key."""
-        keys = {name: encode_value(name, entity) for name, entity in self.pending.items()}
-        return self.check_size(join_object({**self.encoded, **keys}))
+        if not self.pending:
+            return self.args
+        keys = join_object({name: encode_value(name, entity) for name, entity in self.pending.items()})
+        return self.check_size(keys if self.args == "{}" else f"{self.args[:-1]},{keys[1:]}")
 
     def check_size(self, args: str) -> str:
         """Refuse arguments over the cap."""
-        size_bytes = len(args.encode())
+        size_bytes = len(args) if args.isascii() else len(args.encode())
         if size_bytes > MAX_ARGS_BYTES:
             raise JobTooLarge(self.kind, size_bytes, MAX_ARGS_BYTES)
         return args

@@ -18,7 +18,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import NEVER, take_back
-from outboxq.statements.session import end_backend
+from outboxq.statements.session import end_backend, xact_status
 
 PUT_OFF = timedelta(minutes=5)
 COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
@@ -92,13 +92,13 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
     job = progress.job
     try:
         with connection.begin():
-            savepoint = anchor(connection).savepoint
+            seal = anchor(connection).seal
             if isinstance(result, Unknown):
                 settle.park(connection, job)
                 events: tuple[Event, ...] = (JobsParked(progress.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, work, 0.0),)
-            settle.certify(connection, savepoint)
+            settle.certify(connection, seal)
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError):
@@ -168,7 +168,7 @@ def end_other_transaction(connection: Connection, progress: Progress, *, termina
 
 def _was_committed(connection: Connection, xid: str) -> bool:
     with connection.begin():
-        status = run_script(connection, f"SELECT pg_xact_status('{int(xid)}'::xid8)")[0].rows[0][0]
+        status = run_script(connection, xact_status(xid))[0].rows[0][0]
     if status == "in progress":
         raise ConnectionLost("it is not known yet whether the last transaction was committed")
     return status == "committed"
@@ -202,11 +202,11 @@ def _settle_anew(
             again = claim_one(connection, work.schema, str(job.id))
             if not again.jobs or again.anchor is None:
                 return None
-            job, savepoint = again.jobs[0], again.anchor.savepoint
+            job, seal = again.jobs[0], again.anchor.seal
         else:
-            savepoint = anchor(connection).savepoint
+            seal = anchor(connection).seal
         event = settle_result(connection, job, failed, work, 0.0)
-        settle.certify(connection, savepoint)
+        settle.certify(connection, seal)
     return event
 
 
@@ -214,8 +214,9 @@ def _recover_committed(connection: Connection, progress: Progress, failed: Faile
     jobs, position = progress.jobs, progress.position
     try:
         with connection.begin():
-            settle.bury(connection, jobs[position], COMMITTED_BY_HANDLER, failed.record)
-            for job in jobs[position + 1 :]:
+            for job in jobs[position : position + progress.together]:
+                settle.bury(connection, job, COMMITTED_BY_HANDLER, failed.record)
+            for job in jobs[position + progress.together :]:
                 settle.give_back(connection, job)
             progress.recovery_xid = str(settle.current_xid(connection))
     except LeaseLost:
@@ -224,4 +225,5 @@ def _recover_committed(connection: Connection, progress: Progress, failed: Faile
 
 
 def _recovered(progress: Progress) -> BatchReport:
-    return BatchReport(len(progress.jobs), (*progress.events, JobDied(progress.job, COMMITTED_BY_HANDLER)))
+    ran = progress.jobs[progress.position : progress.position + progress.together]
+    return BatchReport(len(progress.jobs), (*progress.events, *(JobDied(job, COMMITTED_BY_HANDLER) for job in ran)))

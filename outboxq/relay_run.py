@@ -24,6 +24,7 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.batch import BatchReport
 from outboxq.callers import make_callers
 from outboxq.config import RelayConfig, SlotGroup
+from outboxq.cursors import Sweeps
 from outboxq.engines import Engines, check_durability, listen_connector
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
@@ -34,6 +35,7 @@ from outboxq.pruner import Pruner
 from outboxq.runners import SlotTask, SlotThread
 from outboxq.slot import Shared, Tally, describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
+from outboxq.upkeep import Upkeep
 from outboxq.watch import Runner, Watch
 
 _LOOP_STOP_SECONDS = 5.0
@@ -118,6 +120,12 @@ class RelayRun:
             if config.prune_seconds
             else None
         )
+        self._upkeep = (
+            # By `listen_url`, which leads past a pooler.
+            Upkeep(listen_connector(engines, config.listen_url, lambda: self._loop), config.schema, emit, stopping)
+            if config.reindex and not until_empty
+            else None
+        )
         self._watch = Watch(engines, config.schema, lambda: self._loop, self._replace, self._failed)
         self._shared = Shared(
             registry=registry,
@@ -130,6 +138,7 @@ class RelayRun:
             listener=listener,
             lease=lease,
             suspects=suspects,
+            sweeps=Sweeps(),
             max_crashes=config.max_crashes,
             callers=make_callers(engines, config.schema, config.effect_lease_seconds),
             stopping=stopping,
@@ -171,6 +180,9 @@ class RelayRun:
             if self._pruner is not None and not self._shared.until_empty:
                 self._pruner.start()
                 stack.callback(self._pruner.stop)
+            if self._upkeep is not None:
+                self._upkeep.start()
+                stack.callback(self._upkeep.stop)
             if any(self._shared.registry.claims[name] == "lease" for name in self._queues):
                 self._shared.lease.wait(2.0)
             self._serve_to_the_end()

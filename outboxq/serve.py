@@ -12,7 +12,8 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.execute import Abandoned, AsyncInvoker, ConnectionLost, SyncInvoker, Work
+from outboxq.execute import Abandoned, ConnectionLost, Work
+from outboxq.invoke import AsyncInvoker, SyncInvoker
 from outboxq.slot import UNFLAGGED_PAUSE_SECONDS, Slot
 from outboxq.tables import SCHEMA
 

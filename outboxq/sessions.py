@@ -42,7 +42,8 @@ def outbox_bind(session: Session) -> Engine | Connection:
         EnqueueError: nowhere, or to another database than PostgreSQL.
     """
     try:
-        bind = session.get_bind(mapper=JobRow)
+        # A handler's session begins its transaction where it is asked for its bind.
+        bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=JobRow)
     except UnboundExecutionError as error:
         raise EnqueueError(
             "this session is not bound to a database for the outbox: give the session a bind, or add "

@@ -4,11 +4,12 @@ In transaction mode success writes nothing: the claim's delete stands. Under a l
 lease was lost. Then `certify` commits, and knows that it did.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from sqlalchemy import Connection, Delete, Insert, Update
 
-from outboxq.driver import run_script
+from outboxq.driver import ScriptResult, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.failure import ErrorRecord, kept_errors
 from outboxq.job import Job
@@ -66,17 +67,34 @@ def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
     connection.execute(statements.put_off(job, delay))
 
 
-def certify(connection: Connection, savepoint: str) -> None:
-    """Commit the claim's transaction, in one round trip, and only if everything in it holds.
+def certificate(seal: str) -> str:
+    """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
-    PostgreSQL stops at the first failure: a deferred constraint fails in the first statement; a swallowed error leaves
-    a transaction that refuses it (25P02); a transaction that a handler ended has lost the savepoint (3B001, 25P01).
-    Drivers report success when `commit()` ends a failed transaction; the command tag does not.
+    PostgreSQL stops at the first failure. The seal comes first: a transaction that a handler ended has lost it (3B001,
+    25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of our own
+    transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed transaction; the
+    command tag of the last statement does not.
+    """
+    return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
+
+
+# The seal was gone: what it lay in was not ours any more.
+NO_SUCH_SAVEPOINT = "3B001"
+UNSEALED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
+
+
+def certify(connection: Connection, seal: str) -> None:
+    """Commit what stands under `seal`. See `certificate`.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.
     """
-    tag = run_script(connection, f"SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT {savepoint}; COMMIT")[-1].tag
+    check_committed(run_script(connection, certificate(seal)))
+
+
+def check_committed(results: Sequence[ScriptResult]) -> None:
+    """Look at the command tag: a COMMIT that rolls back says so there, and nowhere else."""
+    tag = results[2].tag
     if tag != "COMMIT":
         raise AssertionError(f"COMMIT was answered with {tag}")
 

@@ -15,9 +15,10 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batch
+from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batches
 from outboxq.callers import Callers
-from outboxq.claim import clear_marks, park_unknown
+from outboxq.claim import ClaimRequest, clear_marks, park_unknown
+from outboxq.cursors import Position, Sweeps
 from outboxq.driver import is_lost, run_script, sqlstate_of
 from outboxq.engines import outage_reason
 from outboxq.errors import LeaseLost
@@ -33,10 +34,11 @@ from outboxq.events import (
     JobRetried,
     JobsParked,
 )
-from outboxq.execute import ConnectionLost, Invoker, TransactionEscaped, Work
+from outboxq.execute import ConnectionLost, TransactionEscaped, Work
 from outboxq.failure import describe_failure
 from outboxq.guard import Guard
 from outboxq.handlers import Flavour, Registry
+from outboxq.invoke import Invoker
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
@@ -44,14 +46,18 @@ from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
 from outboxq.statements.listen import next_due_seconds
+from outboxq.statements.session import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
 FIRST_PAUSE_SECONDS = 0.01
 # Without the sleep flag nobody promises to wake us: look again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
+# So long a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of its queues again.
+FOLLOW_SECONDS = 0.1
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
+_NO_LIMIT = 1_000_000
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 
@@ -91,6 +97,7 @@ class Shared:
     listener: Listener | None
     lease: Lease
     suspects: Suspects
+    sweeps: Sweeps
     max_crashes: int
     callers: Callers
     stopping: threading.Event
@@ -110,6 +117,13 @@ class Slot:
         self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
         self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
         self._due_first = dict.fromkeys(queues, False)
+        self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
+        # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
+        self._most = _NO_LIMIT
+        self._positions = {name: Position(name, shared.sweeps) for name in queues}
+        self._request: ClaimRequest | None = None
+        self._asked = self._queues[queues[0]]
+        self._follow_until = 0.0
         self._asleep = False
         self._lease_waits = 0
         self._alone_for = 0
@@ -154,7 +168,7 @@ class Slot:
             shared.max_crashes,
             epoch,
             caller,
-            shares_transactions=shared.batch_size > 1,
+            sharing_queues=frozenset(name for name, size in self._batch_sizes.items() if size > 1),
         )
 
     def work_once(self, connection: Connection, work: Work) -> bool:
@@ -164,12 +178,20 @@ class Slot:
     def _work_on_queue(self, connection: Connection, name: str, work: Work) -> bool:
         if name in self.shared.suspects.queues and self._run_suspect(connection, name, work):
             return True
-        for script in self._scripts(name):
+        return any(self._work_with(connection, name, script, work) for script in self._scripts(name))
+
+    def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> bool:
+        """Run batches of one sort for a while; False where none waits."""
+        report = self._run(connection, name, script, work)
+        if report is None and self._is_behind_cursor():
+            # Behind the cursor is nothing any more: before it may be.
             report = self._run(connection, name, script, work)
-            if report is not None:
-                self._after(connection, name, report, work)
-                return True
-        return False
+        if report is not None:
+            self._after(connection, name, report, work)
+        return report is not None
+
+    def _is_behind_cursor(self) -> bool:
+        return self._request is not None and self._request.cursor is not None
 
     def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
         """Run one suspect of a queue, if it is this slot's turn; False where none waits."""
@@ -209,9 +231,9 @@ class Slot:
         return (due, ready) if self._due_first[name] else (ready, due)
 
     def _run(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> BatchReport | None:
-        limit = 1 if self._alone_for or script.leased else self.shared.batch_size
+        self._follow_until = time.monotonic() + FOLLOW_SECONDS
         try:
-            report = self._run_or_recover(connection, name, script, limit, work)
+            report = self._run_or_recover(connection, self._ask(name, script), work)
         except (psycopg.Error, SQLAlchemyError) as error:
             if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
@@ -220,14 +242,22 @@ class Slot:
             report = self._settle_doubt(connection, work, error)
             if report is None:
                 raise
+        if report is None:
+            self._positions[name].move_to_start()
         self.progress = None
         return report
 
-    def _run_or_recover(
-        self, connection: Connection, name: str, script: ClaimScript, limit: int, work: Work
-    ) -> BatchReport | None:
+    def _ask(self, name: str, script: ClaimScript) -> ClaimRequest:
+        queue = self._queues[name]
+        cursor = self._positions[name].start() if script.is_keyed else None
+        self._asked = queue
+        limit = 1 if self._alone_for or script.leased else min(self._batch_sizes[name], self._most)
+        self._request = ClaimRequest(script, limit, cursor, local_timeouts(queue.timeout_seconds))
+        return self._request
+
+    def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:
-            return run_batch(connection, self._queues[name], script, limit, work, self._started)
+            return run_batches(connection, self._asked, request, work, self)
         except TransactionEscaped as escaped:
             failure: TransactionEscaped | LeaseLost = escaped
         except LeaseLost as lost:
@@ -240,12 +270,34 @@ class Slot:
             return BatchReport(1, (JobLeaseLost(progress.job),))
         return recover(connection, progress, work, failure)
 
-    def _started(self, progress: Progress) -> None:
+    def started(self, progress: Progress) -> None:
+        """See `Pilot`."""
         self.progress = progress
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        request = self._request
+        assert request is not None
+        if request.script.is_keyed:
+            self._positions[progress.queue].move(request, progress.jobs, progress.moved)
         if self._asleep and self.shared.listener is not None:
             self._asleep = False
             self.shared.listener.wake_up(self.sleeper)
+
+    def following(self, progress: Progress) -> ClaimRequest | None:
+        """See `Pilot`. Now and then the queues before this one, other sorts of jobs and suspects have their turn."""
+        request = self._request
+        assert request is not None
+        self._most = max(1, len(progress.jobs) // 2) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
+        is_full = len(progress.jobs) >= request.limit and not (self._alone_for or progress.unknown)
+        if not is_full or progress.is_leased or self.shared.stopping.is_set() or time.monotonic() > self._follow_until:
+            return None
+        return self._ask(progress.queue, request.script)
+
+    def ended(self, report: BatchReport) -> None:
+        """See `Pilot`."""
+        # Told once, also if the connection is lost before the next jobs are known.
+        self.progress = None
+        self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
+        self.tell(report)
 
     def _settle_doubt(self, connection: Connection, work: Work, error: BaseException) -> BatchReport | None:
         """What became of the batch that ended in `error`; None where it waits again as it was."""
@@ -271,7 +323,7 @@ class Slot:
             with connection.begin():
                 clear_marks(connection, self.shared.schema, progress.jobs)
         # Nobody's fault could be found while they shared a transaction: the next ones run alone.
-        self._alone_for = self.shared.batch_size
+        self._alone_for = len(progress.jobs)
         job = progress.lone_job
         return None if job is None else charge(connection, job, describe_failure(error, job), work)
 

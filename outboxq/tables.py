@@ -1,6 +1,6 @@
 """The tables as this version of the code sees them; `migrations/` makes them, and a test holds the two together."""
 
-from uuid import UUID
+from typing import Any
 
 from sqlalchemy import (
     DDL,
@@ -21,6 +21,8 @@ from sqlalchemy import (
     Uuid,
     cast,
     event,
+    func,
+    select,
     text,
     type_coerce,
 )
@@ -112,7 +114,7 @@ event.listen(
         "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, "
         "autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000, "
         "autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 100000, "
-        "autovacuum_vacuum_cost_delay = 0)"
+        "autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on, vacuum_truncate = off)"
     ),
 )
 
@@ -214,6 +216,17 @@ effect = Table(
 Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
 Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
 
+# The pruner starts at what has expired first, and walks over what it deleted there until vacuum has been.
+for _memory in (inbox, effect):
+    event.listen(
+        _memory,
+        "after_create",
+        DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+            "ALTER TABLE %(fullname)s SET (autovacuum_vacuum_scale_factor = 0.02, "
+            "autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on)"
+        ),
+    )
+
 # What makes the keys that providers are given differ between two installations.
 deployment = Table(
     "deployment",
@@ -233,25 +246,21 @@ migration = Table(
 
 
 class JobRow:
-    """A job on its way into the table: the columns that a producer writes, in the caller's unit of work.
+    """Jobs on their way into the table: one object in the caller's unit of work stands for all of a flush.
 
-    Never returned to callers: it would expire at commit, and be gone from the database by the time it is read.
+    Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
+    it. Until then it is pending, which makes savepoints, rollbacks and autoflush SQLAlchemy's own. Never returned to
+    callers.
     """
 
-    id: UUID
-    queue: str
-    kind: str
-    args: str
-    headers: str
-    priority: int
-    state: str
-    run_at: object
-    max_attempts: int | None
+    jobs: Any
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # What `enqueue` keeps here; None once it is sent.
+        self.jobs = []
 
 
-PRODUCER_COLUMNS = ("id", "queue", "kind", "args", "headers", "priority", "state", "run_at", "max_attempts")
-
-# eager_defaults=False: no RETURNING, so that INSERT is the only right that a producer needs.
-registry(metadata=metadata).map_imperatively(
-    JobRow, job, include_properties=PRODUCER_COLUMNS, eager_defaults=False, confirm_deleted_rows=False
-)
+# Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
+_numbered = select(func.max(job.c.seq).label("number")).subquery("jobs")
+registry(metadata=metadata).map_imperatively(JobRow, _numbered, primary_key=[_numbered.c.number], eager_defaults=False)

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.batch import Progress, execute_all
-from outboxq.claim import claim
+from outboxq.claim import ClaimRequest, claim
 from outboxq.codec import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.context import AsyncContext, Context
@@ -24,13 +24,14 @@ from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.effect_transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execute import AsyncInvoker, Invoker, SyncInvoker, Work
+from outboxq.execute import Work
 from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
 from outboxq.fault_points import fault_action as fault_action
 from outboxq.guard import Guard
 from outboxq.handlers import Jobs
+from outboxq.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.job import Job, JobHandle, uuid7
 from outboxq.kinds import JobKind, P
 from outboxq.postgres import Database as Database
@@ -38,7 +39,7 @@ from outboxq.postgres import Server as Server
 from outboxq.postgres import find_server as find_server
 from outboxq.postgres import start_embedded as start_embedded
 from outboxq.statements.claim import ClaimStatements
-from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts_off
+from outboxq.statements.session import local_timeouts_off
 from outboxq.tables import job, mapped_schema
 from outboxq.testing_faults import CRASH_STEPS as CRASH_STEPS
 from outboxq.testing_faults import CrashStep as CrashStep
@@ -152,7 +153,7 @@ def _drain(
         max_crashes=1,
         epoch="",
         caller=caller,
-        shares_transactions=False,
+        sharing_queues=frozenset(),
     )
     queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
     # Around everything: each look at an empty queue leaves a savepoint of its own.
@@ -176,9 +177,9 @@ def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
     statements = ClaimStatements(work.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
-        claimed = claim(connection, statements.ready, 1, LOCAL_SETTINGS)
+        claimed = claim(connection, ClaimRequest(statements.ready, 1))
         if claimed.anchor is None:
-            claimed = claim(connection, statements.due, 1, LOCAL_SETTINGS)
+            claimed = claim(connection, ClaimRequest(statements.due, 1))
         if claimed.anchor is None:
             return events
         progress = Progress(name, claimed.jobs, claimed.anchor)

@@ -22,8 +22,9 @@ from sqlalchemy.util import await_only
 from outboxq.batch import BatchReport, Progress
 from outboxq.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
-from outboxq.execute import ConnectionLost, SyncInvoker
+from outboxq.execute import ConnectionLost
 from outboxq.failure import Failed, describe_failure
+from outboxq.invoke import SyncInvoker
 from outboxq.recover import cut_off, end_other_transaction
 from outboxq.serve import connection_options
 from outboxq.slot import Slot

@@ -78,6 +78,14 @@ def relay(
             help="The longest pause between two looks for messages and effects whose retention is over. 0: never.",
         ),
     ] = 60.0,
+    no_reindex: Annotated[
+        bool,
+        typer.Option(
+            "--no-reindex",
+            help="Never build an index of the queue again that is a file of almost nothing. Only a relay whose role "
+            "owns the tables does.",
+        ),
+    ] = False,
     allow_asynchronous_commit: Annotated[
         bool,
         typer.Option(
@@ -141,6 +149,7 @@ def relay(
         lease_seconds=lease_seconds,
         max_crashes=max_crashes,
         prune_seconds=prune_seconds,
+        reindex=not no_reindex,
         allow_asynchronous_commit=allow_asynchronous_commit,
         listen=not no_listen,
         listen_url=config.listen_url(listen_url),
@@ -220,6 +229,7 @@ def _child_command(target: str, settings: "RelayConfig", queue: list[str], *, dr
     command += ["--batch-size", str(settings.batch_size), "--poll-seconds", str(settings.poll_seconds)]
     command += ["--drain-seconds", str(settings.drain_seconds), "--lease-seconds", str(settings.lease_seconds)]
     command += ["--max-crashes", str(settings.max_crashes), "--prune-seconds", str(settings.prune_seconds)]
+    command += [] if settings.reindex else ["--no-reindex"]
     command += ["--allow-asynchronous-commit"] if settings.allow_asynchronous_commit else []
     command += ["--drain"] if drain else []
     command += [] if settings.listen else ["--no-listen"]

@@ -8,7 +8,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.doctor import effects, pooler, rights, server, sessions, structure, work
+from outboxq.doctor import effects, pooler, rights, server, sessions, structure, upkeep, work
 from outboxq.doctor.findings import Check, Connect, Examination, Finding, Limits
 from outboxq.driver import driver_connection, is_lost, run_script
 from outboxq.handlers import Registry
@@ -17,6 +17,7 @@ from outboxq.tables import SCHEMA
 
 CHECKS: tuple[Check, ...] = (
     *structure.CHECKS,
+    *upkeep.CHECKS,
     *work.CHECKS,
     *effects.CHECKS,
     *sessions.CHECKS,

@@ -1,4 +1,4 @@
-"""The tables themselves: their version, what is missing of them, and how well they are vacuumed."""
+"""The tables themselves: their version, and what is missing of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,13 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from outboxq.doctor.findings import Check, Examination, Finding
-from outboxq.doctor.words import age, identifier, several
+from outboxq.doctor.words import identifier
 from outboxq.statements import doctor_tables as statements
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.tables import metadata
 
 _TRIGGER = "wake_relays"
 _FUNCTIONS = ("add_job", "wake_relays")
-# A setting of ours that stands for all of them: without it vacuum waits for a share of the table to be dead.
-_OWN_SETTING = "autovacuum_vacuum_scale_factor=0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,63 +188,10 @@ def find_missing_code(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_neglected_tables(examination: Examination) -> Iterator[Finding]:
-    """Tables that vacuum does not visit, or does not get clean."""
-    limit = examination.limits.dead_tuples
-    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
-        options = {option.lower() for option in row.options}
-        if options & {"autovacuum_enabled=false", "autovacuum_enabled=off", "autovacuum_enabled=0"}:
-            yield _autovacuum_off(examination.schema, row.table)
-        if row.table == "job" and _OWN_SETTING not in options:
-            yield _own_settings_gone(examination.schema)
-        if row.dead >= limit and row.dead >= row.live / 5:
-            yield _many_dead(row)
-
-
-def _autovacuum_off(schema: str, table: str) -> Finding:
-    return Finding(
-        "autovacuum-off",
-        "problem" if table == "job" else "warning",
-        f"autovacuum is switched off for table {table}: dead rows stay, and claims slow down",
-        {"table": table},
-        f"ALTER TABLE {identifier(schema, table)} RESET (autovacuum_enabled);",
-    )
-
-
-def _own_settings_gone(schema: str) -> Finding:
-    return Finding(
-        "autovacuum-settings-lost",
-        "warning",
-        "table job has lost its own autovacuum settings: it is vacuumed too late for a queue",
-        {"table": "job"},
-        f"ALTER TABLE {identifier(schema, 'job')} SET (autovacuum_vacuum_scale_factor = 0, "
-        "autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_cost_delay = 0);",
-    )
-
-
-def _many_dead(row: Row[Any]) -> Finding:
-    vacuumed = f"{age(row.vacuumed_seconds_ago)} ago" if row.vacuumed_seconds_ago is not None else "never"
-    return Finding(
-        "dead-tuples",
-        "warning",
-        f"table {row.table} has {several(row.dead, 'dead row', 'dead rows')} beside {row.live:,} live ones, and was "
-        f"last vacuumed {vacuumed}",
-        {
-            "table": row.table,
-            "dead": row.dead,
-            "live": row.live,
-            "vacuumed_seconds_ago": row.vacuumed_seconds_ago,
-        },
-        "If another finding names a pinned snapshot, end that first. Then: VACUUM (VERBOSE) the table; more "
-        "autovacuum_max_workers if it does not keep up.",
-    )
-
-
 _MARKED = frozenset({"migration"})
 
 CHECKS: Sequence[Check] = (
     Check("the tables", find_missing_tables, _MARKED, needs_current=True),
     Check("the indexes", find_broken_indexes, _MARKED, needs_current=True),
     Check("functions and triggers", find_missing_code, _MARKED, needs_current=True),
-    Check("dead rows and autovacuum", find_neglected_tables, frozenset({"job"})),
 )

@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=4)
+        migrations.upgrade(op, to=5)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -21,7 +21,7 @@ from sqlalchemy import TextClause, text
 
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
-from outboxq.migrations import step_01_tables, step_02_functions, step_03_leases, step_04_inbox
+from outboxq.migrations import step_01_tables, step_02_functions, step_03_leases, step_04_inbox, step_05_upkeep
 from outboxq.migrations.quoting import quote_identifier, quote_literal
 
 # No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".
@@ -30,6 +30,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_02_functions.UP, step_02_functions.DOWN),
     (step_03_leases.UP, step_03_leases.DOWN),
     (step_04_inbox.UP, step_04_inbox.DOWN),
+    (step_05_upkeep.UP, step_05_upkeep.DOWN),
 )
 LATEST = len(STEPS)
 

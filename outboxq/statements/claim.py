@@ -15,7 +15,10 @@ RETURNED: tuple[LiteralString, ...] = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
     "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq",
 )  # fmt: skip
-_COLUMNS: LiteralString = ", ".join(f"claimed.{column}" for column in RETURNED)
+# The attempt includes the one that begins here; wider, so that no stored number can keep its queue from being claimed.
+_COLUMNS: LiteralString = ", ".join(
+    "claimed.attempt::bigint + 1" if column == "attempt" else f"claimed.{column}" for column in RETURNED
+)
 
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
@@ -38,10 +41,13 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
 _PICKED = """\
 WITH picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
-  WHERE queue = {queue} AND {eligible}
+  WHERE queue = {queue} AND {eligible}"""
+_LIMITED = """
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT """
+
+_BY_PRIORITY: LiteralString = "(-priority), seq"
 
 # The left side has one row, so that the count comes also where nothing was claimed.
 _TRANSACTION = """
@@ -54,7 +60,7 @@ _TRANSACTION = """
 )
 SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
 
-# Attempt and crash are counted with the claim, and returned as they were before it.
+# Attempt and crash are counted with the claim; the crash is returned as it was before it.
 _LEASE = """
   FOR UPDATE SKIP LOCKED
 ), claimed AS (
@@ -67,16 +73,32 @@ SELECT 0, claimed.* FROM claimed"""
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimScript:
-    """A claim's text before and after its limit; `leased` where it takes a lease instead of deleting."""
+class Cursor:
+    """A place in the order of the ready jobs: that of the last one that was claimed."""
 
-    before: str
-    after: str
+    priority: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimScript:
+    """A claim's text around the place where it starts and its limit.
+
+    `is_keyed` where it may start behind a cursor, so that it need not walk over what was claimed before it and is not
+    vacuumed yet; `leased` where it takes a lease instead of deleting.
+    """
+
+    head: str
+    middle: str
+    tail: str
+    is_keyed: bool = False
     leased: bool = False
 
-    def text(self, limit: int) -> str:
-        """The claim of up to `limit` jobs."""
-        return f"{self.before}{int(limit)}{self.after}"
+    def text(self, limit: int, cursor: Cursor | None = None) -> str:
+        """The claim of up to `limit` jobs, of those behind `cursor` only."""
+        # A row comparison in the index's own terms bounds the walk: (-priority), never priority DESC.
+        start = f" AND ((-priority), seq) > ({-int(cursor.priority)}, {int(cursor.seq)})" if cursor else ""
+        return f"{self.head}{start}{self.middle}{int(limit)}{self.tail}"
 
 
 class ClaimStatements:
@@ -90,8 +112,8 @@ class ClaimStatements:
         self._schema = schema
         self._queue = queue
         self._owner = owner
-        ready = self._ready = ("state = 'ready'", "(-priority), seq")
-        due = self._due = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
+        ready = ("state = 'ready'", _BY_PRIORITY)
+        due = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
         # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
         self.ready = self._format(_TRANSACTION, *ready)
         # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike
@@ -120,17 +142,17 @@ class ClaimStatements:
             "also": sql.SQL("" if leased else f", {_DIED} AS died"),
             "order": sql.SQL(order),
             "crash": sql.Literal(crash),
-            "columns": sql.SQL(_counted_before(crash) if leased else _COLUMNS),
+            "columns": sql.SQL(_counted(crash) if leased else _COLUMNS),
             "anchor": sql.SQL(ANCHOR),
         }
         names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
-        before, after = (sql.SQL(part).format(**names).as_string(None) for part in (_PICKED, action))
-        return ClaimScript(before, after, leased)
+        head, middle, tail = (sql.SQL(part).format(**names).as_string(None) for part in (_PICKED, _LIMITED, action))
+        return ClaimScript(head, middle, tail, is_keyed=order is _BY_PRIORITY, leased=leased)
 
 
-def _counted_before(crash: int) -> LiteralString:
-    crashes: LiteralString = "claimed.crashes - 1" if crash else "claimed.crashes"
-    return _COLUMNS.replace("claimed.attempt", "claimed.attempt - 1").replace("claimed.crashes", crashes)
+def _counted(crash: int) -> LiteralString:
+    columns = _COLUMNS.replace("claimed.attempt::bigint + 1", "claimed.attempt")
+    return columns.replace("claimed.crashes", "claimed.crashes - 1") if crash else columns
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
@@ -138,7 +160,7 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} AND state <> 'leased' LIMIT "
     )
-    before, after = (
+    head, tail = (
         sql.SQL(part)
         .format(
             job=sql.Identifier(schema, "job"),
@@ -149,7 +171,7 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
         .as_string(None)
         for part in (picked, _TRANSACTION)
     )
-    return ClaimScript(before, after)
+    return ClaimScript(head, "", tail)
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:

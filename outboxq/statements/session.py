@@ -10,6 +10,9 @@ IDLE_GRACE_SECONDS = 10.0
 # Less would hit the claim and the certificate, which share the transaction: a shorter deadline is the relay's alone.
 LEAST_SECONDS = 1.0
 
+# As the driver begins a slot's transactions by itself.
+BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
+
 # LOCAL: behind a transaction pooler a session is somebody else's a moment later.
 # force_custom_plan: a statement that was prepared while its table was empty, an idle relay's normal state, would scan
 # or sort whatever arrives later.
@@ -39,6 +42,11 @@ def local_timeouts_off() -> str:
         "SET LOCAL statement_timeout TO DEFAULT; SET LOCAL lock_timeout TO DEFAULT; "
         "SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
     )
+
+
+def xact_status(xid: str) -> str:
+    """One row: what became of a transaction."""
+    return f"SELECT pg_xact_status('{int(xid)}'::xid8)"
 
 
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:

@@ -34,9 +34,9 @@ MUTANTS = (
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
-        '        return f"{self.before}{int(limit)}{self.after}"\n',
-        '        columns = self.after.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
-        '        conditions = self.before.split("WHERE queue", 1)[1]\n'
+        '        return f"{self.head}{start}{self.middle}{int(limit)}{self.tail}"\n',
+        '        columns = self.tail.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
+        '        conditions = f"{self.head}{start}{self.middle}".split("WHERE queue", 1)[1]\n'
         "        return (\n"
         '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.id IN ("\n'
         '            f"SELECT id FROM outboxq.job WHERE queue{conditions}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
@@ -55,9 +55,30 @@ MUTANTS = (
     Mutant(
         "the certificate: a plain COMMIT",
         "outboxq/settle.py",
-        'f"SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT {savepoint}; COMMIT")[-1].tag\n    if tag != "COMMIT":\n',
-        '"COMMIT")[-1].tag\n    if not tag:\n',
+        'return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
+        'return f"COMMIT; SELECT {len(seal)}; COMMIT"',
         ("tests/integration/test_containment.py",),
+    ),
+    Mutant(
+        "the sweep from the start of a queue",
+        "outboxq/cursors.py",
+        "        if self._sweeps.take_turn(self._queue):\n",
+        "        if self._cursor is None:\n",
+        ("tests/integration/test_following.py",),
+    ),
+    Mutant(
+        "the question whether COMMIT came before the error",
+        "outboxq/batch.py",
+        "        return gone.sqlstate == settle.NO_SUCH_SAVEPOINT\n",
+        "        return gone is None\n",
+        ("tests/integration/test_following.py",),
+    ),
+    Mutant(
+        "the look for changes that a handler took from other jobs",
+        "outboxq/shared.py",
+        "        if session.has_lost_changes():\n",
+        "        if session.has_lost_changes() and session is None:\n",
+        ("tests/integration/test_shared_batches.py",),
     ),
     Mutant(
         "the suspect rule: a claim that died leaves no mark",

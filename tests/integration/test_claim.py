@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq.claim import claim, park_unknown
+from outboxq.claim import ClaimRequest, claim, park_unknown
 from outboxq.driver import run_script
 from outboxq.serve import connection_options
 from outboxq.statements.claim import ClaimStatements
@@ -84,7 +84,7 @@ def test_jobs_are_claimed_by_priority_then_age(connection: Connection) -> None:
                 {"n": name, "p": priority},
             )
     with connection.begin():
-        batch = claim(connection, ClaimStatements("outboxq", "mine").ready, 4)
+        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 4))
     assert batch.jobs
     assert [json.loads(job.args)["n"] for job in batch.jobs] == ["b", "d", "a", "e"]
     assert {job.attempt for job in batch.jobs} == {1}
@@ -95,10 +95,10 @@ def test_a_rolled_back_claim_leaves_its_jobs_waiting_as_they_were(connection: Co
     fill(connection, 3)
     statement = ClaimStatements("outboxq", "mine").ready
     with connection.begin() as transaction:
-        assert claim(connection, statement, 2).jobs
+        assert claim(connection, ClaimRequest(statement, 2)).jobs
         transaction.rollback()
     with connection.begin():
-        batch = claim(connection, ClaimStatements("outboxq", "mine").ready, 10)
+        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 10))
         left = connection.execute(text("SELECT state, attempt, crashes FROM outboxq.job")).all()
     assert [job.attempt for job in batch.jobs] == [1]
     assert batch.moved == 2
@@ -114,7 +114,7 @@ def test_concurrent_claims_are_disjoint_and_complete(engine: Engine, connection:
         with engine.connect() as own:
             while True:
                 with own.begin():
-                    batch = claim(own, ClaimStatements("outboxq", "mine").ready, limit)
+                    batch = claim(own, ClaimRequest(ClaimStatements("outboxq", "mine").ready, limit))
                 if not batch.jobs:
                     return taken
                 taken += [job.id for job in batch.jobs]
@@ -129,9 +129,9 @@ def test_a_claim_skips_what_another_transaction_holds(engine: Engine, connection
     fill(connection, 5)
     statements = ClaimStatements("outboxq", "mine")
     with engine.connect() as other, other.begin():
-        held = claim(other, statements.ready, 2)
+        held = claim(other, ClaimRequest(statements.ready, 2))
         with connection.begin():
-            got = claim(connection, statements.ready, 10)
+            got = claim(connection, ClaimRequest(statements.ready, 10))
     assert held.jobs
     assert got.jobs
     assert len(got.jobs) == 3
@@ -150,7 +150,7 @@ def test_a_claim_with_stale_statistics_takes_at_most_its_limit(connection: Conne
         transaction.rollback()
     assert len(naive) > 3
     with connection.begin() as transaction:
-        batch = claim(connection, ClaimStatements("outboxq", "mine").ready, 3)
+        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 3))
         # The naive form, rolled back, left its marks: those are set aside.
         assert len(batch.jobs) + batch.moved == 3
         transaction.rollback()
@@ -229,13 +229,13 @@ def test_a_paused_queue_is_not_claimed(connection: Connection) -> None:
     with connection.begin():
         connection.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('mine', now())"))
     with connection.begin():
-        assert not claim(connection, statements.ready, 1).jobs
-        assert not claim(connection, statements.due, 1).jobs
+        assert not claim(connection, ClaimRequest(statements.ready, 1)).jobs
+        assert not claim(connection, ClaimRequest(statements.due, 1)).jobs
     with connection.begin():
         connection.execute(text("UPDATE outboxq.queue SET paused_at = NULL"))
     with connection.begin():
-        assert claim(connection, statements.ready, 1).jobs
-        assert claim(connection, statements.due, 1).jobs
+        assert claim(connection, ClaimRequest(statements.ready, 1)).jobs
+        assert claim(connection, ClaimRequest(statements.due, 1)).jobs
 
 
 def test_only_due_jobs_of_the_scheduled_ones_are_claimed(connection: Connection) -> None:
@@ -244,7 +244,7 @@ def test_only_due_jobs_of_the_scheduled_ones_are_claimed(connection: Connection)
     fill(connection, 1, kind="late", delay=-5)
     fill(connection, 1, kind="later", delay=-50)
     with connection.begin():
-        batch = claim(connection, ClaimStatements("outboxq", "mine").due, 10)
+        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").due, 10))
     assert batch.jobs
     assert sorted(job.kind for job in batch.jobs) == ["late", "later"]
 
@@ -278,7 +278,7 @@ def test_parking_never_waits_for_a_claim(engine: Engine, connection: Connection)
     """It skips what is locked, so that a long handler delays nobody."""
     fill(connection, 3, kind="stranger")
     with engine.connect() as other, other.begin():
-        assert claim(other, ClaimStatements("outboxq", "mine").ready, 1).jobs
+        assert claim(other, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 1)).jobs
         with connection.begin():
             assert park_unknown(connection, "outboxq", "mine", ()) == 2
 
@@ -287,7 +287,7 @@ def test_add_job_never_waits_for_a_running_handler(engine: Engine, connection: C
     """A claim in progress holds no lock that an INSERT needs."""
     fill(connection, 1)
     with engine.connect() as other, other.begin():
-        assert claim(other, ClaimStatements("outboxq", "mine").ready, 1).jobs
+        assert claim(other, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 1)).jobs
         with connection.begin():
             connection.execute(text("SET LOCAL lock_timeout = '1s'"))
             connection.execute(text("SELECT outboxq.add_job('k', '{}', 'mine')"))
@@ -298,7 +298,7 @@ def test_a_name_full_of_sql_is_data(connection: Connection) -> None:
     name = "it's; DROP TABLE outboxq.job; --\"$1"
     fill(connection, 2, queue=name)
     with connection.begin():
-        batch = claim(connection, ClaimStatements("outboxq", name).ready, 5)
+        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", name).ready, 5))
     assert batch.jobs
     assert [job.queue for job in batch.jobs] == [name, name]
 
@@ -311,11 +311,11 @@ def test_a_claimed_job_can_be_finished_only_once_even_if_claims_queue_up_on_it(
     statements = ClaimStatements("outboxq", "mine")
     results: list[object] = []
     with connection.begin():
-        assert claim(connection, statements.ready, 1).jobs
+        assert claim(connection, ClaimRequest(statements.ready, 1)).jobs
 
         def try_too() -> None:
             with engine.connect() as own, own.begin():
-                results.append(claim(own, statements.ready, 1).jobs)
+                results.append(claim(own, ClaimRequest(statements.ready, 1)).jobs)
 
         thread = threading.Thread(target=try_too)
         thread.start()
@@ -329,4 +329,4 @@ def test_psycopg_rejects_what_the_text_would_not(connection: Connection) -> None
     with pytest.raises(ValueError, match="invalid literal"):
         ClaimStatements("outboxq", "mine").ready.text("1; DROP TABLE outboxq.job")  # type: ignore[arg-type]
     with pytest.raises(psycopg.errors.UndefinedTable), connection.begin():
-        claim(connection, ClaimStatements("nowhere", "mine").ready, 1)
+        claim(connection, ClaimRequest(ClaimStatements("nowhere", "mine").ready, 1))

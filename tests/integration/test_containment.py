@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.batch import Progress
-from outboxq.claim import claim
+from outboxq.claim import ClaimRequest, claim
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.recover import COMMITTED_BY_HANDLER, resolve
 from outboxq.statements.claim import ClaimStatements
@@ -58,6 +58,7 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     [
         ("commit-then-raise", "ValueError"),
         ("rollback", "HandlerRolledBack"),
+        ("rollback-unsent", "HandlerRolledBack"),
         ("rollback-and-go-on", "TransactionVerbRefused"),
         ("raw-commit", "TransactionVerbRefused"),
         ("raw-rollback", "TransactionVerbRefused"),
@@ -322,6 +323,29 @@ def test_a_row_that_cannot_be_settled_is_put_off_and_its_queue_goes_on(
     assert waiting(engine) == [("fail", "scheduled", 2147483647)]
 
 
+def test_a_context_that_outlives_its_handler_opens_no_session(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A session that is opened late would write in the transaction of another job."""
+    jobs, kept = Jobs(), []
+
+    @jobs.handler(queue="ledger")
+    def keep(ctx: Context) -> None:
+        kept.append(ctx)
+
+    @jobs.handler(queue="ledger")
+    def use(ctx: Context) -> None:
+        with pytest.raises(InvalidRequestError, match="is over"):
+            kept[0].session.execute(text("SELECT 1"))
+
+    with sessions.begin() as session:
+        session.add_job(keep)
+        session.add_job(use)
+    drain(jobs, slots_per_queue=1)
+    assert len(kept) == 1
+    assert (waiting(engine), dead(engine)) == ([], [])
+
+
 def test_a_session_that_outlives_its_handler_writes_nothing(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -353,7 +377,7 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         session.add_jobs(app.record.job(name=name) for name in ("culprit", "behind it"))
     with engine.connect() as connection:
         with connection.begin():
-            claimed = claim(connection, ClaimStatements("outboxq", "ledger").ready, 2)
+            claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 2))
             epoch = server_epoch(connection)
         progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch=epoch)
         first = resolve(connection, progress)

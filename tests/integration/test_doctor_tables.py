@@ -121,7 +121,51 @@ def test_autovacuum_switched_off_for_the_table_is_a_problem(outboxq_database: Da
 def test_lost_autovacuum_settings_are_named(outboxq_database: Database) -> None:
     """With PostgreSQL's defaults, a fifth of the table has to be dead first."""
     execute(outboxq_database.url, "ALTER TABLE outboxq.job RESET (autovacuum_vacuum_scale_factor)")
-    assert only(outboxq_database.url, "autovacuum-settings-lost")["detail"] == {"table": "job"}
+    found = only(outboxq_database.url, "autovacuum-settings-lost")
+    assert found["detail"] == {"table": "job", "settings": ["autovacuum_vacuum_scale_factor"]}
+    execute(outboxq_database.url, found["advice"])
+    assert not named(outboxq_database.url, "autovacuum-settings-lost")
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "severity"),
+    [
+        ("job", "autovacuum_vacuum_threshold=50", "info"),
+        ("job", "vacuum_truncate=true", "info"),
+        ("job", "vacuum_index_cleanup=off", "warning"),
+        ("inbox", "autovacuum_vacuum_scale_factor=0.2", "info"),
+        ("effect", "vacuum_index_cleanup=auto", "info"),
+    ],
+)
+def test_settings_that_somebody_changed_are_named(
+    outboxq_database: Database, table: str, setting: str, severity: str
+) -> None:
+    """They are the operator's to choose, so it is only said; entries that stay in the queue's indexes are a warning."""
+    assert not named(outboxq_database.url, "autovacuum-settings-changed")
+    execute(outboxq_database.url, f"ALTER TABLE outboxq.{table} SET ({setting})")
+    found = only(outboxq_database.url, "autovacuum-settings-changed")
+    assert (found["severity"], found["detail"]) == (severity, {"table": table, "settings": [setting]})
+
+
+def test_another_spelling_of_our_settings_is_no_change(outboxq_database: Database) -> None:
+    """`true` is `on`, and `0.0` is `0`."""
+    settings = "autovacuum_vacuum_scale_factor = 0.0, vacuum_index_cleanup = true, vacuum_truncate = no"
+    execute(outboxq_database.url, f"ALTER TABLE outboxq.job SET ({settings})")
+    assert not named(outboxq_database.url, "autovacuum-settings-changed")
+
+
+def test_an_index_of_nothing_is_named(outboxq_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs space and vacuum's time, and no claim: good to know, until it is built again as the advice says."""
+    monkeypatch.setattr("outboxq.doctor.upkeep.MIN_BYTES", 256 * 1024)
+    url = outboxq_database.url
+    flush = "SELECT pg_stat_force_next_flush()"
+    fill = "SELECT outboxq.add_job('ship') FROM generate_series(1, 10000)"
+    execute(url, fill, "DELETE FROM outboxq.job", flush, "VACUUM outboxq.job", flush)
+    found = named(url, "index-mostly-empty")
+    assert {(one["severity"], one["detail"]["index"]) for one in found} == {("info", "job_pkey"), ("info", "job_ready")}
+    for one in found:
+        execute(url, one["advice"].rpartition(": ")[2])
+    assert not named(url, "index-mostly-empty")
 
 
 def test_dead_rows_are_counted(outboxq_database: Database) -> None:

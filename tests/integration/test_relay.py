@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+import outboxq.slot as slot_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
 from outboxq.errors import ConfigError, RegistryError, SchemaError
 from outboxq.events import (
@@ -73,9 +74,13 @@ def test_an_ordered_group_claims_from_its_first_queue_that_has_a_job(
 
 @pytest.mark.parametrize("queues", [("normal",), ("urgent", "normal")])
 def test_neither_ready_nor_due_jobs_starve_the_other(
-    queues: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+    queues: tuple[str, ...],
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot takes turns between the two indexes of each of its queues, whatever the others hold."""
+    monkeypatch.setattr(slot_module, "FOLLOW_SECONDS", -1.0)  # its turns are over at once
     jobs, order = ordering_jobs()
     normal = external("normal", queue="normal")
     with sessions.begin() as session:

@@ -19,9 +19,10 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.callers import make_callers
+from outboxq.cursors import Sweeps
 from outboxq.engines import Engines
 from outboxq.events import Emitter, JobDone, RelayStarted
-from outboxq.execute import SyncInvoker
+from outboxq.invoke import SyncInvoker
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
 from outboxq.postgres import Database
@@ -268,6 +269,7 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
         listener=None,
         lease=unheld_lease(),
         suspects=Suspects(),
+        sweeps=Sweeps(),
         max_crashes=3,
         callers=make_callers(Engines(engine, None, owned=False), "outboxq", 30),
         stopping=threading.Event(),

@@ -106,6 +106,9 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
     """Write a row, then do what a handler must not do."""
     session = ctx.session
     session.add(Effect(name=how))
+    if how == "rollback-unsent":
+        session.rollback()
+        return None
     session.flush()
     match how:
         case "commit":

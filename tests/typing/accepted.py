@@ -1,13 +1,14 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What type checkers accept of the public names, and the types that they infer. Checked, never run."""
 
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_type
 from uuid import UUID
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, insert, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
@@ -15,10 +16,14 @@ from outboxq import (
     Acceptance,
     AcceptedBatch,
     Applied,
+    AsyncBatchContext,
     AsyncContext,
     AsyncEffects,
     AsyncOutboxSession,
     Backoff,
+    BatchContext,
+    BatchHandler,
+    BatchItem,
     Context,
     DeadLetter,
     Discard,
@@ -178,3 +183,44 @@ async def calling(ctx: Context, async_ctx: AsyncContext, engine: Engine, async_e
     assert_type(await AsyncEffects(async_engine).once("charge", key="1", call=receipt_async), int)
     assert_type(Jobs().scope("charge", retention=timedelta(days=90)), str)
     assert_type(Jobs().inbox("payments"), Inbox)
+
+
+@dataclass
+class Credit:
+    account_id: int
+    cents: int = 0
+
+
+@jobs.handler(queue="batches", batchable=True)
+def quick(ctx: Context, account_id: int) -> None:
+    ctx.defer(insert(Account), {"id": account_id})
+    ctx.defer(text("DELETE FROM account"))
+
+
+@jobs.batch_handler(Credit, queue="batches", max_size=500, kind="credit.all", aliases=["old.all"])
+def credit_all(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> None:
+    assert_type(ctx.session, OutboxSession)
+    assert_type([item.args.cents for item in items], list[int])
+    assert_type(items[0].job.id, UUID)
+
+
+@jobs.batch_handler(Credit)
+def credit_some(ctx: BatchContext[State], items: Sequence[BatchItem[Credit]]) -> list[Outcome | None]:
+    assert_type(ctx.state, State)
+    return [None if item.args.cents else Discard("nothing") for item in items]
+
+
+@jobs.batch_handler(Credit, queue="batches-async")
+async def credit_async(ctx: AsyncBatchContext[State], items: Sequence[BatchItem[Credit]]) -> Sequence[Outcome] | None:
+    assert_type(ctx.session, AsyncOutboxSession)
+    return [Done() for _ in items]
+
+
+is_a_batch_handler: BatchHandler[[int, int], Credit] = credit_all
+
+
+def produce_batches(session: OutboxSession, async_ctx: AsyncContext) -> None:
+    assert_type(session.add_job(credit_all, account_id=1, cents=5), JobHandle)
+    assert_type(session.add_job(credit_async, 1), JobHandle)
+    assert_type(credit_some.options(priority=5).job(1, cents=2), NewJob)
+    async_ctx.defer(insert(Account), {"id": 1})

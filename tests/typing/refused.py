@@ -1,11 +1,27 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What type checkers refuse: each `type: ignore` below is an error that must be there. Checked, never run."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncContext, Context, Inbox, Jobs, OutboxSession, Retry, Snooze, add_job, external
+from outboxq import (
+    AsyncContext,
+    BatchContext,
+    BatchItem,
+    Context,
+    Inbox,
+    Jobs,
+    OutboxSession,
+    Retry,
+    Snooze,
+    add_job,
+    external,
+)
+from outboxq.tables import job
 
 jobs = Jobs()
 ship = external("ship", queue="depot")
@@ -76,3 +92,30 @@ def wrong_effects(ctx: Context, async_ctx: AsyncContext, session: Session) -> No
     ctx.once("charge", key="1", call=str, provider_remembers=3600)  # type: ignore[arg-type]
     Inbox("payments").accept(session, 7)  # type: ignore[call-overload]
     Inbox("payments").accept_job(session, "m1", credit)  # type: ignore[call-overload]
+
+
+@dataclass
+class Credit:
+    account_id: int
+    cents: int = 0
+
+
+@jobs.batch_handler(Credit)
+def credit_all(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> None: ...
+
+
+def wrong_batches(session: OutboxSession, ctx: Context, async_ctx: AsyncContext) -> None:
+    session.add_job(credit_all)  # type: ignore[call-arg]
+    session.add_job(credit_all, account_id="one")  # type: ignore[arg-type]
+    session.add_job(credit_all, 1, cent=5)  # type: ignore[call-arg]
+    jobs.batch_handler(Credit, max_size="many")  # type: ignore[arg-type]
+    jobs.handler(batchable="yes")  # type: ignore[arg-type]
+    ctx.defer(select(job))  # type: ignore[arg-type]
+    async_ctx.defer(insert(job), [{"id": 1}])  # type: ignore[arg-type]
+
+    @jobs.batch_handler(Credit)  # type: ignore[arg-type]
+    def another_class(ctx: BatchContext, items: Sequence[BatchItem[int]]) -> None: ...
+
+    @jobs.batch_handler(Credit)  # type: ignore[arg-type]
+    def returns_a_number(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> int:
+        return 5

@@ -1,0 +1,85 @@
+"""Arrange: which jobs of a claimed batch run together, and in which order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+from outboxq.execute import Work
+from outboxq.handlers import AnyHandler, BatchHandler
+from outboxq.job import Job
+
+How: TypeAlias = Literal["shared", "group", "alone"]
+_Given: TypeAlias = tuple[Job, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Jobs of a batch that lie one behind the other, and how they run; with their arguments where they run together."""
+
+    how: How
+    places: range
+    arguments: Sequence[Mapping[str, object]] = ()
+
+
+class _Batch(Protocol):
+    jobs: tuple[Job, ...]
+
+
+def arrange(batch: _Batch, work: Work) -> list[Span]:
+    """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
+
+    A job whose arguments cannot be read runs by itself, and costs the others nothing.
+    """
+    if len(batch.jobs) == 1:
+        return [Span("alone", range(1))]
+    shared: list[_Given] = []
+    groups: dict[BatchHandler[Any, Any], list[_Given]] = {}
+    alone: list[Job] = []
+    for job in batch.jobs:
+        handler = work.handler_of(job)
+        if (
+            job.lease_token is not None
+            or handler is None
+            or not (handler.batchable or isinstance(handler, BatchHandler))
+        ):
+            alone.append(job)
+            continue
+        arguments = _arguments(handler, job)
+        if arguments is None:
+            alone.append(job)
+        elif isinstance(handler, BatchHandler):
+            groups.setdefault(handler, []).append((job, arguments))
+        else:
+            shared.append((job, arguments))
+    return _spans(batch, shared, groups, alone)
+
+
+def _spans(
+    batch: _Batch, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
+) -> list[Span]:
+    together: list[tuple[How, list[_Given]]] = [("shared", shared)]
+    for handler, given in groups.items():
+        size = handler.max_size
+        together.extend(("group", given[first : first + size]) for first in range(0, len(given), size))
+    jobs: list[Job] = []
+    spans: list[Span] = []
+    for how, given in together:
+        if len(given) > 1:
+            places = range(len(jobs), len(jobs) + len(given))
+            spans.append(Span(how, places, [arguments for _, arguments in given]))
+            jobs += [job for job, _ in given]
+        else:
+            # The first of them: they were claimed in this order.
+            alone = [job for job, _ in given] + alone
+    if alone:
+        spans.append(Span("alone", range(len(jobs), len(jobs) + len(alone))))
+        jobs += alone
+    batch.jobs = tuple(jobs)
+    return spans
+
+
+def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
+    try:
+        return handler.signature().decode(job.args)
+    except Exception:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
+        return None

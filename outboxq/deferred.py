@@ -1,0 +1,164 @@
+"""Deferred writes: Core statements that handlers leave behind, sent together after the flush and before COMMIT.
+
+Equal statements go to the driver as one executemany, which psycopg pipelines: many jobs of one UPDATE each cost about
+one round trip.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import ClauseElement
+
+from outboxq.codec import entity_state
+from outboxq.errors import DeferError
+
+Statement: TypeAlias = Insert | Update | Delete | TextClause
+
+_WAITING = "outboxq.deferred"
+_WRITES = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*(?:INSERT|UPDATE|DELETE|MERGE|WITH)\b", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One statement with its parameters, as a handler deferred it."""
+
+    statement: Statement
+    parameters: dict[str, object]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Equal statements, sent as one."""
+
+    statement: Statement
+    parameters: list[dict[str, object]] = field(default_factory=list)
+
+
+class Deferred:
+    """The writes of a batch's jobs, equal ones together, in the order in which they were first deferred.
+
+    The writes of one job keep their order; those of two jobs keep it per statement.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+        self._places: dict[object, list[int]] = {}
+        # The same object comes again and again: what it is equal to is found out once.
+        self._keys: dict[int, tuple[Statement, int]] = {}
+        self._numbers: dict[object, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def add_job(self, writes: Iterable[Write]) -> None:
+        """Add the writes of one job."""
+        reached = 0
+        for write in writes:
+            key = (self._key(write.statement), tuple(sorted(write.parameters)))
+            places = self._places.setdefault(key, [])
+            # Not before what the same job deferred earlier.
+            place = next((place for place in places if place >= reached), None)
+            if place is None:
+                place = len(self._runs)
+                places.append(place)
+                self._runs.append(_Run(write.statement))
+            self._runs[place].parameters.append(write.parameters)
+            reached = place
+
+    def send(self, connection: Connection) -> None:
+        """Send and forget what was added."""
+        runs, self._runs, self._places = self._runs, [], {}
+        for run in runs:
+            connection.execute(run.statement, run.parameters)
+
+    def _key(self, statement: Statement) -> int:
+        known = self._keys.get(id(statement))
+        if known is None:
+            number = self._numbers.setdefault(_key_of(statement), len(self._numbers))
+            known = self._keys[id(statement)] = (statement, number)
+        return known[1]
+
+
+def _key_of(statement: Statement) -> object:
+    """Equal for statements that differ in their parameters alone; values inside a statement count as part of it."""
+    key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
+    if key is None:
+        return id(statement)
+    # Where it leads to is no part of SQLAlchemy's key: schema_translate_map.
+    options = tuple(sorted(statement.get_execution_options().items()))
+    values = (options, *((type(bind.effective_value), bind.effective_value) for bind in key.bindparams))
+    try:
+        hash(values)
+    except TypeError:
+        return id(statement)
+    return key.key, values
+
+
+def defer(session: Session, statement: object, parameters: object) -> None:
+    """Keep a write until the session's transaction is about to be committed.
+
+    Raises:
+        DeferError: not a statement that writes, or parameters that it cannot be given.
+    """
+    write = Write(_checked(statement), _checked_parameters(parameters))
+    session.info.setdefault(_WAITING, []).append(write)
+    if not event.contains(session, "before_commit", _before_commit):
+        event.listen(session, "before_commit", _before_commit)
+
+
+def take_writes(session: Session) -> list[Write]:
+    """What was deferred in this session, which forgets it."""
+    writes: list[Write] = session.info.pop(_WAITING, [])
+    return writes
+
+
+def _before_commit(session: Session) -> None:
+    # A savepoint that is released may lie in another one that will be undone.
+    if session.in_nested_transaction() or _WAITING not in session.info:
+        return
+    session.flush()
+    deferred = Deferred()
+    deferred.add_job(take_writes(session))
+    deferred.send(session.connection())
+
+
+def _checked(statement: object) -> Statement:
+    if isinstance(statement, str):
+        raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
+    if isinstance(statement, TextClause):
+        if not _WRITES.match(statement.text):
+            raise DeferError(
+                "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: nobody would read "
+                "what another one returns, so execute it in the handler"
+            )
+        return statement
+    if not isinstance(statement, Insert | Update | Delete):
+        raise DeferError(
+            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
+            "what reads is executed in the handler"
+        )
+    if statement.exported_columns:
+        raise DeferError("ctx.defer takes no statement with RETURNING: nobody would read its rows")
+    return statement
+
+
+def _checked_parameters(parameters: object) -> dict[str, object]:
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise DeferError(
+            f"ctx.defer takes the parameters of one execution as a dict, got {type(parameters).__name__}: "
+            "call it once for each"
+        )
+    for name, value in parameters.items():
+        if not isinstance(name, str):
+            raise DeferError(f"ctx.defer takes parameters by name, got a {type(name).__name__} for a name")
+        if entity_state(value) is not None:
+            raise DeferError(f"parameter {name!r} is a {type(value).__name__} object: pass its key, or a column of it")
+        if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):
+            raise DeferError(f"parameter {name!r} is an SQL expression: put it into the statement")
+    return dict(parameters)

@@ -1,0 +1,106 @@
+"""Groups: the jobs of one batch handler, in one call, one session and one savepoint."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection
+from sqlalchemy.orm import Session
+
+from outboxq.context import BatchItem
+from outboxq.driver import transaction_status
+from outboxq.errors import HandlerError, HandlerRolledBack
+from outboxq.execute import Abandoned, Work, being_cancelled
+from outboxq.fault_points import fault_point
+from outboxq.handlers import BatchHandler
+from outboxq.invoke import LazySession, Run
+from outboxq.retry import Outcome
+from outboxq.shared import Batch, SharedSavepoint
+from outboxq.shared_session import Loaded
+
+
+def run_group(
+    connection: Connection, batch: Batch, work: Work, places: range, arguments: Sequence[Mapping[str, object]]
+) -> Sequence[Outcome] | None:
+    """Call a batch handler with these jobs; None where nothing of it stands, and each is to run by itself.
+
+    Args:
+        places: Of its jobs among those of the batch.
+        arguments: The decoded arguments of each.
+
+    Raises:
+        ConnectionLost, TransactionEscaped: see `execute`.
+    """
+    batch.position, batch.together = places.start, len(places)
+    place = SharedSavepoint(connection, work, batch)
+    session = work.invoker.open_session(connection, _nothing)
+    assert isinstance(session, LazySession)
+    try:
+        returned = _call(connection, batch, work, places, arguments, session, place)
+        _close(session)
+    except asyncio.CancelledError as error:
+        if being_cancelled():
+            raise
+        failed: BaseException = error
+    except Abandoned:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; it will show again when each runs alone
+        failed = error
+    else:
+        batch.together = 1
+        return returned
+    finally:
+        batch.deadline = None
+        work.guard.savepoint = work.guard.opener = None
+    place.undo(failed, closed=_close(session))
+    batch.together = 1
+    return None
+
+
+def _call(
+    connection: Connection,
+    batch: Batch,
+    work: Work,
+    places: range,
+    arguments: Sequence[Mapping[str, object]],
+    session: LazySession,
+    place: SharedSavepoint,
+) -> Sequence[Outcome]:
+    jobs = batch.jobs[places.start : places.stop]
+    handler = work.registry.find(jobs[0].kind)
+    assert isinstance(handler, BatchHandler)
+    # Joined now: a rollback of a session that has not joined would be seen by nobody.
+    session.connection()
+    loaded = Loaded(session, arguments)
+    items = [
+        BatchItem(handler.arguments(**loaded.arguments(values)), job)
+        for job, values in zip(jobs, arguments, strict=True)
+    ]
+    fault_point("before-handler")
+    seconds = handler.timeout_seconds
+    batch.deadline = None if seconds is None else time.monotonic() + seconds
+    call: Callable[..., object] = work.invoker.call
+    returned = call(handler.together, lambda: session, Run(jobs[0], work.state, None), {"items": items})
+    batch.deadline = None
+    if place.savepoint is None or not place.savepoint.is_active:
+        raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
+    if transaction_status(connection) == TransactionStatus.INERROR:
+        raise HandlerError("the batch handler swallowed a database error, which had undone its rows")
+    session.commit()
+    place.keep()
+    fault_point("after-handler")
+    assert isinstance(returned, list)
+    return returned
+
+
+def _nothing() -> None:
+    """The savepoint is there already."""
+
+
+def _close(session: Session) -> bool:
+    try:
+        session.close()
+    except Exception:  # noqa: BLE001  # whatever it is, the transaction below is not as it was
+        return False
+    return True

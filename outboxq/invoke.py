@@ -1,0 +1,200 @@
+"""Invoke: give a handler its context, and call it: plain functions where we stand, coroutines through `run_sync`."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import psycopg
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
+
+from outboxq.context import AsyncContext, Context
+from outboxq.effect_calls import Permit
+from outboxq.enqueue import AsyncOutboxSession, OutboxSession
+from outboxq.errors import HandlerTimedOut
+from outboxq.handlers import AnyHandler, Flavour
+from outboxq.job import Job
+
+
+class LazySession(OutboxSession):
+    """Calls `opener` before it first uses its connection."""
+
+    opener: Callable[[], None]
+
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        """SQLAlchemy's hook before every use of a connection."""
+        self.opener()
+        return super().get_bind(*args, **kwargs)
+
+    def peek_bind(self, **kwargs: Any) -> Engine | Connection:
+        """Where it leads to, for who sends nothing yet."""
+        return super().get_bind(**kwargs)
+
+    def rollback(self) -> None:
+        """Joins first: what a session that has not joined rolls back, nobody sees, and its job would count as done."""
+        if self.in_transaction() and self.is_active:
+            self.connection()
+        super().rollback()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a handler's context is made of, besides its session."""
+
+    job: Job
+    state: object
+    permit: Permit[Any] | None
+
+
+class Opened:
+    """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
+
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._make = make
+        self._is_over = False
+        self.made: Session | None = None
+
+    def session(self) -> Session:
+        """The session.
+
+        Raises:
+            InvalidRequestError: the attempt is over: it would write into another job's transaction.
+        """
+        if self.made is None:
+            if self._is_over:
+                raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
+            self.made = self._make()
+        return self.made
+
+    def close(self) -> bool:
+        """End it for good; False where that fails, because the transaction below it is not as it was."""
+        self._is_over = True
+        try:
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            return False
+        return True
+
+
+class _OpeningContext(Context[Any]):
+    """Opens the session at its first use."""
+
+    def __init__(self, run: Run, session: Callable[[], OutboxSession]) -> None:
+        self.__dict__.update(job=run.job, state=run.state, permit=run.permit, _session=session)
+
+    @functools.cached_property
+    def session(self) -> OutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        session: OutboxSession = self.__dict__["_session"]()
+        return session
+
+
+class _OpeningAsyncContext(AsyncContext[Any]):
+    """As `_OpeningContext`."""
+
+    def __init__(self, run: Run, session: Callable[[], AsyncOutboxSession]) -> None:
+        self.__dict__.update(job=run.job, state=run.state, permit=run.permit, _session=session)
+
+    @functools.cached_property
+    def session(self) -> AsyncOutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        session: AsyncOutboxSession = self.__dict__["_session"]()
+        return session
+
+
+class Invoker(Protocol):
+    """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
+
+    flavour: Flavour
+
+    def open_session(
+        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
+    ) -> Session:
+        """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
+        ...
+
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+        """Run the handler to its end, with what `session` gives when it is first asked for."""
+        ...
+
+
+# close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
+SESSION_OPTIONS: dict[str, Any] = {
+    "join_transaction_mode": "rollback_only",
+    "expire_on_commit": False,
+    "close_resets_only": False,
+}
+
+
+class SyncInvoker:
+    """Plain functions, called where we stand."""
+
+    flavour: Flavour = "sync"
+
+    def open_session(
+        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
+    ) -> Session:
+        """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
+        session = session_class(bind=connection, **SESSION_OPTIONS)
+        session.opener = opener
+        return session
+
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+        """Run the handler to its end."""
+        return handler.function(_OpeningContext(run, cast("Callable[[], OutboxSession]", session)), **args)
+
+
+class AsyncInvoker:
+    """Coroutines, awaited through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
+
+    flavour: Flavour = "async"
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._session: AsyncOutboxSession | None = None
+
+    def open_session(
+        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
+    ) -> Session:
+        """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
+        del connection
+        self._session = AsyncOutboxSession(bind=self._connection, sync_session_class=session_class, **SESSION_OPTIONS)
+        session = self._session.sync_session
+        assert isinstance(session, LazySession)
+        session.opener = opener
+        return session
+
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+        """Await the handler to its end."""
+
+        def opened() -> AsyncOutboxSession:
+            plain = session()
+            assert self._session is not None
+            assert self._session.sync_session is plain
+            return self._session
+
+        running = handler.function(_OpeningAsyncContext(run, opened), **args)
+        return await_only(_within(handler.timeout_seconds, running))
+
+
+async def _within(seconds: float | None, running: Awaitable[object]) -> object:
+    """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
+    if seconds is None:
+        return await running
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            returned = await running
+    except Exception as error:
+        if not deadline.expired():
+            raise
+        # asyncio's own error was raised by us, and its cause where the handler stood.
+        stood = error.__cause__ or error
+        raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
+    if deadline.expired():
+        raise HandlerTimedOut(seconds)
+    return returned

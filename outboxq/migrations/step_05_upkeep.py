@@ -1,0 +1,62 @@
+"""Step 5: how vacuum keeps the tables of a queue, and of a memory that forgets. Frozen.
+
+Only settings that nobody has made are made, so that what an operator has set stays; the way back takes only ours back.
+
+vacuum_index_cleanup: left to itself, vacuum passes the indexes over while less than a fiftieth of the table's pages
+have dead rows. After one large backlog that is nearly always, and each claim walks over the entries that stay.
+vacuum_truncate: giving the end of the file back takes an ACCESS EXCLUSIVE lock, behind which claims and producers wait,
+for pages that the next burst takes again.
+A memory of millions would have a fifth of itself dead before vacuum comes, and each batch of the pruner walks over it.
+"""
+
+_SETTINGS = """\
+        VALUES
+          (1, 'job', 'vacuum_index_cleanup', 'on'),
+          (2, 'job', 'vacuum_truncate', 'off'),
+          (3, 'inbox', 'autovacuum_vacuum_scale_factor', '0.02'),
+          (4, 'inbox', 'autovacuum_vacuum_threshold', '5000'),
+          (5, 'inbox', 'vacuum_index_cleanup', 'on'),
+          (6, 'effect', 'autovacuum_vacuum_scale_factor', '0.02'),
+          (7, 'effect', 'autovacuum_vacuum_threshold', '5000'),
+          (8, 'effect', 'vacuum_index_cleanup', 'on')"""
+
+# ALTER TABLE SET takes SHARE UPDATE EXCLUSIVE here: neither claims nor producers wait for it.
+UP = f"""\
+    DECLARE
+      wanted record;
+    BEGIN
+      FOR wanted IN
+        SELECT full_name, setting, value
+        FROM (
+{_SETTINGS}
+        ) AS ours (number, name, setting, value)
+          CROSS JOIN LATERAL (SELECT @schema_identifier_literal@ || '.' || name AS full_name) AS named
+        WHERE NOT EXISTS (
+          SELECT FROM pg_class CROSS JOIN unnest(reloptions) AS made
+          WHERE pg_class.oid = to_regclass(full_name) AND split_part(made, '=', 1) = setting
+        )
+        ORDER BY number
+      LOOP
+        EXECUTE 'ALTER TABLE ' || wanted.full_name || ' SET (' || wanted.setting || ' = ' || wanted.value || ')';
+      END LOOP;
+    END;"""
+
+DOWN = f"""\
+    DECLARE
+      wanted record;
+    BEGIN
+      FOR wanted IN
+        SELECT full_name, setting
+        FROM (
+{_SETTINGS}
+        ) AS ours (number, name, setting, value)
+          CROSS JOIN LATERAL (SELECT @schema_identifier_literal@ || '.' || name AS full_name) AS named
+        WHERE EXISTS (
+          SELECT FROM pg_class CROSS JOIN unnest(reloptions) AS made
+          WHERE pg_class.oid = to_regclass(full_name) AND made = setting || '=' || value
+        )
+        ORDER BY number
+      LOOP
+        EXECUTE 'ALTER TABLE ' || wanted.full_name || ' RESET (' || wanted.setting || ')';
+      END LOOP;
+    END;"""

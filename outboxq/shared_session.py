@@ -1,0 +1,355 @@
+"""The session that the jobs of a shared batch write through, guarded so that none can undo another's rows.
+
+What could is refused, and ends the shared run even where the handler swallows the refusal. What cannot be refused,
+because it goes around the session, is found: changes that were pending before a handler and are not after it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from sqlalchemy import Connection, Engine, Select, bindparam, event, select, tuple_
+from sqlalchemy.orm import InstanceState, ORMExecuteState, Session
+from sqlalchemy.sql import visitors
+from sqlalchemy.sql.dml import UpdateBase
+from sqlalchemy.sql.elements import ClauseElement
+from sqlalchemy.sql.functions import Function
+
+from outboxq.codec import EntityKey, entity_mapper, entity_state
+from outboxq.enqueue import OutboxSession
+from outboxq.errors import EntityGone, SharedRunEnded
+from outboxq.invoke import LazySession
+from outboxq.tables import JobRow
+
+# Keys in one SELECT.
+_LOADED_AT_ONCE = 1_000
+_PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
+
+# Whose turn it is: tasks and threads that a handler left behind do not know the next one's token.
+_turn: ContextVar[object] = ContextVar("outboxq_shared_turn", default=None)
+
+
+class SharedSession(LazySession):
+    """One session for the jobs of a batch.
+
+    `opener` is called before a handler sends anything, `touched` says that it did. `stale`: rows may have changed that
+    objects here were loaded from. `exposed`: a handler had the connection in its hands, and may use it unseen.
+    `has_expressions`: at the last look an SQL expression was pending, which the next one would replace.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.is_ours = True
+        self.owner: object = self
+        _turn.set(self)
+        self.ended_by: str | None = None
+        self.touched = self.stale = self.exposed = False
+        self._executes = self._linked = self.has_expressions = False
+        self._met: set[InstanceState[Any]] = set()
+        self._pending: dict[InstanceState[Any], int] = {}
+        super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Nothing is refused: the batch itself works with the session."""
+        before, self.is_ours = self.is_ours, True
+        try:
+            yield
+        finally:
+            self.is_ours = before
+
+    @contextmanager
+    def turn_of(self, token: object) -> Iterator[None]:
+        """A handler works with the session, and whatever it starts."""
+        self.owner, self.is_ours, self.touched = token, False, False
+        _turn.set(token)
+        try:
+            yield
+        finally:
+            self.owner, self.is_ours = self, True
+            _turn.set(self)
+
+    @contextmanager
+    def turn_of_batch(self) -> Iterator[None]:
+        """The batch works with the session after its last turn."""
+        _turn.set(self)
+        try:
+            yield
+        finally:
+            _turn.set(None)
+
+    def end_turns(self) -> None:
+        """Nobody's turn any more."""
+        _turn.set(None)
+
+    def executes(self) -> None:
+        """The session is about to ask for its connection by itself."""
+        self._executes = True
+
+    def end_shared(self, what: str) -> NoReturn:
+        """End the shared run, even where the handler swallows this.
+
+        Raises:
+            SharedRunEnded: always.
+        """
+        self.ended_by = what
+        raise SharedRunEnded(what)
+
+    def touch(self) -> None:
+        """Something is about to be sent for a handler."""
+        if self.is_for_handler():
+            self.opener()
+            self.touched = True
+
+    def is_for_handler(self) -> bool:
+        """Whether a handler is at it, and not the batch itself.
+
+        Raises:
+            SharedRunEnded: a handler whose turn it is not.
+        """
+        if _turn.get() is not self.owner:
+            self.end_shared("a session used by another thread, or after its handler returned,")
+        return not self.is_ours
+
+    @property
+    def bind(self) -> Engine | Connection | None:
+        """The relay's connection, which a handler may from now on use unseen."""
+        if self.is_for_handler():
+            self.touch()
+            self.exposed = True
+        return self._bind
+
+    @bind.setter
+    def bind(self, bind: Engine | Connection | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._bind = bind
+
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        """SQLAlchemy's hook before every use of a connection."""
+        # Of add_job, which sends nothing.
+        if kwargs.get("mapper") is not JobRow and self.is_for_handler():
+            self.touch()
+            # Asked for by a handler, and not for a statement of the session's own.
+            self.exposed |= not self._executes
+            self._executes = False
+        with self.ours():
+            return Session.get_bind(self, *args, **kwargs)
+
+    def peek_bind(self, **kwargs: Any) -> Engine | Connection:
+        """For add_job, which sends nothing yet."""
+        self.is_for_handler()
+        with self.ours():
+            return Session.get_bind(self, **kwargs)
+
+    def connection(self, *args: Any, **kwargs: Any) -> Connection:
+        """The relay's connection, which a handler may from now on use unseen."""
+        if self.is_for_handler():
+            self.touch()
+            self.exposed = True
+        with self.ours():
+            return super().connection(*args, **kwargs)
+
+    def flush(self, objects: Any = None) -> None:
+        """All of the batch: parts of it would hide which job's rows were sent."""
+        if objects is not None:
+            self._refuse("flush(objects)")
+        self.touch()
+        with self.ours():
+            super().flush()
+        self._pending.clear()
+
+    def commit(self) -> None:
+        """Flushes; "rollback_only" commits nothing."""
+        self.touch()
+        with self.ours():
+            super().commit()
+
+    def merge(self, *args: Any, **kwargs: Any) -> Any:
+        """Not with load=False, which overwrites what is pending."""
+        if not kwargs.get("load", True):
+            self._refuse("merge(load=False)")
+        return super().merge(*args, **kwargs)
+
+    def has_lost_changes(self) -> bool:
+        """Whether something that was pending at the last look was neither sent nor is pending still."""
+        before, modified = self._pending, self.identity_map._modified  # noqa: SLF001  # `dirty` builds a set of objects each time
+        sizes = {state: len(state.committed_state) for state in modified}
+        added = [state for state in sizes if state not in before]
+        # Through a relationship a handler gets at rows without a look-up.
+        self._linked = self._linked or any(state.mapper.relationships for state in added)
+        # An expression in the place of what was to be written: `balance = 5`, then `balance = balance + 1`.
+        met = before.keys() if self._linked else self._met & before.keys()
+        lost = any(map(_has_expression, met))
+        # Keys and not objects, which `new` and `deleted` would list.
+        for pending in (self._new, self._deleted):
+            for state in pending:
+                sizes.setdefault(state, 0)
+        if before:
+            lost = lost or not before.keys() <= sizes.keys() or any(sizes[state] < before[state] for state in before)
+        self.has_expressions = any(map(_has_expression, added))
+        self._pending = sizes
+        self._met.clear()
+        return lost
+
+    def meet(self, entities: Iterable[object]) -> None:
+        """A handler is given these."""
+        met = {state for state in map(entity_state, entities) if state is not None}
+        self._met |= met
+        # Through a relationship the handler gets at other rows without a look-up.
+        self._linked = self._linked or any(state.mapper.relationships for state in met)
+
+    def has_met(self) -> bool:
+        """Whether the handler has rows in hand that were loaded before its turn."""
+        return bool(self._met)
+
+    def _identity_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._identity_lookup(*args, **kwargs)
+        if (state := entity_state(found)) is not None:
+            self._met.add(state)
+        return found
+
+    def has_deletions(self) -> bool:
+        """Whether a row waits to be deleted, which the next job must not find, nor bring back by inserting it."""
+        return bool(self._deleted)
+
+    def pending(self) -> Collection[InstanceState[Any]]:
+        """What waited to be flushed at the last look, without what was since."""
+        return self._pending
+
+    def _refuse(self, what: str) -> None:
+        if self.is_for_handler():
+            self.end_shared(f"session.{what}")
+
+
+def _has_expression(state: InstanceState[Any]) -> bool:
+    return any(_is_expression(state.dict.get(name)) for name in state.committed_state)
+
+
+def _is_expression(value: object) -> bool:
+    return type(value) not in _PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
+
+
+# Each of these throws away what may be another job's, or ends what all jobs stand on.
+REFUSED = (
+    "bulk_insert_mappings",
+    "bulk_save_objects",
+    "bulk_update_mappings",
+    "close",
+    "enable_relationship_loading",
+    "expire",
+    "expire_all",
+    "expunge",
+    "expunge_all",
+    "invalidate",
+    "prepare",
+    "refresh",
+    "reset",
+    "rollback",
+)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def method(self: SharedSession, *args: Any, **kwargs: Any) -> Any:
+        self._refuse(f"{name}()")
+        return getattr(OutboxSession, name)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in REFUSED:
+    setattr(SharedSession, _name, _refusing(_name))
+
+
+@event.listens_for(SharedSession, "do_orm_execute")
+def _before_execute(state: ORMExecuteState) -> None:
+    session = state.session
+    assert isinstance(session, SharedSession)
+    if not session.is_for_handler():
+        return
+    session.executes()
+    if not state.is_select or _may_write(state.statement):
+        session.stale = True
+        return
+    if state.is_column_load or state.is_relationship_load:
+        return
+    if state.load_options._populate_existing or state.execution_options.get("populate_existing"):  # noqa: SLF001  # Query has no other
+        session.end_shared("populate_existing")
+    # What was loaded for the batch may be older than the lock.
+    if getattr(state.statement, "_for_update_arg", None) is not None:
+        session.end_shared("SELECT FOR UPDATE")
+
+
+def _may_write(statement: Any) -> bool:
+    # A function of the user's own may do anything; SQLAlchemy's generic ones, such as count and now, do not.
+    return any(type(element) is Function or isinstance(element, UpdateBase) for element in visitors.iterate(statement))
+
+
+@event.listens_for(SharedSession, "before_attach")
+def _before_attach(session: Session, _entity: object) -> None:
+    assert isinstance(session, SharedSession)
+    session.is_for_handler()
+
+
+class Loaded:
+    """The rows of a batch's entity arguments, loaded in one SELECT per class, and kept until the batch is over.
+
+    Args:
+        arguments: The decoded arguments of each job.
+    """
+
+    def __init__(self, session: LazySession, arguments: Iterable[Mapping[str, object]]) -> None:
+        self._session = session
+        wanted: dict[type[object], dict[object, None]] = {}
+        for values in arguments:
+            for value in values.values():
+                if isinstance(value, EntityKey):
+                    wanted.setdefault(value.entity, {})[_as_tuple(value.primary_key)] = None
+        # Held: the session alone would forget them.
+        self._kept = [row for entity, keys in wanted.items() for row in self._load(entity, list(keys))]
+
+    def arguments(self, values: Mapping[str, object]) -> dict[str, object]:
+        """The arguments of one job, with its entities as they are now.
+
+        Raises:
+            EntityGone: the row of one is not there.
+        """
+        return {
+            name: self._find(name, value) if isinstance(value, EntityKey) else value for name, value in values.items()
+        }
+
+    def _find(self, name: str, key: EntityKey) -> object:
+        mapper = entity_mapper(key.entity)
+        assert mapper is not None
+        primary_key = _as_tuple(key.primary_key)
+        found: object = self._session.identity_map.get(mapper.identity_key_from_primary_key(primary_key))
+        state = None if found is None else entity_state(found)
+        # A wrong guess costs a SELECT.
+        if state is None or state.expired or not isinstance(found, key.entity) or found in self._session.deleted:
+            # It may flush.
+            self._session.opener()
+            found = self._session.get(key.entity, primary_key)
+        if found is None and not key.optional:
+            raise EntityGone(name, key.entity.__name__)
+        return found
+
+    def _load(self, entity: Any, keys: list[object]) -> list[object]:
+        found: list[object] = []
+        for first in range(0, len(keys), _LOADED_AT_ONCE):
+            some: list[Any] = keys[first : first + _LOADED_AT_ONCE]
+            given = [key[0] for key in some] if len(some[0]) == 1 else some
+            found += self._session.scalars(_by_keys(entity), {"outboxq_keys": given}).unique()
+        return found
+
+
+@lru_cache(256)
+def _by_keys(entity: Any) -> Select[tuple[Any]]:
+    """The rows with these primary keys. Index: the primary key. No locks."""
+    mapper = entity_mapper(entity)
+    assert mapper is not None
+    columns = mapper.primary_key
+    keys = columns[0] if len(columns) == 1 else tuple_(*columns)
+    return select(entity).where(keys.in_(bindparam("outboxq_keys", expanding=True)))
+
+
+def _as_tuple(primary_key: object) -> tuple[object, ...]:
+    return tuple(primary_key) if isinstance(primary_key, list | tuple) else (primary_key,)

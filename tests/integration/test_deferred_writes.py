@@ -1,0 +1,202 @@
+"""`ctx.defer`: Core statements of a batch's jobs, sent together after the flush and before COMMIT."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, bindparam, delete, insert, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
+from outboxq.errors import DeferError
+from outboxq.events import Event, JobDied, JobDone
+from tests.support.app import Account, Child, Effect
+from tests.support.shared_app import ADD, statements
+
+Drain = Callable[..., list[Event]]
+ONCE = Backoff(max_attempts=1)
+RECORD = insert(Effect)
+
+
+@pytest.fixture(autouse=True)
+def _accounts(engine: Engine) -> None:
+    with Session(engine) as session, session.begin():
+        session.add_all(Account(id=id_) for id_ in range(1, 101))
+
+
+def names(engine: Engine) -> list[str]:
+    with Session(engine) as session:
+        return list(session.scalars(select(Effect.name).order_by(Effect.row)))
+
+
+def total(engine: Engine) -> int:
+    with Session(engine) as session:
+        return sum(session.scalars(select(Account.balance)))
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_equal_statements_of_a_batch_are_sent_once_with_all_parameters(
+    flavour: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Fifty jobs of one UPDATE each: the savepoint, one executemany, and the release."""
+    jobs = Jobs()
+    if flavour == "sync":
+
+        @jobs.handler(queue="defer", batchable=True)
+        def credit(ctx: Context, id_: int) -> None:
+            ctx.defer(ADD, {"id": id_, "cents": 3})
+    else:
+
+        @jobs.handler(queue="defer", batchable=True)
+        async def credit(ctx: AsyncContext, id_: int) -> None:
+            ctx.defer(ADD, {"id": id_, "cents": 3})
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(id_=id_) for id_ in range(1, 51))
+    with statements() as seen:
+        drain(jobs, slots_per_queue=1, batch_size=50)
+    sent = [
+        (statement.split()[0], many)
+        for statement, many in seen
+        if "sa_savepoint" in statement or "account" in statement
+    ]
+    assert sent == [("SAVEPOINT", 1), ("UPDATE", 50), ("RELEASE", 1)]
+    assert total(engine) == 150
+
+
+@pytest.mark.parametrize(("batchable", "batch_size"), [(True, 1), (False, 1), (False, 10), (True, 10)])
+def test_a_job_keeps_the_order_of_its_statements_and_sends_them_behind_its_flush(
+    batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Alone, in a batch, and in a shared one; statements that are built anew each time are found equal."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="order", batchable=batchable)
+    def three(ctx: Context, name: str) -> None:
+        ctx.defer(insert(Effect), {"name": f"{name} 1"})
+        ctx.defer(update(Effect).where(Effect.name == bindparam("old")), {"old": f"{name} 1", "name": f"{name} 2"})
+        ctx.defer(insert(Effect), {"name": f"{name} 1"})
+        ctx.session.add(Effect(name=f"{name} 0"))
+
+    with sessions.begin() as session:
+        session.add_jobs(three.job(name=name) for name in "ab")
+    with statements() as seen:
+        drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert sorted(names(engine)) == ["a 0", "a 1", "a 2", "b 0", "b 1", "b 2"]
+    if batchable and batch_size > 1:
+        assert [many for statement, many in seen if statement.startswith("UPDATE effect_ledger")] == [2]
+        assert [name[2] for name in names(engine)] == ["0", "0", "2", "2", "1", "1"]
+
+
+def test_statements_that_differ_in_a_value_of_their_own_are_not_mixed_up(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A value inside the statement is part of it."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="values", batchable=True)
+    def credit(ctx: Context, id_: int) -> None:
+        ctx.defer(update(Account).where(Account.id == id_).values(balance=Account.balance + id_))
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(id_=id_) for id_ in (1, 2, 3, 3))
+    drain(jobs, slots_per_queue=1, batch_size=10)
+    with Session(engine) as session:
+        found = dict(session.execute(select(Account.id, Account.balance).where(Account.balance > 0)).all())
+    assert found == {1: 1, 2: 2, 3: 6}
+
+
+@pytest.mark.parametrize("batchable", [True, False])
+def test_a_deferred_statement_that_fails_is_charged_to_its_own_job(
+    batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """At once, or only when a deferred constraint is checked; the others are done once."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="bad", batchable=batchable, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.defer(RECORD, {"name": name})
+        if name == "taken":
+            ctx.defer(insert(Account), {"id": 1})
+        if name == "orphan":
+            ctx.defer(insert(Child), {"parent_id": -1})
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("a", "taken", "b", "orphan", "c"))
+    events = drain(jobs, slots_per_queue=1, batch_size=10)
+    assert sorted(names(engine)) == ["a", "b", "c"]
+    assert sum(isinstance(event, JobDone) for event in events) == 3
+    assert sum(isinstance(event, JobDied) for event in events) == 2
+
+
+def test_under_a_lease_they_are_sent_in_the_transaction_that_removes_the_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Also where the handler did nothing else; a job that failed leaves nothing."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="leased", claim="lease", retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.defer(RECORD, {"name": name})
+        if name == "bad":
+            raise ValueError(name)
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("good", "bad"))
+    drain(jobs, slots_per_queue=1)
+    assert names(engine) == ["good"]
+
+
+def test_a_savepoint_of_the_handlers_does_not_send_them_early(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """One that is released may lie in one that is rolled back, and what was deferred still counts."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="nested")
+    def act(ctx: Context) -> None:
+        outer = ctx.session.begin_nested()
+        with ctx.session.begin_nested():
+            ctx.defer(RECORD, {"name": "kept"})
+        outer.rollback()
+
+    with sessions.begin() as session:
+        session.add_job(act)
+    drain(jobs, slots_per_queue=1)
+    assert names(engine) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters", "message"),
+    [
+        ("INSERT INTO t VALUES (1)", None, "wrap it in text"),
+        (select(Account), None, "got Select"),
+        (text("SELECT 1"), None, "begins with INSERT"),
+        (text("/* x */ COMMIT"), None, "begins with INSERT"),
+        (None, None, "got NoneType"),
+        (Effect(name="x"), None, "got Effect"),
+        (delete(Effect).returning(Effect.row), None, "RETURNING"),
+        (RECORD, [{"name": "x"}], "got list"),
+        (RECORD, {1: "x"}, "by name"),
+        (RECORD, {"name": Account(id=1)}, "Account object"),
+        (RECORD, {"name": Effect.name}, "SQL expression"),
+        (RECORD, {"name": text("now()")}, "SQL expression"),
+    ],
+)
+def test_what_cannot_be_sent_later_is_refused_at_the_call(statement: Any, parameters: Any, message: str) -> None:
+    """With what was expected, and no I/O."""
+    from outboxq.testing import sync_context
+
+    with pytest.raises(DeferError, match=message):
+        sync_context(OutboxSession()).defer(statement, parameters)
+
+
+def test_in_a_unit_test_they_are_sent_when_the_session_commits(engine: Engine) -> None:
+    """`outboxq.testing.sync_context` needs no relay."""
+    from outboxq.testing import sync_context
+
+    with OutboxSession(engine) as session:
+        sync_context(session).defer(RECORD, {"name": "unit"})
+        assert names(engine) == []
+        session.commit()
+    assert names(engine) == ["unit"]

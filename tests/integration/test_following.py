@@ -1,0 +1,290 @@
+"""The next claim goes with the COMMIT of the jobs before it, and starts behind them: nothing is passed over."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import sessionmaker
+
+import outboxq.batch as batch_module
+import outboxq.cursors as cursors_module
+import outboxq.slot as slot_module
+from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.claim import ClaimRequest
+from outboxq.cursors import Sweeps
+from outboxq.driver import ScriptResult, run_script
+from outboxq.events import Event, JobDone, JobsSuspected
+from outboxq.postgres import Database
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
+from outboxq.statements.session import BEGIN
+from tests.support import app
+from tests.support.app import Child
+from tests.support.ledger import dead, ledger, waiting
+
+
+@pytest.fixture(autouse=True)
+def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots go on with one sort of jobs for as long as there are any."""
+    monkeypatch.setattr(slot_module, "FOLLOW_SECONDS", 3600.0)
+
+
+def enqueue(sessions: sessionmaker[OutboxSession], count: int, **options: object) -> list[str]:
+    names = [f"{options.get('priority', 'job')} {number}" for number in range(count)]
+    with sessions.begin() as session:
+        session.add_jobs(app.record.options(**options).job(name=name) for name in names)
+    return names
+
+
+def drain(url: str, batch_size: int = 5, jobs: Jobs = app.jobs) -> list[Event]:
+    events: list[Event] = []
+    Relay(url, jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size), hooks=[events.append]).drain()
+    return events
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The strings that commit."""
+    sent: list[str] = []
+    original = batch_module.run_script
+
+    def noting(connection: Connection, script: str) -> list[ScriptResult]:
+        sent.append(script)
+        return original(connection, script)
+
+    monkeypatch.setattr(batch_module, "run_script", noting)
+    return sent
+
+
+def test_a_commit_brings_the_next_jobs(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine, scripts: list[str]
+) -> None:
+    """Full batches follow one another by certificate; the last one, which is short, asks for nothing."""
+    names = enqueue(sessions, 23)
+    events = drain(outboxq_database.url)
+    assert [script.count("DELETE FROM") for script in scripts if "COMMIT" in script] == [1, 1, 1, 1, 0]
+    assert sum(isinstance(each, JobDone) for each in events) == 23
+    assert ledger(engine) == Counter(names)
+
+
+def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a savepoint nor a session for a handler that asks for none."""
+    jobs, done, sent = Jobs(), [], []
+
+    @jobs.handler(queue="idle")
+    def do_nothing(ctx: Context) -> None:
+        done.append(ctx.job.id)
+
+    original = psycopg.Connection.wait
+
+    def counting(self: psycopg.Connection, *arguments: Any, **options: Any) -> object:
+        sent.append(self)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(psycopg.Connection, "wait", counting)
+    counts = []
+    for batches in (2, 12):
+        with sessions.begin() as session:
+            session.add_jobs(do_nothing.job() for _ in range(50 * batches))
+        sent.clear()
+        drain(outboxq_database.url, 50, jobs)
+        counts.append(len(sent))
+    assert len(done) == 50 * 14
+    assert counts[1] - counts[0] == 10
+
+
+@pytest.fixture
+def break_next_claim(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put a statement in front of the first claim that goes with a COMMIT."""
+
+    def arrange(statement: str) -> None:
+        original = batch_module.run_script
+        statements = iter([statement])
+
+        def breaking(connection: Connection, script: str) -> list[ScriptResult]:
+            if f"COMMIT; {BEGIN}; " in script:
+                script = script.replace(BEGIN, f"{BEGIN}; {next(statements, 'SET LOCAL work_mem TO DEFAULT')}")
+            return original(connection, script)
+
+        monkeypatch.setattr(batch_module, "run_script", breaking)
+
+    return arrange
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("error", ["SELECT 1 / 0", "SELECT FROM nowhere", "DO $$BEGIN RAISE SQLSTATE '40P01'; END$$"])
+def test_a_next_claim_that_fails_behind_commit_undoes_nothing_and_doubles_nothing(
+    error: str,
+    batch_size: int,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    engine: Engine,
+    break_next_claim: Callable[[str], None],
+) -> None:
+    """What was committed before it stands and is reported once, though the string that carried it ended in an error."""
+    names = enqueue(sessions, 7)
+    break_next_claim(error)
+    events = drain(outboxq_database.url, batch_size)
+    assert ledger(engine) == Counter(names)
+    assert Counter(type(each) for each in events if isinstance(each, JobDone | JobsSuspected)) == {JobDone: 7}
+    assert (waiting(engine), dead(engine)) == (0, 0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_backend_that_dies_in_the_next_claim_leaves_the_committed_jobs_done_once(
+    batch_size: int,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    engine: Engine,
+    break_next_claim: Callable[[str], None],
+) -> None:
+    """No answer at all: the server is asked what became of the transaction whose COMMIT was in that string."""
+    names = enqueue(sessions, 7)
+    break_next_claim("SELECT pg_terminate_backend(pg_backend_pid())")
+    drain(outboxq_database.url, batch_size)
+    assert ledger(engine) == Counter(names)
+    assert (waiting(engine), dead(engine)) == (0, 0)
+
+
+def test_a_refused_commit_takes_no_next_job(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine
+) -> None:
+    """A deferred constraint fails in the string that holds the next claim: that one was not sent for nothing."""
+    jobs = Jobs()
+    jobs.include(app.jobs)
+
+    @jobs.handler(queue=app.record.queue)
+    def leave_an_orphan(ctx: Context) -> None:
+        ctx.session.add(Child(parent_id=-1))
+
+    with sessions.begin() as session:
+        session.add_job(leave_an_orphan.options(max_attempts=1))
+    names = enqueue(sessions, 5)
+    drain(outboxq_database.url, 1, jobs)
+    assert ledger(engine) == Counter(names)
+    assert (waiting(engine), dead(engine)) == (0, 1)
+
+
+class Clock:
+    """Time that passes only when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(cursors_module, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("what", ["late", "urgent", "retried"])
+def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
+    what: str,
+    clock: Clock,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A commit that came late, a higher priority, a job that came back: within a second and a batch, not at the end."""
+    order: list[str] = []
+    jobs = Jobs()
+    late = sessions()
+
+    @jobs.handler(queue="many")
+    def count(ctx: Context, name: str) -> None:
+        order.append(name)
+        clock.now += 0.01
+        if name == "job 50":
+            add_before_the_cursor()
+
+    @jobs.handler(queue="many", retry=Backoff(max_attempts=2, first_seconds=0.0))
+    def fail_once(ctx: Context, name: str) -> None:
+        order.append(name)
+        if ctx.job.attempt == 1:
+            raise ValueError
+
+    def add_before_the_cursor() -> None:
+        if what == "late":
+            late.commit()
+        elif what == "urgent":
+            with sessions.begin() as session:
+                session.add_job(count.options(priority=1), name="urgent")
+
+    # Draws its place in the queue first.
+    late.add_job(count, name="late")
+    late.flush()
+    with sessions.begin() as session:
+        session.add_jobs(count.job(name=f"job {number}") for number in range(50))
+        if what == "retried":
+            session.add_job(fail_once, name="retried")
+        session.add_jobs(count.job(name=f"job {number}") for number in range(50, 400))
+    if what == "retried":
+        # Its second attempt is due at once, and comes from the other index: turns are over after each batch.
+        monkeypatch.setattr(slot_module, "FOLLOW_SECONDS", -1.0)
+    drain(outboxq_database.url, 5, jobs)
+    late.close()
+    assert Counter(order) == Counter([f"job {number}" for number in range(400)]) + Counter(
+        {what: 2 if what == "retried" else 1}
+    )
+    since = order.index("job 50")
+    assert (
+        max(place for place, name in enumerate(order) if name == what)
+        <= since + cursors_module.SWEEP_SECONDS / 0.01 + 5
+    )
+    assert waiting(engine) == 0
+
+
+def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Clock) -> None:
+    """At least every second; at most a twentieth of the time goes into what a sweep takes longer than other claims."""
+    sweeps = Sweeps()
+    assert sweeps.take_turn("q")
+    assert not sweeps.take_turn("q")
+    assert sweeps.take_turn("another")
+    sweeps.took("q", 0.001, swept=False)
+    for seconds, pause in ((0.0011, 0.05), (0.006, 0.1), (0.031, 0.6), (5.0, 1.0)):
+        sweeps.took("q", seconds, swept=True)
+        clock.now += pause - 0.001
+        assert not sweeps.take_turn("q"), seconds
+        clock.now += 0.002
+        assert sweeps.take_turn("q"), seconds
+
+
+def test_a_claim_behind_a_cursor_does_not_walk_over_dead_entries(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """Behind an old snapshot vacuum takes nothing away: from the start each claim reads all that was done since."""
+    script = ClaimStatements("outboxq", "many").ready
+    with engine.begin() as connection:
+        connection.execute(text(FILL), {"count": 20_100})
+    with engine.connect().execution_options(isolation_level="REPEATABLE READ") as pin, engine.connect() as connection:
+        pin.execute(text("SELECT 1 FROM outboxq.job LIMIT 1"))
+        with connection.begin():
+            done = ClaimRequest(script, 20_000).read(run_script(connection, ClaimRequest(script, 20_000).text()))
+        last = done.jobs[-1]
+        behind = buffers(connection, script, Cursor(last.priority, last.seq))
+        assert buffers(connection, script, None) > behind + 300
+
+
+FILL = """
+INSERT INTO outboxq.job (id, queue, kind, args)
+SELECT gen_random_uuid(), 'many', 'k', '{}' FROM generate_series(1, :count)
+"""
+
+
+def buffers(connection: Connection, script: ClaimScript, cursor: Cursor | None) -> int:
+    with connection.begin() as transaction:
+        explained = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {script.text(10, cursor)}"
+        plan = run_script(connection, explained)[0].rows[0][0]
+        transaction.rollback()
+    assert isinstance(plan, list)
+    return int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])

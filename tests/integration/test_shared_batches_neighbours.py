@@ -1,0 +1,262 @@
+"""Well-behaved and other neighbours in a shared batch: each finds the database as if the others had run before it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from sqlalchemy import Engine, func, insert, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.postgres import Database
+from tests.support.app import Account, Effect
+from tests.support.ledger import ledger
+from tests.support.shared_app import ADD, statements
+
+ONCE = Backoff(max_attempts=1)
+
+
+@pytest.fixture
+def drain(outboxq_database: Database):
+    """Run what waits, in one slot and batches of 50."""
+    return lambda jobs: Relay(
+        outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=()
+    ).drain()
+
+
+@pytest.fixture(autouse=True)
+def accounts(sessions: sessionmaker[OutboxSession]) -> None:
+    with sessions.begin() as session:
+        session.add_all(Account(id=number, balance=0) for number in range(1, 11))
+
+
+def balance(engine: Engine, number: int) -> int | None:
+    with Session(engine) as session:
+        return session.scalar(select(Account.balance).where(Account.id == number))
+
+
+def test_a_task_that_is_left_behind_doubles_nothing_in_the_last_flush(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """It is refused, the shared run has ended, and the savepoint is still there to go back to."""
+    jobs, tasks = Jobs(), []
+
+    @jobs.handler(queue="q", batchable=True)
+    async def leave(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+        async def late() -> None:
+            await ctx.session.execute(text("SELECT 1"))
+
+        tasks.append(asyncio.create_task(late()))
+
+    with sessions.begin() as session:
+        session.add_jobs(leave.job(name=name) for name in "ab")
+    drain(jobs)
+    assert ledger(engine) == Counter("ab")
+
+
+def test_a_script_that_commits_costs_the_others_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Sent through the session, it is seen before the next job runs."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "bad":
+            ctx.session.execute(text("UPDATE account SET balance = 1 WHERE id = 1; COMMIT"))
+            ctx.session.execute(text("SELECT 1"))
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
+    drain(jobs)
+    done = ledger(engine)
+    del done["bad"]
+    assert done == Counter("acd")
+
+
+def test_a_batch_handler_that_commits_is_not_called_again_for_any_of_its_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """All of them were in the call, and nobody knows which of their rows stand."""
+    jobs = Jobs()
+
+    @dataclass
+    class Named:
+        name: str
+
+    @jobs.batch_handler(Named, queue="g", retry=ONCE)
+    def write_all(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add_all(Effect(name=item.args.name) for item in items)
+        ctx.session.flush()
+        ctx.session.connection().connection.commit()
+
+    with sessions.begin() as session:
+        session.add_jobs(write_all.job(name=name) for name in "abcd")
+    drain(jobs)
+    assert ledger(engine) == Counter("abcd")
+
+
+def test_a_deferred_write_is_not_overwritten_by_a_handler_that_loads_the_row(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Deferred by key: the next handler's entity is the row with that write, also if it queries first."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def credit(ctx: Context, account_id: int) -> None:
+        ctx.defer(ADD, {"id": account_id, "cents": 5})
+
+    @jobs.handler(queue="q", batchable=True)
+    def look(ctx: Context, account: Account) -> None:
+        ctx.session.scalar(select(func.count(Effect.row)))
+        account.balance += 1
+
+    @jobs.handler(queue="q", batchable=True)
+    def find(ctx: Context, account_id: int) -> None:
+        account = ctx.session.get_one(Account, account_id)
+        before = account.balance
+        ctx.session.scalar(select(func.count(Effect.row)))
+        account.balance = before + 1
+
+    with sessions.begin() as session:
+        account = session.get_one(Account, 1)
+        session.add_job(credit, account_id=1)
+        session.add_job(look, account=account)
+        session.add_job(credit, account_id=1)
+        session.add_job(find, account_id=1)
+    drain(jobs)
+    assert balance(engine, 1) == 12
+
+
+@pytest.mark.parametrize("how", ["cte", "function"])
+def test_a_select_that_writes_is_seen_by_the_next_job(
+    how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Rows that were loaded before it are read again."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION credit_account(i int) RETURNS int LANGUAGE sql AS "
+                "'UPDATE account SET balance = balance + 5 WHERE id = i RETURNING 1'"
+            )
+        )
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def write(ctx: Context, account_id: int) -> None:
+        changed = update(Account).where(Account.id == account_id).values(balance=Account.balance + 5)
+        cte = changed.returning(Account.id).cte()
+        ctx.session.execute(select(cte.c.id) if how == "cte" else select(func.credit_account(account_id)))
+
+    @jobs.handler(queue="q", batchable=True)
+    def change(ctx: Context, account: Account) -> None:
+        del ctx
+        account.balance += 1
+
+    with sessions.begin() as session:
+        account = session.get_one(Account, 1)
+        session.add_job(write, account_id=1)
+        session.add_job(change, account=account)
+    drain(jobs)
+    assert balance(engine, 1) == 6
+
+
+def test_a_row_that_one_job_deletes_and_the_next_inserts_is_a_new_row(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """The unit of work would make one UPDATE of them, and keep what the old row had."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def remove(ctx: Context, account: Account) -> None:
+        ctx.session.delete(account)
+
+    @jobs.handler(queue="q", batchable=True)
+    def make(ctx: Context, account_id: int) -> None:
+        ctx.session.add(Account(id=account_id))
+
+    with sessions.begin() as session:
+        account = session.get_one(Account, 9)
+        account.balance = 500
+        session.flush()
+        session.add_job(remove, account=account)
+        session.add_job(make, account_id=9)
+    drain(jobs)
+    assert balance(engine, 9) == 0
+
+
+def test_deferred_writes_go_to_the_schema_of_each_statement(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Statements that lead to different schemas are not equal."""
+    with engine.begin() as connection:
+        for schema in ("t1", "t2"):
+            connection.execute(text(f"CREATE SCHEMA {schema}"))
+            connection.execute(text(f"CREATE TABLE {schema}.effect_ledger (LIKE public.effect_ledger INCLUDING ALL)"))
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def put(ctx: Context, tenant: str) -> None:
+        statement = insert(Effect.__table__).execution_options(schema_translate_map={None: tenant})
+        ctx.defer(statement, {"name": tenant, "row": 1})
+
+    with sessions.begin() as session:
+        session.add_jobs(put.job(tenant=tenant) for tenant in ("t1", "t2"))
+    drain(jobs)
+    with engine.connect() as connection:
+        found = [connection.execute(text(f"SELECT name FROM {schema}.effect_ledger")).all() for schema in ("t1", "t2")]
+    assert found == [[("t1",)], [("t2",)]]
+
+
+STRICT: list[bool] = []
+
+
+@dataclass
+class Money:
+    cents: int
+
+    def __post_init__(self) -> None:
+        assert not STRICT or self.cents >= 0
+
+
+def test_arguments_whose_type_refuses_them_cost_their_own_job_alone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Whatever its constructor raises."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def pay(ctx: Context, name: str, money: Money) -> None:
+        del money
+        ctx.session.add(Effect(name=name))
+
+    with sessions.begin() as session:
+        session.add_jobs(pay.job(name=name, money=Money(cents)) for name, cents in (("a", 1), ("b", -1), ("c", 1)))
+    STRICT.append(True)
+    try:
+        drain(jobs)
+    finally:
+        STRICT.clear()
+    assert ledger(engine) == Counter("ac")
+
+
+def test_jobs_that_defer_with_the_same_arguments_are_sent_together(
+    sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Five cents here and five cents there are not the same row."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def credit(ctx: Context, account_id: int, cents: int) -> None:
+        ctx.defer(ADD, {"id": account_id, "cents": cents})
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(account_id=number, cents=5) for number in range(1, 11))
+    with statements() as seen:
+        drain(jobs)
+    assert [count for statement, count in seen if statement.startswith("UPDATE account")] == [10]

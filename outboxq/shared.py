@@ -56,6 +56,7 @@ class SharedSavepoint:
         self._root = connection.get_transaction()
         work.guard.begin_savepoint(None)
         self.savepoint: NestedTransaction | None = work.guard.savepoint
+        self._is_released = False
 
     @property
     def is_whole(self) -> bool:
@@ -82,6 +83,7 @@ class SharedSavepoint:
         assert self._batch.anchor is not None
         assert self.savepoint is not None
         check_shared(self._connection, self._batch.anchor.xid)
+        self._is_released = True
         self.savepoint.commit()
 
     def undo(self, error: BaseException, *, closed: bool) -> None:
@@ -101,7 +103,13 @@ class SharedSavepoint:
     def _rolled_back(self) -> bool:
         savepoint, root = self.savepoint, self._root
         is_ours = root is not None and root.is_active and self._connection.get_transaction() is root
-        if savepoint is None or not is_ours or transaction_status(self._connection) == TransactionStatus.IDLE:
+        # Released, its rows stand: were it taken for undone, the jobs would run on top of them.
+        if (
+            savepoint is None
+            or self._is_released
+            or not is_ours
+            or transaction_status(self._connection) == TransactionStatus.IDLE
+        ):
             return False
         try:
             if savepoint.is_active:

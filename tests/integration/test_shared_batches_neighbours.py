@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Engine, func, insert, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
+import outboxq.groups as groups_module
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.postgres import Database
 from tests.support.app import Account, Effect
@@ -260,3 +261,31 @@ def test_jobs_that_defer_with_the_same_arguments_are_sent_together(
     with statements() as seen:
         drain(jobs)
     assert [count for statement, count in seen if statement.startswith("UPDATE account")] == [10]
+
+
+def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows stand then: all goes back with the transaction, and not to a savepoint that is gone."""
+    jobs, original, failed = Jobs(), groups_module.fault_point, []
+
+    @dataclass
+    class Named:
+        name: str
+
+    @jobs.batch_handler(Named, queue="g", retry=Backoff(max_attempts=3, first_seconds=0.0))
+    def write_all(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add_all(Effect(name=item.args.name) for item in items)
+
+    def fail_once(name: str) -> None:
+        if name == "after-handler" and not failed:
+            failed.append(name)
+            raise ValueError(name)
+        original(name)
+
+    monkeypatch.setattr(groups_module, "fault_point", fail_once)
+    with sessions.begin() as session:
+        session.add_jobs(write_all.job(name=name) for name in "abcd")
+    drain(jobs)
+    assert failed
+    assert ledger(engine) == Counter("abcd")

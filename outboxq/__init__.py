@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outboxq.inbox import AcceptedBatch as AcceptedBatch
     from outboxq.inbox import Inbox as Inbox
     from outboxq.job import Job as Job
-    from outboxq.job import JobHandle as JobHandle
+    from outboxq.kinds import JobHandle as JobHandle
     from outboxq.kinds import JobKind as JobKind
     from outboxq.kinds import NewJob as NewJob
     from outboxq.kinds import external as external
@@ -75,7 +75,7 @@ _HOMES = {
     "Handler": "handlers",
     "Inbox": "inbox",
     "Job": "job",
-    "JobHandle": "job",
+    "JobHandle": "kinds",
     "JobKind": "kinds",
     "Jobs": "handlers",
     "NewJob": "kinds",

@@ -8,6 +8,10 @@ from outboxq.execute import Work
 from outboxq.handlers import AnyHandler, BatchHandler
 from outboxq.job import Job
 
+# Each job of a shared run that fails is repeated in a savepoint of its own: with more than 64 of them that wrote, a
+# backend's list of subtransactions runs over, and every snapshot elsewhere has to look them up.
+SHARED_AT_ONCE = 50
+
 How: TypeAlias = Literal["shared", "group", "alone"]
 _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
@@ -57,10 +61,9 @@ def arrange(batch: _Batch, work: Work) -> list[Span]:
 def _spans(
     batch: _Batch, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
 ) -> list[Span]:
-    together: list[tuple[How, list[_Given]]] = [("shared", shared)]
+    together: list[tuple[How, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
     for handler, given in groups.items():
-        size = handler.max_size
-        together.extend(("group", given[first : first + size]) for first in range(0, len(given), size))
+        together.extend(("group", some) for some in _in_parts(given, handler.max_size))
     jobs: list[Job] = []
     spans: list[Span] = []
     for how, given in together:
@@ -76,6 +79,10 @@ def _spans(
         jobs += alone
     batch.jobs = tuple(jobs)
     return spans
+
+
+def _in_parts(given: list[_Given], size: int) -> list[list[_Given]]:
+    return [given[first : first + size] for first in range(0, len(given), size)]
 
 
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:

@@ -18,7 +18,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq import settle
-from outboxq.arrange import Span, arrange
+from outboxq.arrange import How, Span, arrange
 from outboxq.claim import Anchor, Claimed, ClaimRequest, anchor, claim
 from outboxq.driver import is_lost, run_script, transaction_status
 from outboxq.errors import TransactionEndedByHandler
@@ -39,11 +39,11 @@ from outboxq.fault_points import fault_point
 from outboxq.groups import run_group
 from outboxq.job import Job
 from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
-from outboxq.shared import run_shared
-from outboxq.statements.session import BEGIN, LOCAL_SETTINGS, local_timeouts, local_timeouts_off, xact_status
+from outboxq.shared import blame_all, run_shared
+from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts, local_timeouts_off, xact_status
 
-# Seal, constraints, COMMIT, BEGIN.
-_BEHIND_COMMIT = 4
+# Seal, constraints, COMMIT.
+_CERTIFICATE = 3
 # Held for a moment, but for a cancellation that is on its way to the server.
 _LOCK_SECONDS = 1.0
 
@@ -83,8 +83,9 @@ class Progress:
     what becomes of the jobs before it, should the transaction commit; `late_result` what a handler returned that never
     used the database, until the transaction of its settlement has begun.
 
-    `together` is how many jobs, from `position` on, one handler runs now. `deadlocked`: jobs that ran together were
-    undone by a deadlock or a serialization failure.
+    `together` is how many jobs, from `position` on, one handler runs now. `one_run`: how all jobs run together, to be
+    checked by COMMIT; `is_apart`: they did, and were undone by that. `deadlocked`: jobs that ran together were undone
+    by a deadlock or a serialization failure.
 
     One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
     stands (`recovering`; `recovery_xid` is what it wrote then), or the relay took the batch away (`seized`).
@@ -108,6 +109,8 @@ class Progress:
     recovery_xid: str | None = None
     deadlocked: bool = False
     together: int = 1
+    one_run: How | None = None
+    is_apart: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -203,12 +206,13 @@ def run_batches(
 ) -> BatchReport | None:
     """Claim, run the jobs, commit, and so on while `pilot` says so and jobs come; the last batch's report.
 
+    In transaction mode; under a lease see `outboxq.held`.
+
     None where nothing waited.
 
     Raises:
         ConnectionLost, psycopg.Error, SQLAlchemyError: what stands of the batch is to be found out.
         TransactionEscaped: a handler ended the transaction: `recover` what it left.
-        LeaseLost: nothing was committed, and another relay may have the job.
         Abandoned: the relay has taken the batch away.
     """
     fault_point("before-claim")
@@ -217,16 +221,7 @@ def run_batches(
         if claimed.anchor is not None:
             # Committed by the certificates inside; leaving the block ends what was begun behind the last of them.
             return _run_claimed(connection, queue, claimed, work, pilot)
-    if not claimed.jobs:
-        return BatchReport(0, (JobsSuspected(queue.name, claimed.moved),)) if claimed.moved else None
-    # The lease is committed. Were COMMIT's answer lost, the relay's sweep would find a job that nobody runs.
-    progress = Progress(queue.name, claimed.jobs, None, epoch=work.epoch)
-    pilot.started(progress)
-    fault_point("after-claim")
-    # The driver sends BEGIN with the first statement: none, while a handler works outside the database.
-    with connection.begin():
-        _work_off(connection, progress, work, pilot)
-    return progress.report()
+    return BatchReport(0, (JobsSuspected(queue.name, claimed.moved),)) if claimed.moved else None
 
 
 def _run_claimed(
@@ -236,7 +231,7 @@ def _run_claimed(
         progress = Progress(queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch)
         pilot.started(progress)
         fault_point("after-claim")
-        next_claimed = _work_off(connection, progress, work, pilot)
+        next_claimed = work_off(connection, progress, work, pilot)
         if next_claimed is None or not (next_claimed.jobs or next_claimed.moved):
             return progress.report()
         pilot.ended(progress.report())
@@ -263,11 +258,14 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
         ConnectionLost, TransactionEscaped: see `execute`.
         LeaseLost: another relay may have the job.
     """
-    for span in arrange(progress, work):
+    spans = [Span("alone", range(len(progress.jobs)))] if progress.is_apart else arrange(progress, work)
+    progress.one_run = spans[0].how if len(spans) == 1 and spans[0].how != "alone" else None
+    for span in spans:
         if span.how == "shared" and run_shared(connection, progress, work, span.places, span.arguments):
             continue
         if span.how == "group" and _execute_group(connection, progress, work, span):
             continue
+        progress.one_run = None
         for position in span.places:
             progress.position = position
             _execute_alone(connection, progress, work, shared=shared)
@@ -289,6 +287,9 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
     job = progress.job
     begun = time.perf_counter()
     result = _execute_one(connection, progress, job, work, shared=shared)
+    if isinstance(result, Done | Discard) and _wrote_nothing(connection, progress):
+        progress.events.append(_ended(job, result, time.perf_counter() - begun))
+        return
     if not progress.begun:
         # The handler worked outside the database: should this connection be gone by now, its work is not.
         progress.late_result = result
@@ -299,6 +300,12 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
         settle.park(connection, job)
     else:
         progress.events.append(settle_result(connection, job, result, work, time.perf_counter() - begun))
+
+
+def _wrote_nothing(connection: Connection, progress: Progress) -> bool:
+    """Whether a leased job's transaction has not begun, nor one around it on the driver's own connection."""
+    is_untouched = progress.anchor is None and not progress.begun
+    return is_untouched and transaction_status(connection) == TransactionStatus.IDLE
 
 
 def _execute_one(connection: Connection, progress: Progress, job: Job, work: Work, *, shared: bool) -> Result:
@@ -320,28 +327,49 @@ def _execute_one(connection: Connection, progress: Progress, job: Job, work: Wor
         progress.deadline = None
 
 
-def _work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> Claimed | None:
-    """Execute, settle and commit; what was claimed with that."""
+def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> Claimed | None:
+    """Execute, settle and commit; what was claimed with that.
+
+    A leased job that is over and wrote nothing has no `anchor` afterwards: it is left to be removed with others.
+    """
     alone = progress.lone_job is not None
     for tries_left in range(FREE_RETRIES, -1, -1):
         execute_all(connection, progress, work, shared=not alone)
+        if progress.anchor is None:
+            progress.begin_commit()
+            return None
         try:
             return _certify(connection, progress, _following(connection, progress, pilot))
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
-            if not alone:
+            if not alone and progress.one_run is None:
                 # Every job passed its own check; who is to blame shows when each runs alone.
                 raise
-            if _refused_at_commit(connection, progress, work, error, last=tries_left == 0):
+            failed = _back_to_claim(connection, progress, work, error)
+            if not alone:
+                # What each would have been checked for was left to COMMIT. Now it is not.
+                progress.deadlocked |= failed.transient
+                progress.is_apart = True
+            elif tries_left == 0 or not failed.transient:
+                # A deadlock or a serialization failure runs once more, for free.
+                progress.events.append(settle_result(connection, progress.job, failed, work, 0.0))
+                _certify(connection, progress)
                 return None
     raise AssertionError("the last try is recorded, whatever it came to")
 
 
 def _following(connection: Connection, progress: Progress, pilot: Pilot) -> ClaimRequest | None:
-    # Users' listeners on the engine (SET LOCAL ROLE, a tenant) see what SQLAlchemy begins, not what our string does.
+    return None if is_listened_to(connection) else pilot.following(progress)
+
+
+def is_listened_to(connection: Connection) -> bool:
+    """Whether users' listeners on the engine (SET LOCAL ROLE, a tenant) want to see each transaction begin or end.
+
+    They see what SQLAlchemy begins, not what a string of ours does.
+    """
     listeners = connection.engine.dispatch
-    return None if listeners.begin or listeners.commit else pilot.following(progress)
+    return bool(listeners.begin or listeners.commit)
 
 
 def _certify(connection: Connection, progress: Progress, following: ClaimRequest | None = None) -> Claimed | None:
@@ -351,17 +379,18 @@ def _certify(connection: Connection, progress: Progress, following: ClaimRequest
     assert progress.anchor is not None
     script = settle.certificate(progress.anchor.seal)
     if following is not None:
-        script += f"; {BEGIN}; {following.text()}"
+        script += f"; {following.text_behind_commit()}"
     try:
         results = run_script(connection, script)
     except psycopg.Error as error:
         committed = following is not None and _failed_behind_commit(connection, progress.anchor, error)
         # Another answer that is an error: nothing was committed. Without an answer, nobody knows.
         progress.certifying = committed or is_lost(connection)
-        if not committed:
+        if following is None or not committed:
             raise
         # The claim that came with it says what ails it when it is sent by itself.
         run_script(connection, "ROLLBACK")
+        following.failed(error)
         fault_point("after-commit")
         return None
     settle.check_committed(results)
@@ -369,7 +398,7 @@ def _certify(connection: Connection, progress: Progress, following: ClaimRequest
     if following is None:
         return None
     fault_point("before-claim")
-    return following.read(results[_BEHIND_COMMIT:])
+    return following.read_behind_commit(results[_CERTIFICATE:])
 
 
 def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg.Error) -> bool:
@@ -388,42 +417,37 @@ def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg
     return False
 
 
-def _refused_at_commit(
-    connection: Connection, progress: Progress, work: Work, error: psycopg.Error, *, last: bool
-) -> bool:
-    """A lone job whose certificate failed, mostly for a deferred constraint: undo its rows, record it, commit that.
+def _back_to_claim(connection: Connection, progress: Progress, work: Work, error: psycopg.Error) -> Failed:
+    """After a certificate failed, mostly for a deferred constraint: undo all rows behind the claim. What it failed for.
 
-    Returns:
-        False where it is to run once more, for free: a deadlock or a serialization failure.
+    Raises:
+        TransactionEscaped: a handler had ended the transaction.
     """
     assert progress.anchor is not None
     failed = describe_failure(error, progress.job)
-    progress.events.clear()
     progress.unknown.clear()
     try:
         run_script(connection, progress.anchor.reset())
     except psycopg.Error as gone:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
+        blame_all(progress, range(len(progress.jobs)))
         if error.sqlstate in settle.UNSEALED:
             failed = describe_failure(TransactionEndedByHandler(), progress.job)
         raise TransactionEscaped(progress.job, failed) from gone
+    progress.events.clear()
     # Gone with the savepoint: what was set for the handler alone.
     progress.timeout_seconds = work.registry.timeout_seconds(progress.queue)
-    if failed.transient and not last:
-        return False
-    progress.events.append(settle_result(connection, progress.job, failed, work, 0.0))
-    _certify(connection, progress)
-    return True
+    return failed
 
 
 def settle_result(connection: Connection, job: Job, result: Result, work: Work, seconds: float) -> JobEvent:
     """Write what becomes of the job, and return the event to send once that is committed."""
     handler = work.registry.find(job.kind)
     match result:
-        case Done():
+        case Done() | Discard():
             settle.finish(connection, job)
-            return JobDone(job, seconds)
+            return _ended(job, result, seconds)
         case Failed(record) if result.permanent:
             reason = f"{record.type}: another attempt cannot help"
             settle.bury(connection, job, reason, record)
@@ -441,12 +465,15 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
             described = describe_reason(reason, job)
             settle.bury(connection, job, described)
             return JobDied(job, described)
-        case Discard(reason):
-            settle.finish(connection, job)
-            return JobDiscarded(job, describe_reason(reason, job))
         case Unknown():
             raise AssertionError("unknown kinds are parked, not settled")
     assert_never(result)
+
+
+def _ended(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
+    if isinstance(result, Discard):
+        return JobDiscarded(job, describe_reason(result.reason, job))
+    return JobDone(job, seconds)
 
 
 def _retry_or_bury(

@@ -5,20 +5,27 @@ dying. In lease mode the claim is committed first, and a token fences whoever he
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import psycopg
 from sqlalchemy import Connection
 
-from outboxq.driver import ScriptResult, run_script
-from outboxq.job import Job
+from outboxq.driver import ScriptResult, is_lost, run_script, sqlstate_of
+from outboxq.job import Job, read_job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
-from outboxq.statements.session import LOCAL_SETTINGS
+from outboxq.statements.session import BEGIN, READABLE_DATES
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
+# Of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported, "cached
+# plan must not change result type".
+_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
+# More than one claim in twenty that is lost for its preparation, and none is prepared for a minute.
+_CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,59 @@ class Claimed:
     anchor: Anchor | None
 
 
+class PreparedClaims:
+    """Which claims a connection has prepared, as far as that lasts.
+
+    The driver lets go of all prepared statements when it sees a rollback, and behind a transaction pooler each
+    transaction may come to another session. A claim that fails for this costs a round trip and nothing else; where it
+    happens often, claims are sent as plain text for a while.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._credit = _CREDIT
+        self._plain_until = 0.0
+
+    def text(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> str:
+        """The claim, by its name where that is possible."""
+        if self._is_plain():
+            return script.text(limit, cursor)
+        prepared = script.prepared(limit, behind=cursor is not None)
+        execution = prepared.execution(cursor)
+        return execution if prepared.name in self._names else f"{prepared.definition}; {execution}"
+
+    def succeeded(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> None:
+        """What was not prepared before is now."""
+        self._names.add(script.prepared(limit, behind=cursor is not None).name)
+        self._credit = min(self._credit + 1, _CREDIT)
+
+    def failed(self, error: BaseException, name: str) -> bool:
+        """Whether a claim failed for how it was sent, so that it is worth another try."""
+        sqlstate = sqlstate_of(error)
+        if sqlstate not in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED) or self._is_plain():
+            return False
+        if sqlstate == _THERE_ALREADY:
+            # Forgotten with another one that was lost. It is not lost itself.
+            self._names.add(name)
+            return True
+        self._names.clear()
+        self._credit -= _LOSS
+        if self._credit < 0:
+            self._credit, self._plain_until = _CREDIT, time.monotonic() + _PLAIN_SECONDS
+        return True
+
+    def _is_plain(self) -> bool:
+        return time.monotonic() < self._plain_until
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A question that goes along with a claim, and who is told the answer: its first row."""
+
+    statement: str
+    answered: Callable[[tuple[object, ...]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
     """A claim of up to `limit` jobs, of those behind `cursor` only, and the savepoints behind it.
@@ -63,21 +123,51 @@ class ClaimRequest:
     Args:
         settings: What holds for the handlers and not for the claim itself: its deadline is theirs, and a claim that has
             far to walk must not starve by it.
+        prepared: Where it is prepared, if it is worth it.
+        aside: What is asked along with it, where it goes along with a COMMIT.
     """
 
     script: ClaimScript
     limit: int
     cursor: Cursor | None = None
     settings: str = ""
+    prepared: PreparedClaims | None = None
+    aside: Aside | None = None
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
-        """The statements, for a transaction that has just begun."""
-        claim_text = self.script.text(self.limit, self.cursor)
-        return f"{LOCAL_SETTINGS}{claim_text}; {self.settings}{_savepoints(self.savepoint)}"
+        """The statements, for a transaction that has just begun; a lease's are committed with it."""
+        wanted = self.script, self.limit, self.cursor
+        claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
+        if self.script.leased:
+            return f"{READABLE_DATES}{claim_text}; COMMIT"
+        return f"{READABLE_DATES}{claim_text}; {self.settings}{_savepoints(self.savepoint)}"
+
+    def text_behind_commit(self) -> str:
+        """What follows a COMMIT in one string: BEGIN, the question and the claim.
+
+        The question stands behind BEGIN: in front of it, it would be the first statement of the same transaction, whose
+        isolation level can then no longer be chosen where the database's default is another one.
+        """
+        return f"{BEGIN}; {'' if self.aside is None else f'{self.aside.statement}; '}{self.text()}"
+
+    def read_behind_commit(self, results: Sequence[ScriptResult]) -> Claimed:
+        """What that brought."""
+        results = results[1:]
+        if self.aside is not None:
+            self.aside.answered(results[0].rows[0])
+            results = results[1:]
+        return self.read(results)
+
+    def failed(self, error: BaseException) -> bool:
+        """Whether it failed for how it was sent, and is worth another try in a new transaction."""
+        name = self.script.prepared(self.limit, behind=self.cursor is not None).name
+        return self.prepared is not None and self.prepared.failed(error, name)
 
     def read(self, results: Sequence[ScriptResult]) -> Claimed:
         """What it took."""
+        if self.prepared is not None:
+            self.prepared.succeeded(self.script, self.limit, self.cursor)
         rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
         moved = cast("int", rows[0][0]) if rows else 0
         taken = [row for row in rows if row[1] is not None]
@@ -91,7 +181,13 @@ class ClaimRequest:
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     """Claim in the connection's transaction."""
-    return request.read(run_script(connection, request.text()))
+    try:
+        return request.read(run_script(connection, request.text()))
+    except psycopg.Error:
+        if request.prepared is not None and not is_lost(connection):
+            # Below the driver, which after a rollback of its own lets go of all that is prepared.
+            run_script(connection, "ROLLBACK")
+        raise
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
@@ -130,7 +226,8 @@ def _seal(savepoint: str) -> str:
 
 
 def _in_order(rows: Iterable[tuple[object, ...]]) -> tuple[Job, ...]:
-    jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]  # type: ignore[arg-type]  # the columns of RETURNED, in order, and the token
+    # The columns of RETURNED, in order, and the token.
+    jobs = [read_job(row[1:_END_OF_JOB]) for row in rows]
     # RETURNING has no order.
     jobs.sort(key=lambda job: (-job.priority, job.seq))
     return tuple(jobs)

@@ -309,6 +309,10 @@ class Parameter:
             value = self.decoder.decode(data)
         except ValueError as error:
             raise PayloadError(f"argument {self.name!r}: {_problem(error)}") from None
+        return self.loaded(value)
+
+    def loaded(self, value: object) -> object:
+        """A decoded value, with an `EntityKey` for an entity."""
         if self.entity is None or value is None:
             return value
         return EntityKey(self.entity, value, self.optional)
@@ -334,7 +338,10 @@ class Signature:
         self._binder = binder
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._takes_entities = any(parameter.entity is not None for parameter in parameters)
         self._decoder = _object_decoder_of(parameters)
+        self._reader = _struct_decoder_of(parameters)
+        self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
         """All arguments of a call as a JSON object, in one pass; None where each has to be looked at on its own.
@@ -345,12 +352,18 @@ class Signature:
         if args and len(values) != len(args) + len(kwargs):
             return None
         try:
-            # An unknown name is a KeyError here, and a missing one is refused by the decoder.
-            data = _encoder.encode({name: self.parameters[name].plain(value) for name, value in values.items()})
-            self._decoder.decode(data)
+            if self._takes_entities:
+                values = {name: self.parameters[name].plain(value) for name, value in values.items()}
+            elif not _NEVER_ENTITIES.issuperset(map(type, values.values())):
+                return None
+            data = _encoder.encode(values)
+            # Refuses a missing name, and leaves an unknown one out.
+            known = self._decoder.decode(data)
         except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
             return None
-        return None if b"null" in data or b"\\u0000" in data else data.decode()
+        # Searched as str, which is several times as fast as in bytes.
+        text = data.decode()
+        return None if len(known) < len(values) or "null" in text or "\\u0000" in text else text
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
@@ -373,6 +386,17 @@ class Signature:
             PayloadError: the text is not such an object; the message never quotes a value.
         """
         try:
+            read = msgspec.structs.asdict(self._reader.decode(args))
+        except (ValueError, RecursionError):
+            return self._decode_each(args)
+        if self._is_plain:
+            return read
+        given = {name: value for name, value in read.items() if value is not msgspec.UNSET}
+        return {name: self.parameters[name].loaded(value) for name, value in given.items()}
+
+    def _decode_each(self, args: str) -> dict[str, object]:
+        """The same, slower, and it says what does not fit."""
+        try:
             fields = _object_decoder.decode(args.encode())
         except (msgspec.DecodeError, RecursionError) as error:
             raise PayloadError("the stored arguments are not a JSON object that can be decoded") from error
@@ -386,9 +410,15 @@ class Signature:
         return {name: self.parameters[name].decode(data) for name, data in fields.items()}
 
 
-def _object_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[object]:
+def _object_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[dict[str, object]]:
     fields = {p.name: p.decoder.type if p.required else NotRequired[p.decoder.type] for p in parameters}
     return msgspec.json.Decoder(TypedDict("Arguments", fields), dec_hook=_decode_foreign)  # type: ignore[operator]  # built at run time
+
+
+def _struct_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
+    fields = [(p.name, p.decoder.type) if p.required else (p.name, p.decoder.type, msgspec.UNSET) for p in parameters]
+    struct = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(struct, dec_hook=_decode_foreign)
 
 
 def build_signature(kind: str, function: Callable[..., object]) -> Signature:

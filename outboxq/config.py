@@ -221,9 +221,10 @@ class RelayConfig:
         groups: Which slots serve which queues; empty means `slots_per_queue` slots for every queue of the registry.
         slots_per_queue: Jobs of one queue that run at the same time, where `groups` is empty.
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
-            keeps the row locks of all of them until the batch commits.
-        poll_seconds: The longest pause between two looks at an empty queue; the pauses grow from 10 ms to it. A
-            sleeping relay is also woken by NOTIFY.
+            keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, where
+            their handlers are quick; they share no transaction.
+        poll_seconds: The longest pause between two looks at an empty queue, which all slots share; the pauses grow from
+            10 ms to it. A sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
         lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to
             3600. Shorter means that others take over sooner, longer that a paused relay may still complete.

@@ -7,6 +7,7 @@ one round trip.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
@@ -14,11 +15,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.codec import entity_state
+from outboxq.enqueue import OutboxSession
 from outboxq.errors import DeferError
 
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 
 _WAITING = "outboxq.deferred"
+_PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 _WRITES = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*(?:INSERT|UPDATE|DELETE|MERGE|WITH)\b", re.DOTALL | re.IGNORECASE)
 
 
@@ -58,7 +61,8 @@ class Deferred:
         """Add the writes of one job."""
         reached = 0
         for write in writes:
-            key = (self._key(write.statement), tuple(sorted(write.parameters)))
+            # Without their order: sorting takes longer than finding them equal.
+            key = (self._key(write.statement), frozenset(write.parameters))
             places = self._places.setdefault(key, [])
             # Not before what the same job deferred earlier.
             place = next((place for place in places if place >= reached), None)
@@ -106,7 +110,7 @@ def defer(session: Session, statement: object, parameters: object) -> None:
     """
     write = Write(_checked(statement), _checked_parameters(parameters))
     session.info.setdefault(_WAITING, []).append(write)
-    if not event.contains(session, "before_commit", _before_commit):
+    if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
         event.listen(session, "before_commit", _before_commit)
 
 
@@ -126,24 +130,33 @@ def _before_commit(session: Session) -> None:
     deferred.send(session.connection())
 
 
+# For all sessions of the class at once: listening to each costs more than its writes.
+event.listen(OutboxSession, "before_commit", _before_commit)
+
+
 def _checked(statement: object) -> Statement:
     if isinstance(statement, str):
         raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
+    if not isinstance(statement, Insert | Update | Delete | TextClause):
+        raise DeferError(
+            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
+            "what reads is executed in the handler"
+        )
+    _check_writes(statement)
+    return statement
+
+
+# The same object comes again and again.
+@lru_cache(256)
+def _check_writes(statement: Statement) -> None:
     if isinstance(statement, TextClause):
         if not _WRITES.match(statement.text):
             raise DeferError(
                 "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: nobody would read "
                 "what another one returns, so execute it in the handler"
             )
-        return statement
-    if not isinstance(statement, Insert | Update | Delete):
-        raise DeferError(
-            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
-            "what reads is executed in the handler"
-        )
-    if statement.exported_columns:
+    elif statement.exported_columns:
         raise DeferError("ctx.defer takes no statement with RETURNING: nobody would read its rows")
-    return statement
 
 
 def _checked_parameters(parameters: object) -> dict[str, object]:
@@ -157,6 +170,8 @@ def _checked_parameters(parameters: object) -> dict[str, object]:
     for name, value in parameters.items():
         if not isinstance(name, str):
             raise DeferError(f"ctx.defer takes parameters by name, got a {type(name).__name__} for a name")
+        if type(value) in _PLAIN:
+            continue
         if entity_state(value) is not None:
             raise DeferError(f"parameter {name!r} is a {type(value).__name__} object: pass its key, or a column of it")
         if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):

@@ -3,15 +3,19 @@
 Written once for both worlds: on an async connection the caller stands inside `run_sync`, whose greenlet may await.
 """
 
+import asyncio
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
+from psycopg.abc import PQGen
+from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
+from psycopg.generators import execute
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
@@ -21,11 +25,13 @@ from sqlalchemy.util import await_only
 # How long a connection that only asks and listens waits for an answer.
 ANSWER_SECONDS = 15.0
 
+# Looked up, and not made: it is asked for each job.
+_STATUSES = {int(status): status for status in TransactionStatus}
+
 DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]"
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptResult:
+class ScriptResult(NamedTuple):
     """What one statement of a script gave: its command tag and its rows."""
 
     tag: str
@@ -39,7 +45,8 @@ def driver_connection(connection: Connection) -> DriverConnection:
         TypeError: another driver.
     """
     # Not `driver_connection`, which a detached connection no longer has; an async adapter still names what it wraps.
-    below = connection.connection.dbapi_connection
+    # And by the class's own property: a relay's connection counts who takes the driver's from it.
+    below = Connection.connection.__get__(connection).dbapi_connection
     driver = getattr(below, "driver_connection", below)
     if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
@@ -49,33 +56,96 @@ def driver_connection(connection: Connection) -> DriverConnection:
 def run_script(connection: Connection, script: str) -> list[ScriptResult]:
     """Send `script`, one or more statements without parameters, as one simple query.
 
-    PostgreSQL stops at the first statement that fails, and nothing after it is executed.
+    PostgreSQL stops at the first statement that fails, and nothing after it is executed. Where the driver is to begin
+    a transaction, BEGIN goes in front of it.
 
     Raises:
         psycopg.Error: the first failure.
     """
     driver = driver_connection(connection)
+    return _read(driver, _send(driver, script, begins=True))
+
+
+def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, ...]]:
+    """The rows of a statement that needs no transaction around it: one message, without BEGIN and COMMIT.
+
+    Raises:
+        psycopg.Error: it failed.
+    """
+    listeners = connection.engine.dispatch
+    if listeners.begin or listeners.commit:
+        # They set up what users' transactions need, a role perhaps.
+        with connection.begin():
+            return run_script(connection, statement)[0].rows
+    driver = driver_connection(connection)
+    return _read(driver, _send(driver, statement, begins=False))[0].rows
+
+
+def _send(driver: DriverConnection, script: str, *, begins: bool) -> list[PGresult]:
     if isinstance(driver, psycopg.AsyncConnection):
-        return await_only(_run_async(driver, script))
-    with driver.cursor() as cursor:
-        cursor.execute(script.encode())
-        results = [_result(cursor, cursor.fetchall() if cursor.description else [])]
-        while cursor.nextset():
-            results.append(_result(cursor, cursor.fetchall() if cursor.description else []))
-        return results
+        return await_only(_send_async(driver, script, begins=begins))
+    with driver.lock:
+        return driver.wait(_sent(driver, script, begins=begins))
 
 
-async def _run_async(driver: "psycopg.AsyncConnection[Any]", script: str) -> list[ScriptResult]:
-    async with driver.cursor() as cursor:
-        await cursor.execute(script.encode())
-        results = [_result(cursor, await cursor.fetchall() if cursor.description else [])]
-        while cursor.nextset():
-            results.append(_result(cursor, await cursor.fetchall() if cursor.description else []))
-        return results
+async def _send_async(driver: "psycopg.AsyncConnection[Any]", script: str, *, begins: bool) -> list[PGresult]:
+    async with driver.lock:
+        return await driver.wait(_sent(driver, script, begins=begins))
 
 
-def _result(cursor: "psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]", rows: Sequence[Any]) -> ScriptResult:
-    return ScriptResult(cursor.statusmessage or "", rows)
+def _sent(driver: DriverConnection, script: str, *, begins: bool) -> PQGen[list[PGresult]]:
+    # Below the driver's cursor, whose work for each statement of a string would take as long as that statement.
+    begin = _begin(driver) if begins else ""
+    driver.pgconn.send_query(f"{begin}{script}".encode(_encoding(driver)))
+    results: list[PGresult] = yield from execute(driver.pgconn)
+    return results[1:] if begin and len(results) > 1 else results
+
+
+def _begin(driver: DriverConnection) -> str:
+    if driver.autocommit or driver.pgconn.transaction_status != TransactionStatus.IDLE:
+        return ""
+    level, read_only, deferrable = driver.isolation_level, driver.read_only, driver.deferrable
+    modes = [
+        "" if level is None else f" ISOLATION LEVEL {level.name.replace('_', ' ')}",
+        "" if read_only is None else f" READ {'ONLY' if read_only else 'WRITE'}",
+        "" if deferrable is None else f" {'' if deferrable else 'NOT '}DEFERRABLE",
+    ]
+    return f"BEGIN{''.join(modes)}; "
+
+
+def _encoding(driver: DriverConnection) -> str:
+    return "utf-8" if _is_utf8(driver) else driver.info.encoding
+
+
+def _is_utf8(driver: DriverConnection) -> bool:
+    # As libpq was told: the driver's own answer takes several times as long. Some poolers tell nothing.
+    return driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
+
+
+class _Reader(threading.local):
+    """Reads rows in UTF-8 as the driver does by default, whatever a connection's adapters are; times in UTC."""
+
+    def __init__(self) -> None:
+        # Kept: it remembers how the columns that it has seen are read.
+        self.transformer = Transformer()
+
+
+_reader = _Reader()
+
+
+def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptResult]:
+    read: list[ScriptResult] = []
+    transformer = _reader.transformer if _is_utf8(driver) else Transformer(driver)
+    for result in results:
+        rows: Sequence[tuple[object, ...]] = ()
+        status = result.status
+        if status == ExecStatus.TUPLES_OK:
+            transformer.set_pgresult(result)
+            rows = transformer.load_rows(0, result.ntuples, tuple)
+        elif status != ExecStatus.COMMAND_OK:
+            raise error_from_result(result, encoding=_encoding(driver))
+        read.append(ScriptResult((result.command_status or b"").decode(), rows))
+    return read
 
 
 def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
@@ -131,11 +201,19 @@ def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
         return bool(selector.select(seconds))
 
 
+def pause(connection: Connection, seconds: float) -> None:
+    """Let time pass, for other tasks too where the connection is an async one."""
+    if isinstance(driver_connection(connection), psycopg.AsyncConnection):
+        await_only(asyncio.sleep(seconds))
+    else:
+        time.sleep(seconds)
+
+
 def transaction_status(connection: Connection) -> TransactionStatus:
     """What the driver last heard of the transaction; no I/O. UNKNOWN once the connection is lost."""
     if connection.invalidated:
         return TransactionStatus.UNKNOWN
-    return driver_connection(connection).info.transaction_status
+    return _STATUSES[driver_connection(connection).pgconn.transaction_status]
 
 
 def is_lost(connection: Connection) -> bool:

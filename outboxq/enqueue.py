@@ -6,10 +6,9 @@ a job that waits for the primary key of a pending entity is kept aside, and inse
 its key; a rollback before that forgets both, and a commit without that flush is refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import count
-from uuid import UUID
+from itertools import count, islice
 
 from sqlalchemy import Connection, Insert, event, text
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
@@ -17,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapper, Session, SessionTransaction, UOWTransaction, object_session
 
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.job import JobHandle, uuid7s
-from outboxq.kinds import JobKind, NewJob, P
+from outboxq.job import uuid7s
+from outboxq.kinds import JobHandle, JobKind, NewJob, P
 from outboxq.sessions import (
     AnySession,
     autocommit_error,
@@ -29,14 +28,13 @@ from outboxq.sessions import (
     refuse_autocommit,
     type_name,
 )
-from outboxq.statements.enqueue import JOBS_PER_INSERT, Prepared, insert_jobs, job_arrays
+from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
 from outboxq.tables import JobRow, job
 
 _BATCH = "outboxq.batch"
 WAITING = "outboxq.waiting"
 # What a session's `info` holds of this module.
 OURS = frozenset({_BATCH, WAITING})
-_INSERT = insert_jobs()
 # Tells batches apart in their session's identity map.
 _numbers = count(1)
 
@@ -45,7 +43,7 @@ _numbers = count(1)
 class _Waiting:
     """A job that needs the keys of entities that are not flushed yet, and the transaction that it was added in."""
 
-    id: UUID
+    id: str
     job: NewJob
     transaction: SessionTransaction | None
 
@@ -117,28 +115,34 @@ def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
     if batch is None:
         _prepare(session)
     for new in jobs:
-        _check(session, new)
-    named = list(zip(uuid7s(len(jobs)), jobs, strict=True))
-    ready: list[Prepared] = []
-    for job_id, new in named:
-        if new.pending and new.pending_entities():
-            _wait_for_keys(session, job_id, new)
-        else:
-            ready.append((job_id, new, new.encode() if new.pending else new.args))
+        if not isinstance(new, NewJob) or new.pending:
+            _check(session, new)
+    named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))
+    ready = _set_aside(session, named) if any(new.pending for new in jobs) else named
     if ready:
         _append(session, batch, ready)
-    return [JobHandle(job_id, new.kind, new.queue) for job_id, new in named]
+    return [JobHandle(job_id, new.envelope.kind, new.envelope.queue) for job_id, new in named.items()]
 
 
 def _check(session: Session, new: NewJob) -> None:
     if not isinstance(new, NewJob):
         raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {type_name(new)}")
-    for entity in new.pending_entities() if new.pending else ():
+    for entity in new.pending_entities():
         if object_session(entity) is not session:
             raise EnqueueError(
                 f"{new.kind!r} takes a {type_name(entity)} that has no primary key yet and is not in this session: "
                 "session.add() it before add_job"
             )
+
+
+def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
+    """Keep what needs a key until after the flush that gives it; returns the others, complete."""
+    # First: it may refuse, and then none is added.
+    ready = {job_id: new.complete() for job_id, new in named.items() if not new.pending_entities()}
+    for job_id, new in named.items():
+        if job_id not in ready:
+            _wait_for_keys(session, job_id, new)
+    return ready
 
 
 def _pending_batch(session: Session) -> JobRow | None:
@@ -149,15 +153,15 @@ def _pending_batch(session: Session) -> JobRow | None:
     return batch
 
 
-def _append(session: Session, batch: JobRow | None, jobs: list[Prepared]) -> None:
+def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) -> None:
     if batch is None:
         batch = JobRow(next(_numbers))
         session.add(batch)
         session.info[_BATCH] = batch
-    batch.jobs.extend(jobs)
+    batch.jobs.update(jobs)
 
 
-def _wait_for_keys(session: Session, job_id: UUID, new: NewJob) -> None:
+def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
     _watch_for_keys(session)
     # A pending entity is in a session whose transaction has begun.
     transaction = session.get_nested_transaction() or session.get_transaction()
@@ -203,16 +207,17 @@ def _flush_batch(_mapper: Mapper[JobRow], connection: Connection, batch: JobRow)
     # Taken out: what is added from here on, by an event of this flush, is for the next one.
     jobs, batch.jobs = batch.jobs, None
     session.info.pop(_BATCH, None)
-    _insert(session, connection, jobs or [])
+    _insert(session, connection, jobs or {})
 
 
-def _insert(session: Session, connection: Connection, jobs: Sequence[Prepared]) -> None:
+def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     if session.twophase:
         # PREPARE TRANSACTION refuses a transaction that has notified. Local, and per flush: a rolled back savepoint
         # takes the setting with it.
         connection.execute(text("SELECT set_config('outboxq.notify', 'off', true)"))
-    for start in range(0, len(jobs), JOBS_PER_INSERT):
-        connection.execute(_INSERT, job_arrays(jobs[start : start + JOBS_PER_INSERT]))
+    rest = iter(jobs.items())
+    while some := dict(islice(rest, JOBS_PER_INSERT)):
+        connection.execute(*insert_jobs(some))
 
 
 def _after_flush(session: Session, _context: UOWTransaction) -> None:
@@ -222,12 +227,12 @@ def _after_flush(session: Session, _context: UOWTransaction) -> None:
         return
     session.info[WAITING] = [item for item in waiting if item.id not in ready]
     connection = session.connection(bind_arguments={"mapper": JobRow})
-    _insert(session, connection, [(item.id, item.job, item.job.encode()) for item in ready.values()])
+    _insert(session, connection, {job_id: item.job.complete() for job_id, item in ready.items()})
 
 
 def _has_keys(session: Session, item: _Waiting) -> bool:
     return not item.job.pending_entities() and all(
-        object_session(entity) is session for entity in item.job.pending.values()
+        object_session(entity) is session for entity in (item.job.pending or {}).values()
     )
 
 
@@ -237,7 +242,7 @@ def _before_commit(session: Session) -> None:
         return
     session.flush()
     for item in session.info[WAITING]:
-        names = ", ".join(repr(name) for name in item.job.pending)
+        names = ", ".join(repr(name) for name in item.job.pending or ())
         raise EnqueueError(
             f"a job {item.job.kind!r} waits for the primary key of argument {names}, which left this session before it "
             "was flushed: keep the entity in the session, or roll back"

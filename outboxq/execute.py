@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, NestedTransaction, RootTransaction
+from sqlalchemy import Connection, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -32,7 +32,7 @@ from outboxq.errors import (
 )
 from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
-from outboxq.guard import Guard
+from outboxq.guard import Guard, Savepoint
 from outboxq.handlers import AnyHandler, Registry
 from outboxq.invoke import Invoker, Opened, Run
 from outboxq.job import Job
@@ -46,6 +46,7 @@ _SHARED = (
     "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
     'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
 )
+_DONE = Done()
 _SHORTEST_SNOOZE_SECONDS = 0.05
 _QUERY_CANCELED = "57014"
 
@@ -133,7 +134,7 @@ class Place:
     """
 
     def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], str | None]) -> None:
-        self.savepoint: NestedTransaction | None = None
+        self.savepoint: Savepoint | None = None
         self._root: RootTransaction | None = connection.get_transaction()
         # Else `begin` makes it one.
         self.in_transaction = transaction_status(connection) == TransactionStatus.INTRANS
@@ -220,7 +221,7 @@ def _attempt(
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
-        work.guard.savepoint = work.guard.opener = None
+        work.guard.let_go()
     closed = opened.close()
     if kept and closed:
         return result
@@ -251,15 +252,17 @@ def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) ->
 
 def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, opened: Opened, place: Place) -> Outcome:
     arguments = handler.signature().decode(job.args)
-    loaded = {name: _load(opened, name, value) for name, value in arguments.items()}
+    for name, value in arguments.items():
+        if isinstance(value, EntityKey):
+            arguments[name] = _load(opened, name, value)
     fault_point("before-handler")
-    returned = work.invoker.call(handler, opened.session, Run(job, work.state, work.permit(handler, job)), loaded)
-    if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
-        return returned
-    if not (returned is None or isinstance(returned, Done)):
-        raise HandlerError(
-            f"the handler returned {_described(returned)}: return None when done, or an outcome such as Retry(delay)"
-        )
+    run = Run(job, work.state, partial(work.permit, handler, job))
+    returned = work.invoker.call(handler, opened.session, run, arguments)
+    if returned is not None and not isinstance(returned, Done):
+        return _outcome(returned)
+    if opened.made is None and place.savepoint is None:
+        # It never came near the database.
+        return _DONE
     if place.savepoint is not None and not place.savepoint.is_active:
         raise HandlerRolledBack(
             "the handler rolled its session back, then returned as if done: raise instead, "
@@ -267,7 +270,15 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
         )
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
-    return Done()
+    return _DONE
+
+
+def _outcome(returned: object) -> Outcome:
+    if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
+        return returned
+    raise HandlerError(
+        f"the handler returned {_described(returned)}: return None when done, or an outcome such as Retry(delay)"
+    )
 
 
 def _described(returned: object) -> str:
@@ -278,14 +289,12 @@ def _described(returned: object) -> str:
     return f"the class {returned.__name__}" if isinstance(returned, type) else f"a {type(returned).__name__}"
 
 
-def _load(opened: Opened, name: str, value: object) -> object:
-    """An entity argument's row, in the handler's session; other values as they are."""
-    if not isinstance(value, EntityKey):
-        return value
-    key = tuple(value.primary_key) if isinstance(value.primary_key, list | tuple) else value.primary_key
-    entity = opened.session().get(value.entity, key)
-    if entity is None and not value.optional:
-        raise EntityGone(name, value.entity.__name__)
+def _load(opened: Opened, name: str, stored: EntityKey) -> object:
+    """An entity argument's row, in the handler's session."""
+    key = tuple(stored.primary_key) if isinstance(stored.primary_key, list | tuple) else stored.primary_key
+    entity = opened.session().get(stored.entity, key)
+    if entity is None and not stored.optional:
+        raise EntityGone(name, stored.entity.__name__)
     return entity
 
 
@@ -312,7 +321,8 @@ def _undone(connection: Connection, place: Place, *, intact: bool) -> bool:
             # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
             run_script(connection, "ROLLBACK")
         return intact
-    if not intact or transaction_status(connection) == TransactionStatus.IDLE:
+    # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
+    if not intact or savepoint.is_released or transaction_status(connection) == TransactionStatus.IDLE:
         return False
     if savepoint.is_active:
         try:

@@ -33,7 +33,7 @@ def run_group(
         ConnectionLost, TransactionEscaped: see `execute`.
     """
     batch.position, batch.together = places.start, len(places)
-    place = SharedSavepoint(connection, work, batch)
+    place = SharedSavepoint(connection, work, batch, places.start)
     session = work.invoker.open_session(connection, _nothing)
     assert isinstance(session, LazySession)
     try:
@@ -52,7 +52,7 @@ def run_group(
         return returned
     finally:
         batch.deadline = None
-        work.guard.savepoint = work.guard.opener = None
+        work.guard.let_go()
     place.undo(failed, closed=_close(session))
     batch.together = 1
     return None
@@ -74,14 +74,14 @@ def _call(
     session.connection()
     loaded = Loaded(session, arguments)
     items = [
-        BatchItem(handler.arguments(**loaded.arguments(values)), job)
+        BatchItem(handler.arguments(**loaded.arguments(values)[0]), job)
         for job, values in zip(jobs, arguments, strict=True)
     ]
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     call: Callable[..., object] = work.invoker.call
-    returned = call(handler.together, lambda: session, Run(jobs[0], work.state, None), {"items": items})
+    returned = call(handler.together, lambda: session, Run(jobs[0], work.state, _nothing), {"items": items})
     batch.deadline = None
     if place.savepoint is None or not place.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")

@@ -4,13 +4,13 @@ What goes around SQLAlchemy (the driver's own cursor) is not seen here; the cert
 """
 
 import re
+import sys
 from collections.abc import Callable
+from typing import Any, Protocol
 
-from sqlalchemy import Connection, NestedTransaction, event
-from sqlalchemy.engine import ExecutionContext
-from sqlalchemy.engine.interfaces import DBAPICursor
-from sqlalchemy.sql.elements import ReleaseSavepointClause, RollbackToSavepointClause, SavepointClause
+from sqlalchemy import Connection, NestedTransaction, PoolProxiedConnection, event
 
+from outboxq.driver import driver_connection
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 _LEADING_COMMENTS = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*", re.DOTALL)
@@ -22,35 +22,131 @@ _REFUSED = re.compile(
 )
 
 
-_OPTION = "outboxq_guard"
+class Savepoint(NestedTransaction):
+    """A running job's own.
+
+    `is_released`: what lies behind it stands, and it cannot be gone back to any more.
+    """
+
+    __slots__ = ("is_released",)
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.is_released = False
+
+    def _do_commit(self) -> None:
+        super()._do_commit()
+        self.is_released = True
+
+
+class _Seal(Savepoint):
+    """A savepoint that is there already, and that the certificate releases: neither costs a statement.
+
+    It shows no name that a handler could use to forge it.
+    """
+
+    __slots__ = ("_seal",)
+
+    def __init__(self, connection: Connection, seal: str) -> None:
+        # As SQLAlchemy's own, but for the SAVEPOINT.
+        self.connection = connection
+        self.is_active = True
+        self.is_released = False
+        self._savepoint = "outboxq_sealed"
+        self._seal = seal
+        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
+        connection._nested_transaction = self  # noqa: SLF001  # as above
+
+    def _close_impl(self, deactivate_from_connection: bool, warn_already_deactive: bool) -> None:
+        self._savepoint = self._seal
+        super()._close_impl(deactivate_from_connection, warn_already_deactive)
+
+    def _do_commit(self) -> None:
+        if not self.is_active:
+            super()._do_commit()
+        self.is_active = False
+        self._deactivate_from_connection()
+        self.is_released = True
+
+
+class Watcher(Protocol):
+    """Who is told what becomes of the connection."""
+
+    def sees(self, statement: str) -> None:
+        """It is about to be sent."""
+        ...
+
+    def hands_out(self) -> None:
+        """The driver's own connection is taken, which can be used unseen."""
+        ...
+
+
+class _Watched(Connection):
+    """A connection that says when the driver's own is taken from it, also by way of a result."""
+
+    outboxq_guard: "Guard"
+
+    @property
+    def connection(self) -> PoolProxiedConnection:
+        watcher = self.outboxq_guard.watcher
+        if watcher is not None:
+            watcher.hands_out()
+        return super().connection
+
+
+def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
+    """The driver's cursors, which lead to its connection too."""
+
+    class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
+        @property
+        def connection(self) -> object:
+            watcher = guard.watcher
+            if watcher is not None and not _is_asked_by_driver():
+                watcher.hands_out()
+            return super().connection
+
+    return Watched
+
+
+def _is_asked_by_driver() -> bool:
+    # It asks its cursors for their connection too, for the types that it adapts.
+    caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
+    return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")
 
 
 class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
     `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
-    connection instead of its session.
+    connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
+    the driver's connection.
     """
 
-    _seal: str | None
-    _adopted: str | None
-
     def __init__(self, connection: Connection) -> None:
-        self.savepoint: NestedTransaction | None = None
+        self.savepoint: Savepoint | None = None
         self.opener: Callable[[], None] | None = None
+        self.watcher: Watcher | None = None
         self._connection = connection
-        self._seal = self._adopted = None
-        connection.execution_options(**{_OPTION: self})
-        # On the dialect, which others use too: they have no guard.
-        if not event.contains(connection.dialect, "do_execute", _do_execute):
-            event.listen(connection.dialect, "do_execute", _do_execute)
+        # Of a test, around all of its jobs.
+        self._around = connection.get_nested_transaction()
+        # Its events and its transaction are tied to the object: another one could not stand in for it.
+        self._class = type(connection)
+        connection.__class__ = _Watched
+        connection.__dict__["outboxq_guard"] = self
+        driver: Any = driver_connection(connection)
+        self._factories = driver.cursor_factory, driver.server_cursor_factory
+        driver.cursor_factory = _watched(driver.cursor_factory, self)
+        driver.server_cursor_factory = _watched(driver.server_cursor_factory, self)
         event.listen(connection, "before_cursor_execute", self._before_execute)
         event.listen(connection, "commit", self._before_commit)
         event.listen(connection, "rollback", self._before_rollback)
 
     def remove(self) -> None:
         """Stop watching a connection that others go on to use."""
-        self._connection.execution_options(**{_OPTION: None})
+        self._connection.__class__ = self._class
+        del self._connection.__dict__["outboxq_guard"]
+        driver: Any = driver_connection(self._connection)
+        driver.cursor_factory, driver.server_cursor_factory = self._factories
         event.remove(self._connection, "before_cursor_execute", self._before_execute)
         event.remove(self._connection, "commit", self._before_commit)
         event.remove(self._connection, "rollback", self._before_rollback)
@@ -61,32 +157,17 @@ class Guard:
         Args:
             seal: The name of one that is there already, and stands for it: nothing is sent.
         """
-        self._seal, self._adopted = seal, None
-        try:
-            self.savepoint = self._connection.begin_nested()
-        finally:
-            if self._adopted is None:
-                # It did not come to that, or went another way: nothing else may be taken for it.
-                self._seal = None
-
-    def stand_in(self, cursor: DBAPICursor, statement: object) -> bool:
-        """Whether a statement of the adopted savepoint needs nothing sent, or what was needed has been sent here."""
-        if self._seal is None:
-            return False
-        if isinstance(statement, SavepointClause) and self._adopted is None:
-            self._adopted = statement.ident
-            return True
-        if isinstance(statement, RollbackToSavepointClause) and statement.ident == self._adopted:
-            cursor.execute(f"ROLLBACK TO SAVEPOINT {self._seal}")
-            return True
-        # Released by the certificate.
-        return isinstance(statement, ReleaseSavepointClause) and statement.ident == self._adopted
+        # A handler before may have left one of its own open: they would become a chain, for as long as claims follow.
+        self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
+        self.savepoint = Savepoint(self._connection) if seal is None else _Seal(self._connection, seal)
 
     def _before_execute(
         self, _connection: object, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
     ) -> None:
         if self.opener is not None:
             self.opener()
+        if self.watcher is not None:
+            self.watcher.sees(statement)
         if self.savepoint is None:
             return
         verb = _refused_verb(statement)
@@ -111,11 +192,24 @@ class Guard:
     def _handler_runs(self) -> bool:
         return self.savepoint is not None or self.opener is not None
 
+    def let_go(self) -> None:
+        """No handler runs any more."""
+        self.savepoint = self.opener = self.watcher = None
 
-def _do_execute(cursor: DBAPICursor, _statement: str, _parameters: object, context: ExecutionContext) -> bool:
-    guard, compiled = context.execution_options.get(_OPTION), context.compiled
-    # By SQLAlchemy's own clause: users' listeners may have changed the text.
-    return isinstance(guard, Guard) and compiled is not None and guard.stand_in(cursor, compiled.statement)
+
+def may_end_transaction(statement: str) -> bool:
+    """Whether there may be a transaction verb in a statement that was let through.
+
+    The server takes several statements at once where they come without parameters. One by one nothing but a verb ends
+    a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
+    begin with its verb may have one behind a comment that only the server can read.
+    """
+    return ";" in statement or not statement.lstrip()[:1].isalpha()
+
+
+def is_savepoint_verb(statement: str) -> bool:
+    """Whether it is about a savepoint, as SQLAlchemy's own transactions send it."""
+    return statement.startswith(("SAVEPOINT ", "RELEASE SAVEPOINT ", "ROLLBACK TO SAVEPOINT "))
 
 
 def _refused_verb(statement: str) -> str | None:

@@ -21,8 +21,7 @@ from outboxq.codec import check_key, fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.enqueue import add_jobs
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
-from outboxq.job import JobHandle
-from outboxq.kinds import NewJob
+from outboxq.kinds import JobHandle, NewJob
 from outboxq.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome

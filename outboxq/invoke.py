@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.context import AsyncContext, Context
-from outboxq.effect_calls import Permit
+from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import HandlerTimedOut
 from outboxq.handlers import AnyHandler, Flavour
@@ -48,7 +48,7 @@ class Run:
 
     job: Job
     state: object
-    permit: Permit[Any] | None
+    permit: Callable[[], Permit[Any] | None]
 
 
 class Opened:
@@ -86,7 +86,12 @@ class _OpeningContext(Context[Any]):
     """Opens the session at its first use."""
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, permit=run.permit, _session=session)
+        self.__dict__.update(job=run.job, state=run.state, _permit=run.permit, _session=session)
+
+    @functools.cached_property
+    def permit(self) -> Permit[Caller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        permit: Permit[Caller] | None = self.__dict__["_permit"]()
+        return permit
 
     @functools.cached_property
     def session(self) -> OutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
@@ -98,7 +103,12 @@ class _OpeningAsyncContext(AsyncContext[Any]):
     """As `_OpeningContext`."""
 
     def __init__(self, run: Run, session: Callable[[], AsyncOutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, permit=run.permit, _session=session)
+        self.__dict__.update(job=run.job, state=run.state, _permit=run.permit, _session=session)
+
+    @functools.cached_property
+    def permit(self) -> Permit[AsyncCaller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        permit: Permit[AsyncCaller] | None = self.__dict__["_permit"]()
+        return permit
 
     @functools.cached_property
     def session(self) -> AsyncOutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later

@@ -9,6 +9,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from outboxq.statements import listen
 logger = logging.getLogger("outboxq.listener")
 
 _RECONNECT_SECONDS = 1.0
+# A flag that was refused is tried again with the next request, but not before.
+_RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _STOP_SECONDS = 5.0
 # A connection through which nothing comes may have nobody behind it, and a keepalive asks only the next machine.
 PROBE_SECONDS = 10.0
@@ -59,6 +62,9 @@ class Listener:
         self._requests: queue.SimpleQueue[_FallAsleep | _WakeUp] = queue.SimpleQueue()
         self._sleepers: set[Sleeper] = set()
         self._flags: set[str] = set()
+        self._refused: set[str] = set()
+        self._retry_seconds = _RETRY_FIRST_SECONDS
+        self._retry_at = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outboxq-listener", daemon=True)
 
@@ -116,6 +122,7 @@ class Listener:
                 # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
                 connection.pgconn.finish()
                 self._flags.clear()
+                self._refused.clear()
                 # Whatever was notified meanwhile is lost: everyone looks for themselves.
                 self._wake(self._sleepers)
             if not self._stopping.is_set():
@@ -163,21 +170,30 @@ class Listener:
             return
         self._sleepers.add(request.sleeper)
         try:
-            raised = [self._raise_flag(connection, name) for name in request.sleeper.queues]
+            self._raise_flags(connection, request.sleeper.queues)
         except psycopg.Error:
             _answer(request, False)
             raise
-        _answer(request, all(raised))
+        _answer(request, self._flags.issuperset(request.sleeper.queues))
 
-    def _raise_flag(self, connection: PGconn, name: str) -> bool:
+    def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
         # Session locks are counted: taken once per process, whatever the number of its sleepers.
-        if name not in self._flags and run_on_libpq(connection, listen.try_sleep_flag(self._schema, name)) == [("t",)]:
-            self._flags.add(name)
-        return name in self._flags
+        missing = set(queues) - self._flags
+        if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
+            return
+        wanted = missing | (self._refused & self._slept_on())
+        rows = run_on_libpq(connection, listen.try_sleep_flags(self._schema, wanted))
+        self._flags.update(str(name) for name, held in rows if held == "t")
+        self._refused = wanted - self._flags
+        pause = min(self._retry_seconds * 2, _RETRY_CAP_SECONDS)
+        self._retry_seconds = pause if self._refused else _RETRY_FIRST_SECONDS
+        self._retry_at = time.monotonic() + self._retry_seconds
+
+    def _slept_on(self) -> set[str]:
+        return {name for sleeper in self._sleepers for name in sleeper.queues}
 
     def _lower_flags(self, connection: PGconn) -> None:
-        slept_on = {name for sleeper in self._sleepers for name in sleeper.queues}
-        for name in self._flags - slept_on:
+        for name in self._flags - self._slept_on():
             run_on_libpq(connection, listen.drop_sleep_flag(self._schema, name))
             self._flags.discard(name)
 

@@ -31,6 +31,7 @@ from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, Rela
 from outboxq.handlers import Flavour, Lifespan, Registry
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
+from outboxq.lookout import Lookout
 from outboxq.pruner import Pruner
 from outboxq.runners import SlotTask, SlotThread
 from outboxq.slot import Shared, Tally, describe_error, is_outage
@@ -136,6 +137,7 @@ class RelayRun:
             until_empty=until_empty,
             emit=emit,
             listener=listener,
+            lookout=Lookout(config.schema, self._queues),
             lease=lease,
             suspects=suspects,
             sweeps=Sweeps(),
@@ -195,12 +197,14 @@ class RelayRun:
             runner.slot.sleeper.wake()
 
     def _leased(self) -> set[tuple[str, int]]:
-        """The jobs that run here under the lease, with their tokens."""
+        """The jobs that run here under the lease, or wait for their turn, with their tokens."""
         # One that was cut off, and could not be settled, has started: it is charged if it takes the process with it.
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
-        progresses = [runner.slot.progress for runner in [*serving, *hanging]]
-        jobs = [progress.job for progress in progresses if progress is not None]
+        slots = [runner.slot for runner in [*serving, *hanging]]
+        jobs = [progress.job for slot in slots if (progress := slot.progress) is not None]
+        # All that were claimed: one that is settled is not looked for.
+        jobs += [job for slot in slots if (held := slot.held) is not None for job in held.jobs]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
     def _reaped(self, event: JobCrashed) -> None:

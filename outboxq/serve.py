@@ -61,19 +61,24 @@ def _rest_in_thread(slot: Slot, connection: Connection, work: Work, bell: thread
         return not slot.drain_suspects(connection, work)
     bell.clear()
     flagged = False
-    request = slot.fall_asleep()
-    if request is not None:
-        try:
-            flagged = request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
-        except concurrent.futures.TimeoutError:
-            flagged = False
+    while not slot.shared.stopping.is_set():
+        fresh = False
+        if not flagged:
+            flagged = fresh = _is_flagged(slot)
         # What was committed before the flag was up is visible now; what comes after it rings the bell.
-        if slot.work_once(connection, work):
+        if slot.work_seen(connection, work, fresh=fresh):
             return False
-    pause = slot.pause_seconds(connection, flagged=flagged)
-    if not slot.shared.stopping.is_set():
-        bell.wait(pause)
+        if bell.wait(slot.pause_seconds(flagged=flagged)):
+            return False
     return False
+
+
+def _is_flagged(slot: Slot) -> bool:
+    request = slot.fall_asleep()
+    try:
+        return request is not None and request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
+    except concurrent.futures.TimeoutError:
+        return False
 
 
 async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) -> None:
@@ -111,26 +116,30 @@ async def _rest_in_loop(slot: Slot, run_sync: Callable[..., Awaitable[Any]], wor
         return not await run_sync(slot.drain_suspects, work)
     bell.clear()
     flagged = False
-    request = slot.fall_asleep()
-    if request is not None:
-        try:
-            flagged = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(request)), UNFLAGGED_PAUSE_SECONDS)
-        except TimeoutError:
-            flagged = False
-        if await run_sync(slot.work_once, work):
+    while not slot.shared.stopping.is_set():
+        fresh = False
+        if not flagged:
+            flagged = fresh = await _is_flagged_in_loop(slot)
+        if await run_sync(slot.work_seen, work, fresh=fresh):
             return False
-    pause = await run_sync(_pause, slot, flagged)
-    if not slot.shared.stopping.is_set():
-        await _wait(bell, pause)
+        if await _wait(bell, slot.pause_seconds(flagged=flagged)):
+            return False
     return False
 
 
-def _pause(connection: Connection, slot: Slot, flagged: bool) -> float:
-    return slot.pause_seconds(connection, flagged=flagged)
-
-
-async def _wait(bell: asyncio.Event, seconds: float) -> None:
+async def _is_flagged_in_loop(slot: Slot) -> bool:
+    request = slot.fall_asleep()
+    if request is None:
+        return False
     try:
-        await asyncio.wait_for(bell.wait(), seconds)
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(request)), UNFLAGGED_PAUSE_SECONDS)
     except TimeoutError:
-        return
+        return False
+
+
+async def _wait(bell: asyncio.Event, seconds: float) -> bool:
+    """Whether it rang within so many seconds."""
+    try:
+        return await asyncio.wait_for(bell.wait(), seconds)
+    except TimeoutError:
+        return False

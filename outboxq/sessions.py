@@ -88,8 +88,10 @@ def refuse_autocommit(connection: Connection) -> None:
     Raises:
         EnqueueError: it does.
     """
+    # By the class's own property: a relay's connection counts who takes the driver's from it.
+    below = Connection.connection.__get__(connection).dbapi_connection
     # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
-    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+    if getattr(below, "autocommit", False):
         raise autocommit_error()
 
 

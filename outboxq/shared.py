@@ -7,22 +7,23 @@ where a failure is its own.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, NestedTransaction
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.claim import Anchor
-from outboxq.codec import entity_state
 from outboxq.deferred import Deferred, take_writes
-from outboxq.driver import is_lost, sqlstate_of, transaction_status
+from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.enqueue import OURS, WAITING
 from outboxq.errors import HandlerError, HandlerRolledBack, SharedRunEnded, TransactionEndedByHandler
 from outboxq.events import JobDone, JobEvent
 from outboxq.execute import Abandoned, ConnectionLost, TransactionEscaped, Work, being_cancelled
 from outboxq.failure import describe_failure
 from outboxq.fault_points import fault_point
+from outboxq.guard import Savepoint
 from outboxq.invoke import Run
 from outboxq.job import Job
 from outboxq.retry import Done
@@ -45,18 +46,41 @@ class Batch(Protocol):
     deadlocked: bool
     together: int
 
+    @property
+    def one_run(self) -> str | None:
+        """How all jobs of the batch run together; None where they do not."""
+        ...
+
+
+def blame_all(batch: Batch, places: range) -> None:
+    """Say of jobs that ran together, one of which ended their transaction, that none of them is known to be done."""
+    batch.position, batch.together = places.start, len(places)
+    del batch.events[places.start :]
+
 
 class SharedSavepoint:
-    """A savepoint for several jobs in the claim's transaction, and the way back to it."""
+    """A savepoint for several jobs in the claim's transaction, and the way back to it.
 
-    def __init__(self, connection: Connection, work: Work, batch: Batch) -> None:
+    The claim's own seal stands for it: nothing is sent for the first jobs of a batch.
+
+    Args:
+        first: The place of the first of them in the batch.
+    """
+
+    def __init__(self, connection: Connection, work: Work, batch: Batch, first: int) -> None:
+        assert batch.anchor is not None
+        seal = batch.anchor.seal
+        if first > 0:
+            # Set anew: what other jobs wrote must stay, whatever becomes of these.
+            run_script(connection, f"RELEASE SAVEPOINT {seal}; SAVEPOINT {seal}")
         self._connection = connection
         self._guard = work.guard
         self._batch = batch
         self._root = connection.get_transaction()
-        work.guard.begin_savepoint(None)
-        self.savepoint: NestedTransaction | None = work.guard.savepoint
-        self._is_released = False
+        # Asked after each job.
+        self._libpq = driver_connection(connection).pgconn
+        work.guard.begin_savepoint(seal)
+        self.savepoint: Savepoint | None = work.guard.savepoint
 
     @property
     def is_whole(self) -> bool:
@@ -66,7 +90,7 @@ class SharedSavepoint:
             savepoint is not None
             and savepoint.is_active
             and self._connection.get_nested_transaction() is savepoint
-            and transaction_status(self._connection) == TransactionStatus.INTRANS
+            and self._libpq.transaction_status == TransactionStatus.INTRANS
         )
 
     def is_same_transaction(self) -> bool:
@@ -75,15 +99,15 @@ class SharedSavepoint:
         return anchor is not None and current_xid(self._connection) == anchor.xid
 
     def keep(self) -> None:
-        """Release it, with every deferred constraint of what lies behind it checked.
+        """Keep what lies behind it, with every deferred constraint checked, now or by the certificate.
 
         Raises:
             psycopg.Error, TransactionEndedByHandler: see `check_shared`.
         """
         assert self._batch.anchor is not None
         assert self.savepoint is not None
-        check_shared(self._connection, self._batch.anchor.xid)
-        self._is_released = True
+        if self._batch.one_run is None:
+            check_shared(self._connection, self._batch.anchor.xid)
         self.savepoint.commit()
 
     def undo(self, error: BaseException, *, closed: bool) -> None:
@@ -106,7 +130,7 @@ class SharedSavepoint:
         # Released, its rows stand: were it taken for undone, the jobs would run on top of them.
         if (
             savepoint is None
-            or self._is_released
+            or savepoint.is_released
             or not is_ours
             or transaction_status(self._connection) == TransactionStatus.IDLE
         ):
@@ -149,7 +173,7 @@ def run_shared(
         return True
     finally:
         batch.deadline = None
-        work.guard.savepoint = work.guard.opener = None
+        work.guard.let_go()
         run.end()
     run.undo(failed)
     del batch.events[events:]
@@ -178,8 +202,9 @@ class _SharedRun:
         self._arguments = arguments
         self._seconds: list[float] = []
         self._sent = 0
+        self._is_over = False
         self._deferred = Deferred()
-        self._place = SharedSavepoint(connection, work, batch)
+        self._place = SharedSavepoint(connection, work, batch, jobs.start)
         session = work.invoker.open_session(connection, self._catch_up, SharedSession)
         assert isinstance(session, SharedSession)
         self._session = session
@@ -188,6 +213,7 @@ class _SharedRun:
         """Run all of them, up to the release of their savepoint."""
         self._batch.position = self._jobs.start
         self._work.guard.opener = self._session.touch
+        self._work.guard.watcher = self._session
         loaded = Loaded(self._session, self._arguments)
         for position, arguments in zip(self._jobs, self._arguments, strict=True):
             self._batch.position = position
@@ -198,6 +224,7 @@ class _SharedRun:
         if self._session.ended_by is not None:
             raise SharedRunEnded(self._session.ended_by)
         # Last: once the savepoint is released nothing may send the jobs on their way again.
+        self._is_over = True
         self._place.keep()
 
     def end(self) -> None:
@@ -209,31 +236,42 @@ class _SharedRun:
         try:
             self._place.undo(error, closed=self._closed())
         except TransactionEscaped:
-            self._set_aside_unsent()
+            if self._is_over:
+                # Nobody saw whose handler it was, nor whose rows stand.
+                blame_all(self._batch, self._jobs)
+            else:
+                self._set_aside_unsent()
             raise
 
     def _set_aside_unsent(self) -> None:
         """Behind the job that ended the transaction: of what was not sent before it, nothing stands."""
         batch, first = self._batch, self._jobs.start + self._sent
+        if first > batch.position:
+            # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
+            del batch.events[batch.position - first :]
+            return
         jobs, position = batch.jobs, batch.position
         batch.jobs = (*jobs[:first], jobs[position], *jobs[first:position], *jobs[position + 1 :])
         batch.position = first
 
     def _run_one(self, job: Job, arguments: Mapping[str, object], loaded: Loaded) -> None:
-        begun = time.perf_counter()
+        begun, session = time.perf_counter(), self._session
         handler = self._work.registry.find(job.kind)
-        given = loaded.arguments(arguments)
-        if self._deferred and any(entity_state(value) is not None for value in given.values()):
+        given, entities = loaded.arguments(arguments)
+        if entities and self._deferred:
             # What an earlier job deferred may be for this very row.
             self._send()
-            given = loaded.arguments(arguments)
-        self._session.meet(given.values())
+            given, entities = loaded.arguments(arguments)
+        session.meet(entities)
         fault_point("before-handler")
         seconds = handler.timeout_seconds
         self._batch.deadline = None if seconds is None else time.monotonic() + seconds
-        run = Run(job, self._work.state, self._work.permit(handler, job))
-        with self._session.turn_of(job):
-            returned = self._work.invoker.call(handler, lambda: self._session, run, given)
+        run = Run(job, self._work.state, partial(self._work.permit, handler, job))
+        session.begin_turn(job)
+        try:
+            returned = self._work.invoker.call(handler, lambda: session, run, given)
+        finally:
+            session.end_turn()
         self._batch.deadline = None
         if not (returned is None or isinstance(returned, Done)):
             raise HandlerError(f"the handler returned a {type(returned).__name__}")
@@ -258,9 +296,10 @@ class _SharedRun:
             raise SharedRunEnded(session.ended_by)
         if not self._place.is_whole:
             raise HandlerRolledBack("the handler undid its session, or swallowed a database error")
-        if (session.exposed or session.touched) and not self._place.is_same_transaction():
+        if (session.exposed or session.suspicious) and not self._place.is_same_transaction():
             raise TransactionEndedByHandler
-        self._deferred.add_job(take_writes(session))
+        if writes := take_writes(session):
+            self._deferred.add_job(writes)
         if session.has_lost_changes():
             raise SharedRunEnded("what takes the changes of other jobs out of the session")
 
@@ -282,7 +321,7 @@ class _SharedRun:
             # Theirs, for hooks of theirs at the flush.
             or not session.info.keys() <= OURS
             or session.has_deletions()
-            or len(session.pending()) > _FLUSHED_AT
+            or session.pending > _FLUSHED_AT
             or session.has_expressions
         )
 
@@ -297,7 +336,7 @@ class _SharedRun:
     def _catch_up(self) -> None:
         """A handler is about to send something: first whatever the jobs before it have not sent."""
         session = self._session
-        if not (session.pending() or self._deferred):
+        if not (session.pending or self._deferred):
             self._mark_sent()
             return
         if self._deferred and session.has_met():

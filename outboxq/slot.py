@@ -17,9 +17,9 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batches
 from outboxq.callers import Callers
-from outboxq.claim import ClaimRequest, clear_marks, park_unknown
+from outboxq.claim import Aside, ClaimRequest, PreparedClaims, clear_marks, park_unknown
 from outboxq.cursors import Position, Sweeps
-from outboxq.driver import is_lost, run_script, sqlstate_of
+from outboxq.driver import driver_connection, is_lost, run_alone, run_script, sqlstate_of
 from outboxq.engines import outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
@@ -38,14 +38,17 @@ from outboxq.execute import ConnectionLost, TransactionEscaped, Work
 from outboxq.failure import describe_failure
 from outboxq.guard import Guard
 from outboxq.handlers import Flavour, Registry
+from outboxq.held import Held, relieve, run_held
 from outboxq.invoke import Invoker
+from outboxq.job import Job
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
+from outboxq.lookout import Lookout
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
-from outboxq.statements.listen import next_due_seconds
+from outboxq.statements.listen import calls_away
 from outboxq.statements.session import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
@@ -53,8 +56,9 @@ logger = logging.getLogger("outboxq.relay")
 FIRST_PAUSE_SECONDS = 0.01
 # Without the sleep flag nobody promises to wake us: look again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
-# So long a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of its queues again.
-FOLLOW_SECONDS = 0.1
+# So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
+# its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
+_FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _NO_LIMIT = 1_000_000
@@ -95,6 +99,7 @@ class Shared:
     until_empty: bool
     emit: Emitter
     listener: Listener | None
+    lookout: Lookout
     lease: Lease
     suspects: Suspects
     sweeps: Sweeps
@@ -114,28 +119,36 @@ class Slot:
         self.queues = queues
         self.sleeper = Sleeper(queues, wake)
         self.progress: Progress | None = None
+        # What is claimed under the lease besides the job that runs.
+        self.held: Held | None = None
         self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
         self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
         self._due_first = dict.fromkeys(queues, False)
         self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
+        self._asides = {name: Aside(calls_away(shared.schema, queues, name), self._is_called) for name in queues}
+        self._most_leased = dict.fromkeys(queues, 1)
         self._positions = {name: Position(name, shared.sweeps) for name in queues}
+        self._prepared: PreparedClaims | None = None
         self._request: ClaimRequest | None = None
         self._asked = self._queues[queues[0]]
         self._follow_until = 0.0
+        self._is_called_away = False
+        self._walks_since: float | None = None
         self._asleep = False
         self._lease_waits = 0
         self._alone_for = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._looked = shared.lookout.latest
         self._lost_since: float | None = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
 
     @property
     def running(self) -> int:
         """How many jobs are claimed here."""
-        progress = self.progress
-        return 0 if progress is None else len(progress.jobs)
+        progress, held = self.progress, self.held
+        return (0 if progress is None else len(progress.jobs)) + (0 if held is None else held.unsettled)
 
     def is_seized(self) -> bool:
         """Whether the relay has taken the batch away from this slot, which then has nothing more to say about it."""
@@ -144,10 +157,14 @@ class Slot:
 
     def prepare(self, connection: Connection, invoker: Invoker) -> Work:
         """Set the connection up for claiming."""
+        # Turned off where there is a pooler, or for reasons of the user's.
+        prepares = driver_connection(connection).prepare_threshold is not None
+        self._prepared = PreparedClaims() if prepares else None
         work = self.work_on(connection, invoker)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
             self._lost_since = None
+        self._relieve(connection)
         report = self._settle_doubt(connection, work, ConnectionLost("the connection was lost while the job ran"))
         if report is not None:
             self.tell(report)
@@ -173,6 +190,7 @@ class Slot:
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""
+        self._walks_since = _now()
         return any(self._work_on_queue(connection, name, work) for name in self.queues)
 
     def _work_on_queue(self, connection: Connection, name: str, work: Work) -> bool:
@@ -231,10 +249,13 @@ class Slot:
         return (due, ready) if self._due_first[name] else (ready, due)
 
     def _run(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> BatchReport | None:
-        self._follow_until = time.monotonic() + FOLLOW_SECONDS
         try:
             report = self._run_or_recover(connection, self._ask(name, script), work)
         except (psycopg.Error, SQLAlchemyError) as error:
+            if self.progress is None and not is_lost(connection) and self._request and self._request.failed(error):
+                # Nothing was claimed, and the transaction is over.
+                self._relieve(connection)
+                return self._run(connection, name, script, work)
             if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
             self.shared.emit(BatchRolledBack(name, self.running, describe_error(error)))
@@ -242,6 +263,7 @@ class Slot:
             report = self._settle_doubt(connection, work, error)
             if report is None:
                 raise
+        self._relieve(connection)
         if report is None:
             self._positions[name].move_to_start()
         self.progress = None
@@ -251,13 +273,19 @@ class Slot:
         queue = self._queues[name]
         cursor = self._positions[name].start() if script.is_keyed else None
         self._asked = queue
-        limit = 1 if self._alone_for or script.leased else min(self._batch_sizes[name], self._most)
-        self._request = ClaimRequest(script, limit, cursor, local_timeouts(queue.timeout_seconds))
+        limit = self._limit(name, script)
+        self._request = ClaimRequest(script, limit, cursor, local_timeouts(queue.timeout_seconds), self._prepared)
         return self._request
+
+    def _limit(self, name: str, script: ClaimScript) -> int:
+        if self._alone_for or script is self._statements[name].lease_suspect:
+            return 1
+        return min(self._batch_sizes[name], self._most_leased[name] if script.leased else self._most)
 
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:
-            return run_batches(connection, self._asked, request, work, self)
+            run = run_held if request.script.leased else run_batches
+            return run(connection, self._asked, request, work, self)
         except TransactionEscaped as escaped:
             failure: TransactionEscaped | LeaseLost = escaped
         except LeaseLost as lost:
@@ -273,24 +301,80 @@ class Slot:
     def started(self, progress: Progress) -> None:
         """See `Pilot`."""
         self.progress = progress
+        self._has_claimed(progress.queue, progress.jobs, progress.moved)
+
+    def holds(self, held: Held | None) -> None:
+        """See `Holder`."""
+        self.held = held
+        if held is not None:
+            self._has_claimed(held.queue, held.jobs, 0)
+
+    def runs(self, progress: Progress | None) -> None:
+        """See `Holder`."""
+        self.progress = progress
+
+    def may_begin(self) -> bool:
+        """See `Holder`."""
+        return not self.shared.stopping.is_set() and self.shared.lease.want()
+
+    def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        if self._walks_since is not None:
+            self._is_called_away = False
+            self._follow_until = _now() + follow_seconds(_now() - self._walks_since)
+            self._walks_since = None
         request = self._request
         assert request is not None
         if request.script.is_keyed:
-            self._positions[progress.queue].move(request, progress.jobs, progress.moved)
+            self._positions[queue].move(request, jobs, moved)
         if self._asleep and self.shared.listener is not None:
             self._asleep = False
             self.shared.listener.wake_up(self.sleeper)
 
     def following(self, progress: Progress) -> ClaimRequest | None:
         """See `Pilot`. Now and then the queues before this one, other sorts of jobs and suspects have their turn."""
+        if progress.is_leased:
+            held = self.held
+            is_last = held is not None and held.is_worked_off and not progress.unknown
+            return self.following_held(held) if held is not None and is_last else None
         request = self._request
         assert request is not None
-        self._most = max(1, len(progress.jobs) // 2) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
+        half = max(1, len(progress.jobs) // 2)
+        self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
         is_full = len(progress.jobs) >= request.limit and not (self._alone_for or progress.unknown)
-        if not is_full or progress.is_leased or self.shared.stopping.is_set() or time.monotonic() > self._follow_until:
+        return self._ask_on(progress.queue, request.script) if is_full else None
+
+    def following_held(self, held: Held) -> ClaimRequest | None:
+        """See `Holder`. The faster its handlers were, the more jobs the next claim takes."""
+        request = self._request
+        assert request is not None
+        most = max(1, min(2 * request.limit, held.fitting()))
+        self._most_leased[held.queue] = _power_of_two(most)
+        is_suspect = request.script is self._statements[held.queue].lease_suspect
+        is_full = len(held.jobs) >= request.limit and not (self._alone_for or is_suspect or held.unknown)
+        return self._ask_on(held.queue, request.script) if is_full else None
+
+    def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
+        if self.shared.stopping.is_set():
             return None
-        return self._ask(progress.queue, request.script)
+        if _now() <= self._follow_until:
+            return self._ask(name, script)
+        if self._is_called_away or self._has_suspects() or not script.is_keyed or script.leased:
+            return None
+        return replace(self._ask(name, script), aside=self._asides[name])
+
+    def _is_called(self, row: tuple[object, ...]) -> None:
+        """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""
+        self._is_called_away = row[0] is True
+        if not self._is_called_away:
+            self._follow_until = _now() + follow_seconds(0.0)
+
+    def _relieve(self, connection: Connection) -> None:
+        """Settle what the slot still holds of a claim that did not end in order."""
+        if self.held is not None:
+            report = relieve(connection, self.held, self.shared.schema)
+            self.held = None
+            self.tell(report)
 
     def ended(self, report: BatchReport) -> None:
         """See `Pilot`."""
@@ -356,22 +440,37 @@ class Slot:
         self._asleep = True
         return self.shared.listener.fall_asleep(self.sleeper)
 
-    def pause_seconds(self, connection: Connection, *, flagged: bool) -> float:
-        """How long to sleep: up to the next scheduled job, and growing up to the poll interval."""
-        growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, self.shared.poll_seconds)
-        self._pause_seconds = min(self._pause_seconds * 2, self.shared.poll_seconds)
-        look = f"{next_due_seconds(self.shared.schema, self.queues)}; {suspect_queues(self.shared.schema, self.queues)}"
-        with connection.begin():
-            due, suspected = run_script(connection, look)
-        next_due = due.rows[0][0]
-        if suspected.rows:
-            self.shared.suspects.queues.update(str(row[0]) for row in suspected.rows)
+    def work_seen(self, connection: Connection, work: Work, *, fresh: bool) -> bool:
+        """As `work_once`, where a look says that something waits.
+
+        Args:
+            fresh: Whether nothing but a look that begins now will do.
+        """
+        shared = self.shared
+        taken = shared.lookout.take(None if fresh else self._looked)
+        if taken is not None:
+            rows = run_alone(connection, shared.lookout.statement)
+            shared.lookout.saw(taken, rows)
+            shared.suspects.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        if not (shared.lookout.is_waiting(self.queues) or self._has_suspects()):
+            return False
+        return self.work_once(connection, work)
+
+    def _has_suspects(self) -> bool:
+        return not self.shared.suspects.queues.isdisjoint(self.queues)
+
+    def pause_seconds(self, *, flagged: bool) -> float:
+        """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last look."""
+        shared = self.shared
+        growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, shared.poll_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, shared.poll_seconds)
+        self._looked = shared.lookout.latest
+        if self._has_suspects():
             return growing
-        pause = (self.shared.poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
-        if not isinstance(next_due, float):
-            return pause
-        # Due, and yet not claimed: its queue is paused, or another transaction runs it. Not a reason to spin.
-        return min(pause, next_due if next_due > 0 else growing)
+        pause = (shared.poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
+        due = shared.lookout.due_in_seconds(self.queues)
+        # Due, and yet not claimed: another transaction runs it. Not a reason to spin.
+        return min(max(self._looked.begun_at + pause - _now(), 0.0), due if due > 0 else growing)
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection; returns how long to wait before the next try."""
@@ -385,6 +484,16 @@ class Slot:
                 "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": pause}
             )
         return pause
+
+
+def follow_seconds(walk_seconds: float) -> float:
+    """How long a slot stays with one sort of jobs, after a look at all of its queues that took so long."""
+    return min(max(walk_seconds / _WALK_SHARE, _FOLLOW_LEAST_SECONDS), _FOLLOW_MOST_SECONDS)
+
+
+def _power_of_two(limit: int) -> int:
+    """The next lower one: a backend keeps each claim that it has prepared, and there is one for each limit."""
+    return 1 << (limit.bit_length() - 1)
 
 
 def is_outage(error: BaseException) -> bool:

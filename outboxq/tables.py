@@ -258,7 +258,7 @@ class JobRow:
     def __init__(self, number: int) -> None:
         self.number = number
         # What `enqueue` keeps here; None once it is sent.
-        self.jobs = []
+        self.jobs = {}
 
 
 # Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.

@@ -32,8 +32,8 @@ from outboxq.fault_points import fault_action as fault_action
 from outboxq.guard import Guard
 from outboxq.handlers import Jobs
 from outboxq.invoke import AsyncInvoker, Invoker, SyncInvoker
-from outboxq.job import Job, JobHandle, uuid7
-from outboxq.kinds import JobKind, P
+from outboxq.job import Job, uuid7
+from outboxq.kinds import JobHandle, JobKind, P
 from outboxq.postgres import Database as Database
 from outboxq.postgres import Server as Server
 from outboxq.postgres import find_server as find_server
@@ -93,7 +93,7 @@ def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> Jo
         columns.where(job.c.kind == kind, job.c.args.cast(JSONB).contains(msgspec.json.decode(expected)))
     ).first()
     if found is not None:
-        return JobHandle(found.id, found.kind, found.queue)
+        return JobHandle(found.id.hex, found.kind, found.queue)
     waiting = [f"  {row.kind} {row.args}" for row in session.execute(columns.limit(20))]
     raise AssertionError(
         f"no job {kind} with {expected} is enqueued; waiting are:\n" + ("\n".join(waiting) or "  none")

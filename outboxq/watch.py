@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from sqlalchemy import Connection
@@ -24,6 +25,7 @@ from outboxq.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execute import ConnectionLost
 from outboxq.failure import Failed, describe_failure
+from outboxq.held import Held, relieve
 from outboxq.invoke import SyncInvoker
 from outboxq.recover import cut_off, end_other_transaction
 from outboxq.serve import connection_options
@@ -98,13 +100,14 @@ class Watch:
         self._replace = replace
         self._stuck = stuck
         self._acting: dict[Runner, threading.Thread] = {}
+        self._relieving: dict[Runner, threading.Thread] = {}
         self._ended: list[Runner] = []
         self._cut: list[tuple[Runner, float]] = []
         self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def look(self, runners: list[Runner]) -> None:
-        """Act on whoever is past a deadline. Never waits."""
+        """Act on whoever is past a deadline, or keeps leased jobs waiting. Never waits."""
         now = time.monotonic()
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
@@ -112,12 +115,22 @@ class Watch:
             deadline = None if progress is None else progress.deadline
             if progress is not None and deadline is not None and now >= deadline and runner not in self._acting:
                 self._start(self._enforce, runner, progress, deadline)
+        self._look_after_held(runners)
         while self._ended:
             self._replace_cut(self._ended.pop(), now)
         self._cut = [(runner, until) for runner, until in self._cut if runner.is_alive()]
         if any(now > until for _, until in self._cut):
             self._cut.clear()
             self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
+
+    def _look_after_held(self, runners: list[Runner]) -> None:
+        self._relieving = {runner: thread for runner, thread in self._relieving.items() if thread.is_alive()}
+        for runner in runners:
+            held = runner.slot.held
+            if held is not None and runner not in self._relieving and held.wants_relief():
+                thread = BoundedStart(partial(self._relieve, runner, held, tuple(runners)), "outboxq-watch")
+                self._relieving[runner] = thread
+                thread.start()
 
     def interrupt(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
@@ -143,7 +156,7 @@ class Watch:
     def finish(self, seconds: float = INTERRUPT_SECONDS) -> None:
         """Wait for what is under way, that long at most."""
         deadline = time.monotonic() + seconds
-        for thread in list(self._acting.values()):
+        for thread in [*self._acting.values(), *self._relieving.values()]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, action: Callable[..., None], runner: Runner, *arguments: object) -> None:
@@ -209,6 +222,16 @@ class Watch:
             runner.abandon()
         if report is not None:
             slot.tell(report)
+        if (held := slot.held) is not None:
+            self._relieve(runner, held)
+
+    def _relieve(self, runner: Runner, held: Held, others: tuple[Runner, ...] = ()) -> None:
+        """Settle what waits with a handler that takes long, or was cut off; idle slots look what was given back."""
+        report = self._on_connection(lambda connection, _: relieve(connection, held, self._schema))
+        if report is not None:
+            runner.slot.tell(report)
+        for other in others:
+            other.slot.sleeper.wake()
 
     def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
         """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""

@@ -1,10 +1,12 @@
 """The claim: take waiting jobs out of the table, in the transaction that will hold their effects.
 
-Sent as text without parameters, so that claim and savepoint are one string and one round trip, and no plan from an
-empty table is ever reused.
+Sent as text, so that claim and savepoint are one string and one round trip. Reading and planning it takes as long as
+executing it, so a slot prepares its claims on its connection and has them executed by name.
 """
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import LiteralString
 from uuid import UUID
 
@@ -37,7 +39,8 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
 # row of the other, and then takes more than it asked for. Every eligibility test stands inside.
 # Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
-# newest version of a row, so a job that was finished a moment ago is passed over.
+# newest version of a row, so a job that was finished a moment ago is passed over. What follows finds them by an array
+# of their keys: a join, planned while the table was empty, may walk all of it.
 _PICKED = """\
 WITH picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
@@ -53,9 +56,9 @@ _BY_PRIORITY: LiteralString = "(-priority), seq"
 _TRANSACTION = """
   FOR UPDATE SKIP LOCKED
 ), moved AS (
-  UPDATE {job} AS job SET state = 'suspect' FROM picked WHERE job.id = picked.id AND picked.died RETURNING job.id
+  UPDATE {job} AS job SET state = 'suspect' WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE died)) RETURNING id
 ), claimed AS (
-  DELETE FROM {job} AS claimed USING picked WHERE claimed.id = picked.id AND NOT picked.died
+  DELETE FROM {job} AS claimed WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE NOT died))
   RETURNING {columns}, NULL::bigint AS lease_token, {anchor}
 )
 SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
@@ -66,7 +69,7 @@ _LEASE = """
 ), claimed AS (
   UPDATE {job} AS claimed SET state = 'leased', lease_owner = {owner}, lease_token = lease_token + 1,
     attempt = attempt + 1, crashes = crashes + {crash}
-  FROM picked WHERE claimed.id = picked.id
+  WHERE id = ANY (ARRAY(SELECT id FROM picked))
   RETURNING {columns}, claimed.lease_token
 )
 SELECT 0, claimed.* FROM claimed"""
@@ -78,6 +81,11 @@ class Cursor:
 
     priority: int
     seq: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The place in the index."""
+        return -int(self.priority), int(self.seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +104,47 @@ class ClaimScript:
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
-        # A row comparison in the index's own terms bounds the walk: (-priority), never priority DESC.
-        start = f" AND ((-priority), seq) > ({-int(cursor.priority)}, {int(cursor.seq)})" if cursor else ""
+        return self._from(_start(*cursor.key) if cursor else "", limit)
+
+    @lru_cache(1024)  # noqa: B019  # a few for each queue
+    def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
+        """The same claim to be prepared; `behind` a cursor that is given at each execution."""
+        text = self._from(_start("$1", "$2") if behind else "", limit)
+        # One name for one text: should a pooler show us another client's statement, it is the same one.
+        name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return PreparedClaim(name, f"PREPARE {name}{' (int, bigint)' if behind else ''} AS {text}")
+
+    def _from(self, start: str, limit: int) -> str:
+        # The limit stands in the text: the planner is to know how few rows are wanted.
         return f"{self.head}{start}{self.middle}{int(limit)}{self.tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedClaim:
+    """A claim's name on a connection, and the statement that gives it this name."""
+
+    name: str
+    definition: str
+
+    def execution(self, cursor: Cursor | None) -> str:
+        """The statements that execute it, whatever the table's statistics are.
+
+        The planner is left as the role and the database have it; what a SET of the session's had changed is not.
+        """
+        arguments = "({}, {})".format(*cursor.key) if cursor else ""
+        return f"{_BY_INDEX}EXECUTE {self.name}{arguments}; {_AS_EVERYWHERE}"
+
+
+# Planned once, and perhaps while the table was empty: without these the planner can choose nothing but the walk of the
+# claim's own index, and the primary key's.
+_TOGGLES = ("enable_sort", "enable_seqscan")
+_BY_INDEX = "SET LOCAL plan_cache_mode = force_generic_plan; " + "".join(f"SET LOCAL {n} = off; " for n in _TOGGLES)
+_AS_EVERYWHERE = "SET LOCAL plan_cache_mode TO DEFAULT" + "".join(f"; SET LOCAL {name} TO DEFAULT" for name in _TOGGLES)
+
+
+def _start(priority: object, seq: object) -> str:
+    # A row comparison in the index's own terms bounds the walk: (-priority), never priority DESC.
+    return f" AND ((-priority), seq) > ({priority}, {seq})"
 
 
 class ClaimStatements:

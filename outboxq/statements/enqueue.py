@@ -1,15 +1,15 @@
-"""Enqueue: many jobs by one INSERT, whose parameters are one array a column, each written as text.
+"""Enqueue: many jobs by one INSERT, whose parameters are written as text: an array a column, or one value for all.
 
-The same for every driver, and with no right but INSERT. Text arrays, because that is what costs the interpreter least;
-PostgreSQL reads each of them once.
+The same for every driver, and with no right but INSERT. As text, because that is what costs the interpreter least;
+PostgreSQL reads each array once.
 """
 
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable, Mapping
+from datetime import UTC, timedelta
 from typing import Any
-from uuid import UUID
 
 from sqlalchemy import (
+    ColumnElement,
     DateTime,
     Insert,
     Interval,
@@ -29,21 +29,23 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.types import TypeEngine
 
-from outboxq.kinds import NewJob
+from outboxq.kinds import Envelope, NewJob
 from outboxq.tables import job
 
 # An array parameter is read whole by PostgreSQL, which takes up to 1 GB: 512 MB where each job has 256 KiB of quotes.
 JOBS_PER_INSERT = 1_000
 
-# A job with its id and its arguments as JSON text.
-Prepared = tuple[UUID, NewJob, str]
-
 _MICROSECOND = timedelta(microseconds=1)
-_ARRAYS: dict[str, TypeEngine[Any]] = {
+# Of each job its own.
+_OWN: Mapping[str, TypeEngine[Any]] = {
     "id": Uuid(),
+    # Cast row by row: as jsonb an array of numbers is several times its text, and no array holds more than 1 GB.
+    "args": Text(),
+}
+# What jobs of one envelope have in common.
+_COMMON: Mapping[str, TypeEngine[Any]] = {
     "queue": Text(),
     "kind": Text(),
-    "args": JSONB(),
     "headers": JSONB(),
     "priority": SmallInteger(),
     "max_attempts": SmallInteger(),
@@ -52,58 +54,75 @@ _ARRAYS: dict[str, TypeEngine[Any]] = {
 }
 
 
-def insert_jobs() -> Insert:
-    """Jobs from the arrays of `job_arrays`, in their order. Locks nothing but the new rows; one index entry each.
+def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | None]]:
+    """Jobs by their ids in hex, in their order. Locks nothing but the new rows; one index entry each.
 
     The database's clock decides when a delayed job is due, so that no producer's clock can be wrong.
+
+    Returns:
+        The statement and its parameters.
     """
-    arrays = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in _ARRAYS.items()]
-    given = func.unnest(*arrays).table_valued(*(column(name, kind) for name, kind in _ARRAYS.items())).render_derived()
+    own = {"id": _array(jobs), "args": _quoted_array([new.args for new in jobs.values()])}
+    envelopes = [new.envelope for new in jobs.values()]
+    texts = {envelope: _common_texts(envelope) for envelope in set(envelopes)}
+    if len(texts) == 1:
+        return _INSERT_ALIKE, {**own, **texts[envelopes[0]]}
+    elements = {envelope: [_element(text) for text in each.values()] for envelope, each in texts.items()}
+    columns = zip(*(elements[envelope] for envelope in envelopes), strict=True)
+    return _INSERT_MIXED, {**own, **dict(zip(_COMMON, map(_array, columns), strict=True))}
+
+
+def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngine[Any]]) -> Insert:
+    parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
+    rows = func.unnest(*parameters).table_valued(*(column(name, kind) for name, kind in arrays.items()))
+    given: dict[str, ColumnElement[Any]] = {
+        **{name: cast(bindparam(name, type_=Text()), kind) for name, kind in values.items()},
+        **dict(rows.render_derived().c),
+    }
     now = func.clock_timestamp()
-    values = {
-        **{name: given.c[name] for name in ("id", "queue", "kind", "args", "headers", "priority", "max_attempts")},
-        "state": case(
-            (and_(given.c.run_at.is_(None), given.c.delay.is_(None)), literal_column("'ready'")),
-            else_=literal_column("'scheduled'"),
-        ),
-        "run_at": func.coalesce(given.c.run_at, now + given.c.delay, now),
+    state = case(
+        (and_(given["run_at"].is_(None), given["delay"].is_(None)), literal_column("'ready'")),
+        else_=literal_column("'scheduled'"),
+    )
+    columns = {
+        **{name: given[name] for name in ("id", "queue", "kind", "headers", "priority", "max_attempts")},
+        "args": cast(given["args"], JSONB()),
+        "state": state,
+        "run_at": func.coalesce(given["run_at"], now + given["delay"], now),
     }
-    return insert(job).from_select(list(values), select(*values.values())).inline()
+    return insert(job).from_select(list(columns), select(*columns.values())).inline()
 
 
-def job_arrays(jobs: Sequence[Prepared]) -> dict[str, str]:
-    """The parameters of `insert_jobs`."""
-    ids, new_jobs, args = zip(*jobs, strict=True)
-    options = [new.options for new in new_jobs]
+_INSERT_ALIKE = _insert(_OWN, _COMMON)
+_INSERT_MIXED = _insert({**_OWN, **_COMMON}, {})
+
+
+def _common_texts(envelope: Envelope) -> dict[str, str | None]:
+    """In the order of `_COMMON`."""
     return {
-        "id": _plain_array([job_id.hex for job_id in ids]),
-        "queue": _quoted_array([new.queue for new in new_jobs]),
-        "kind": _quoted_array([new.kind for new in new_jobs]),
-        "args": _quoted_array(args),
-        "headers": _quoted_array([new.headers for new in new_jobs]),
-        "priority": _plain_array([str(each.priority) for each in options]),
-        "max_attempts": _plain_array(
-            ["NULL" if each.max_attempts is None else str(each.max_attempts) for each in options]
-        ),
-        "run_at": _plain_array(["NULL" if each.run_at is None else _moment(each.run_at) for each in options]),
-        "delay": _plain_array(["NULL" if not each.delay else _elapsed(each.delay) for each in options]),
+        "queue": envelope.queue,
+        "kind": envelope.kind,
+        "headers": envelope.headers,
+        "priority": str(envelope.priority),
+        "max_attempts": None if envelope.max_attempts is None else str(envelope.max_attempts),
+        "run_at": None if envelope.run_at is None else envelope.run_at.astimezone(UTC).isoformat(),
+        # Never in days: theirs would be of 23 or 25 hours when the session's time zone changes its clocks.
+        "delay": f"{envelope.delay // _MICROSECOND} microseconds" if envelope.delay else None,
     }
 
 
-def _moment(run_at: datetime) -> str:
-    return f'"{run_at.astimezone(UTC).isoformat()}"'
+def _array(elements: Iterable[str]) -> str:
+    return "{" + ",".join(elements) + "}"
 
 
-def _elapsed(delay: timedelta) -> str:
-    # Never in days: theirs would be of 23 or 25 hours when the session's time zone changes its clocks.
-    return f'"{delay // _MICROSECOND} microseconds"'
-
-
-def _plain_array(items: Iterable[str]) -> str:
-    return "{" + ",".join(items) + "}"
+def _element(item: str | None) -> str:
+    return "NULL" if item is None else f'"{_escape(item)}"'
 
 
 def _quoted_array(items: Iterable[str]) -> str:
-    # Escaped together. No item holds a NUL: JSON escapes it, and a name may not have one.
-    joined = "\0".join(items).replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
-    return '{"' + joined + '"}'
+    # Escaped together. No item holds a NUL: JSON escapes it.
+    return '{"' + _escape("\0".join(items)).replace("\0", '","') + '"}'
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')

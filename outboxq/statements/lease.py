@@ -52,7 +52,7 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
     """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
 
     Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
-    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as there are slots. Locks:
+    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
     the jobs, skipping one that is just being completed.
     """
     lost = sql.SQL(

@@ -3,6 +3,8 @@
 The trigger of migration step 2 is the other side, and uses the same key and channel.
 """
 
+from collections.abc import Collection
+
 from psycopg import sql
 
 
@@ -12,19 +14,22 @@ def channel_name(schema: str) -> str:
 
 
 def listen(schema: str) -> str:
-    """Hear the wake-ups of an installation."""
-    return sql.SQL("LISTEN {}").format(sql.Identifier(channel_name(schema))).as_string(None)
+    """Hear the wake-ups of an installation, in UTF-8: the sleep flag of a garbled name is nobody's."""
+    channel = sql.Identifier(channel_name(schema))
+    return sql.SQL("SET client_encoding TO 'UTF8'; LISTEN {}").format(channel).as_string(None)
 
 
-def try_sleep_flag(schema: str, queue: str) -> str:
-    """Try to hold the sleep flag of a queue; never waits.
+def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
+    """Try to hold the sleep flags of queues: a row for each, with its name and whether it is held now. Never waits.
 
     False while another relay holds it, and while a producer's insert into the queue is not committed: the trigger holds
     it shared until then.
     """
     return (
-        sql.SQL("SELECT pg_try_advisory_lock(hashtext({}), hashtext({}))")
-        .format(sql.Literal(channel_name(schema)), sql.Literal(queue))
+        sql.SQL(
+            "SELECT name, pg_try_advisory_lock(hashtext({}), hashtext(name)) FROM unnest({}::text[]) AS wanted (name)"
+        )
+        .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
         .as_string(None)
     )
 
@@ -47,14 +52,57 @@ def notify(schema: str, queue: str) -> str:
     )
 
 
-def next_due_seconds(schema: str, queues: tuple[str, ...]) -> str:
-    """Seconds until the next scheduled job of these queues, negative where one is due, or NULL. A probe a queue."""
+def look(schema: str, queues: tuple[str, ...]) -> str:
+    """What waits in these queues: a row for each that is not paused and has a job that no lease holds.
+
+    Its name, whether a job is ready, the seconds until the next scheduled one (negative where it is due, or NULL), and
+    whether it has suspects. A job that runs at this moment, in a transaction that is not committed, is seen too.
+    Indexes: job_ready, job_scheduled and job_suspect, the first entry of each queue; no locks.
+    """
     return (
         sql.SQL(
-            "SELECT extract(epoch FROM min(next.run_at) - clock_timestamp())::float8 "
-            "FROM unnest({queues}::text[]) AS wanted (name) CROSS JOIN LATERAL (SELECT run_at FROM {job} "
-            "WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1) AS next"
+            """\
+SELECT wanted.name, ready.found, due.seconds, suspect.found FROM unnest({queues}::text[]) AS wanted (name)
+LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'ready'
+  ORDER BY (-priority), seq LIMIT 1) AS ready ON true
+LEFT JOIN LATERAL (SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM {job}
+  WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1) AS due ON true
+LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'suspect'
+  ORDER BY seq LIMIT 1) AS suspect ON true
+WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found)
+  AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)"""
         )
-        .format(queues=sql.Literal(list(queues)), job=sql.Identifier(schema, "job"))
+        .format(
+            queues=sql.Literal(list(queues)),
+            job=sql.Identifier(schema, "job"),
+            queue_table=sql.Identifier(schema, "queue"),
+        )
+        .as_string(None)
+    )
+
+
+def calls_away(schema: str, queues: tuple[str, ...], queue: str) -> str:
+    """One row: whether something waits that a slot with ready jobs of `queue` has to look after.
+
+    A job that is due in this queue, or any in one before it in the slot's order; none in a paused queue. Of this
+    queue's own ready jobs nothing is asked: behind an old snapshot they would be found at the end of all dead entries.
+    """
+    before = queues.index(queue)
+    return (
+        sql.SQL(
+            """\
+SELECT EXISTS (
+  SELECT FROM unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
+  WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)
+    AND (EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'scheduled'
+        AND run_at <= statement_timestamp())
+      OR place <= {before} AND EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'ready')))"""
+        )
+        .format(
+            queues=sql.Literal(list(queues[: before + 1])),
+            before=sql.Literal(before),
+            job=sql.Identifier(schema, "job"),
+            queue_table=sql.Identifier(schema, "queue"),
+        )
         .as_string(None)
     )

@@ -14,10 +14,11 @@ LEAST_SECONDS = 1.0
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 # LOCAL: behind a transaction pooler a session is somebody else's a moment later.
-# force_custom_plan: a statement that was prepared while its table was empty, an idle relay's normal state, would scan
-# or sort whatever arrives later.
 # DateStyle: psycopg reads ISO alone, whatever the database's default.
-LOCAL_SETTINGS = "SET LOCAL plan_cache_mode = force_custom_plan; SET LOCAL datestyle = 'ISO'; "
+READABLE_DATES = "SET LOCAL datestyle = 'ISO'; "
+# For statements of ours that find rows by a condition and come through the driver, which prepares them: a plan that was
+# made while the table was empty, an idle relay's normal state, would scan whatever arrives later.
+LOCAL_SETTINGS = f"SET LOCAL plan_cache_mode = force_custom_plan; {READABLE_DATES}"
 
 
 @lru_cache(256)

@@ -47,6 +47,7 @@ MODES = {
     "batch-async": Mode(faulty.work_async, "tx-async", batch_size=4),
     "lease": Mode(faulty.work_leased, "lease"),
     "lease-async": Mode(faulty.work_leased_async, "lease-async"),
+    "lease-batch": Mode(faulty.work_leased, "lease", batch_size=4),
     "suspects": Mode(faulty.work, "tx", batch_size=4, suspects=True),
 }
 MOMENTS = (*FAULT_POINTS[:3], "inside-handler", *FAULT_POINTS[3:5], "commit-sent", *FAULT_POINTS[5:])

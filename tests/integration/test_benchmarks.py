@@ -1,6 +1,7 @@
 """The benchmarks run from end to end, in sizes too small to mean anything."""
 
 import json
+import time
 
 import pytest
 
@@ -93,3 +94,19 @@ def test_the_proxy_passes_a_session_on_and_counts_it(bench) -> None:
             assert connection.execute("SELECT count(*) FROM account").fetchone() == (ACCOUNTS,)
             connection.execute("SELECT 1; SELECT 2")
         assert proxy.count() - before == 3
+
+
+def test_the_proxy_holds_everything_back_for_its_delay(bench) -> None:
+    """Each way, counted from the arrival: nothing comes through sooner."""
+    with bench.database() as workbench, running_proxy(workbench.url, 0.004) as proxy:
+        import psycopg
+
+        from benchmarks.bench import conninfo
+
+        with psycopg.connect(conninfo(proxy.url), autocommit=True) as connection:
+            seconds = []
+            for _ in range(20):
+                begun = time.perf_counter()
+                connection.execute("SELECT 1")
+                seconds.append(time.perf_counter() - begun)
+    assert min(seconds) >= 0.0079

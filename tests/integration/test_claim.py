@@ -13,7 +13,6 @@ from outboxq.claim import ClaimRequest, claim, park_unknown
 from outboxq.driver import run_script
 from outboxq.serve import connection_options
 from outboxq.statements.claim import ClaimStatements
-from outboxq.statements.session import LOCAL_SETTINGS
 from tests.support.waiting import wait_until
 
 FILL = """
@@ -154,41 +153,6 @@ def test_a_claim_with_stale_statistics_takes_at_most_its_limit(connection: Conne
         # The naive form, rolled back, left its marks: those are set aside.
         assert len(batch.jobs) + batch.moved == 3
         transaction.rollback()
-
-
-def test_a_claim_prepared_on_an_empty_queue_neither_sorts_nor_scans_later(
-    engine: Engine, connection: Connection
-) -> None:
-    """An idle relay's normal state: the plan made for an empty queue must not meet a full one."""
-    with connection.begin():
-        connection.execute(text("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)"))
-    fill(connection, 100)
-    with connection.begin():
-        connection.execute(text("DELETE FROM outboxq.job"))
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as vacuum:
-        vacuum.execute(text("VACUUM ANALYZE outboxq.job"))
-    with engine.connect() as without_settings:
-        prepare_and_run_while_empty(connection, LOCAL_SETTINGS)
-        prepare_and_run_while_empty(without_settings)
-        fill(connection, 100_000)
-        unprotected = plan_of_prepared(without_settings)
-    assert not {"Sort", "Seq Scan"}.isdisjoint(unprotected), "this state is not the dangerous one"
-    assert {"Sort", "Seq Scan"}.isdisjoint(plan_of_prepared(connection, LOCAL_SETTINGS))
-
-
-def prepare_and_run_while_empty(connection: Connection, settings: str = "") -> None:
-    """PostgreSQL considers a generic plan from the sixth execution on."""
-    statement = ClaimStatements("outboxq", "mine").ready.text(10).replace("'mine'", "$1")
-    with connection.begin():
-        run_script(connection, f"{settings}PREPARE empty AS {statement}")
-        for _ in range(7):
-            run_script(connection, "EXECUTE empty ('mine')")
-
-
-def plan_of_prepared(connection: Connection, settings: str = "") -> set[object]:
-    with connection.begin():
-        results = run_script(connection, f"{settings}EXPLAIN (FORMAT JSON) EXECUTE empty ('mine')")
-        return node_types(flattened(results[-1].rows[0][0]))
 
 
 def test_a_claim_costs_the_same_with_a_million_waiting_and_a_million_scheduled(connection: Connection) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Engine, select, text
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
+import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.batch import Progress
 from outboxq.claim import ClaimRequest, claim
@@ -63,6 +64,8 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
         ("raw-commit", "TransactionVerbRefused"),
         ("raw-rollback", "TransactionVerbRefused"),
         ("connection-commit", "TransactionVerbRefused"),
+        ("savepoint-commit", "TransactionEndedByHandler"),
+        ("savepoint-commit-and-raise", "TransactionEndedByHandler"),
         ("driver-rollback", "TransactionEndedByHandler"),
         ("swallow", "HandlerError"),
         ("swallow-integrity-error", "HandlerRolledBack"),
@@ -113,6 +116,34 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
     assert effects(engine) == {"before": 1, how: 1, "after": 1}
     assert dead(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
+
+
+@BATCH_SIZES
+def test_savepoints_that_handlers_leave_open_do_not_pile_up(
+    batch_size: int,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While claims follow one another, SQLAlchemy's transaction is one; what it holds of each job goes with the job."""
+    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    jobs, depths = Jobs(), []
+
+    @jobs.handler(queue="careless")
+    def careless(ctx: Context) -> None:
+        connection = ctx.session.connection()
+        connection.begin_nested()
+        savepoint, depth = connection.get_nested_transaction(), 0
+        while savepoint is not None:
+            savepoint, depth = savepoint._previous_nested, depth + 1
+        depths.append(depth)
+
+    with sessions.begin() as session:
+        session.add_jobs(careless.job() for _ in range(20))
+    with pytest.warns(SAWarning, match="already deassociated"):
+        drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert depths == [2] * 20
 
 
 @BATCH_SIZES

@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from outboxq import AsyncOutboxSession, Context, Jobs, NewJob, OutboxSession, add_job, add_jobs, external
-from outboxq.errors import ArgumentError, EnqueueError
+from outboxq.codec import MAX_ARGS_BYTES
+from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 from outboxq.postgres import Database, Server
 from outboxq.tables import job as job_table
 
@@ -40,6 +41,10 @@ def credit(ctx: Context, cents: int) -> None: ...
 
 @jobs.handler()
 def welcome(ctx: Context, person: Person) -> None: ...
+
+
+@jobs.handler()
+def letter(ctx: Context, person: Person, text: str) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +265,9 @@ def test_a_batch_is_checked_before_it_is_added(session: Session, stored: Stored)
 TEXTS = ['"', "\\", '\\"', "{a,b}", "NULL", "null", " ", "", "'", "a\nb\tc", "ключ 📨", "%s $1 :a", "\\u0000", "\x7f"]
 
 
-def test_mixed_kinds_and_options_are_each_stored_as_they_are(session: Session, engine: Engine) -> None:
-    """No job takes over anything of its neighbours, and no text is more than text."""
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_mixed_kinds_and_options_are_each_stored_as_they_are(session: Session, engine: Engine, together: bool) -> None:
+    """No job takes over anything of its neighbours, and no text is more than text: in one statement, or in its own."""
     moment = datetime(2030, 1, 1, 5, 30, 0, 7, tzinfo=UTC)
     added = [
         credit.job(cents=1),
@@ -271,7 +277,9 @@ def test_mixed_kinds_and_options_are_each_stored_as_they_are(session: Session, e
         credit.options(delay=timedelta(0)).job(cents=5),
         *(ship.options(headers={word: word}).job(a=word) for word in TEXTS),
     ]
-    add_jobs(session, added)
+    for some in [added] if together else [[new] for new in added]:
+        add_jobs(session, some)
+        session.flush()
     session.commit()
     query = "SELECT priority, max_attempts, state, run_at, run_at - created_at AS wait, args, headers FROM outboxq.job"
     with engine.connect() as connection:
@@ -286,6 +294,36 @@ def test_mixed_kinds_and_options_are_each_stored_as_they_are(session: Session, e
     assert rows[2].run_at == moment
     assert timedelta(0) <= timedelta(days=40, microseconds=3) - rows[3].wait < timedelta(seconds=10)
     assert [(row.args["a"], row.headers) for row in rows[5:]] == [(word, {word: word}) for word in TEXTS]
+
+
+def test_jobs_of_one_kind_are_told_apart_by_their_options(
+    session: Session, engine: Engine, statements: list[str]
+) -> None:
+    """However their options repeat, in one statement."""
+    kinds = [credit, credit.options(priority=1), credit.options(delay=timedelta(hours=1)), credit]
+    add_jobs(session, [kind.job(cents=number) for number in range(5) for kind in kinds])
+    session.commit()
+    assert len(statements) == 1
+    query = "SELECT (args->>'cents')::int, priority, state FROM outboxq.job ORDER BY seq"
+    with engine.connect() as connection:
+        found = [tuple(row) for row in connection.execute(text(query))]
+    expected = [(0, "ready"), (1, "ready"), (0, "scheduled"), (0, "ready")]
+    assert found == [(number, *options) for number in range(5) for options in expected]
+
+
+def test_a_job_that_turns_out_too_large_adds_none_of_its_call(session: Session, stored: Stored) -> None:
+    """Not even one that waits for the key of an entity: what is refused may be mended and added again."""
+    waits, flushed = Person(name="ann"), Person(name="bob")
+    session.add(flushed)
+    with session.no_autoflush:
+        full = letter.job(flushed, "x" * (MAX_ARGS_BYTES - len('{"text":""}')))
+        session.flush()
+        session.add(waits)
+        with pytest.raises(JobTooLarge):
+            add_jobs(session, [welcome.job(waits), full])
+    add_jobs(session, many(1))
+    session.commit()
+    assert stored() == [1]
 
 
 def test_a_bind_by_table_leads_the_batch(engine: Engine, stored: Stored) -> None:

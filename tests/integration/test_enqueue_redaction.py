@@ -1,7 +1,9 @@
 """Errors as PostgreSQL and its drivers really raise them leave no row, value or parameter in the record."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID
 
@@ -114,3 +116,9 @@ def test_a_failed_flush_leaves_no_value(database: Database, work: Callable[[Sess
         assert isinstance(raised.value, PendingRollbackError) is (work is _go_on_after_a_failed_flush)
         assert recorded(raised.value)
     engine.dispose()
+
+
+def test_a_job_that_is_logged_as_json_shows_no_arguments() -> None:
+    """What cannot be serialized is shown by its repr; a tuple would be shown value by value."""
+    job = replace(JOB, args=f'{{"secret": "{SECRET}"}}', headers=f'{{"secret": "{SECRET}"}}')
+    assert SECRET not in json.dumps({"job": job}, default=repr)

@@ -1,7 +1,9 @@
 """The next claim goes with the COMMIT of the jobs before it, and starts behind them: nothing is passed over."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -12,23 +14,27 @@ from sqlalchemy.orm import sessionmaker
 import outboxq.batch as batch_module
 import outboxq.cursors as cursors_module
 import outboxq.slot as slot_module
-from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq.batch import Progress
 from outboxq.claim import ClaimRequest
 from outboxq.cursors import Sweeps
 from outboxq.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.postgres import Database
+from outboxq.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.session import BEGIN
+from outboxq.testing import _unit_test_job
 from tests.support import app
 from tests.support.app import Child
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.slots import shared_by_slots
 
 
 @pytest.fixture(autouse=True)
 def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(slot_module, "FOLLOW_SECONDS", 3600.0)
+    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], count: int, **options: object) -> list[str]:
@@ -64,37 +70,88 @@ def test_a_commit_brings_the_next_jobs(
     """Full batches follow one another by certificate; the last one, which is short, asks for nothing."""
     names = enqueue(sessions, 23)
     events = drain(outboxq_database.url)
-    assert [script.count("DELETE FROM") for script in scripts if "COMMIT" in script] == [1, 1, 1, 1, 0]
+    assert [script.count("EXECUTE") for script in scripts if "COMMIT" in script] == [1, 1, 1, 1, 0]
     assert sum(isinstance(each, JobDone) for each in events) == 23
     assert ledger(engine) == Counter(names)
+
+
+def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(engine: Engine) -> None:
+    """What is left of a batch may be any number; a backend keeps what it has prepared."""
+    shared = shared_by_slots(engine, ("ledger",))
+    shared.batch_size = 500
+    slot, limits = Slot(shared, "sync", ("ledger",), lambda: None), set()
+    try:
+        script = slot._scripts("ledger")[0]
+        for count in range(1, 501):
+            slot._ask("ledger", script)
+            slot.following(Progress("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
+            for _ in range(10):
+                limits.add(slot._ask("ledger", script).limit)
+                slot.following(Progress("ledger", (_unit_test_job(),), None))
+    finally:
+        shared.callers.dispose(lambda _: None)
+    assert len(limits) <= 10
 
 
 def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a savepoint nor a session for a handler that asks for none."""
-    jobs, done, sent = Jobs(), [], []
+    jobs, waits, seen = Jobs(), [], []
 
     @jobs.handler(queue="idle")
     def do_nothing(ctx: Context) -> None:
-        done.append(ctx.job.id)
+        seen.append(waits.count(threading.get_ident()))
 
     original = psycopg.Connection.wait
 
     def counting(self: psycopg.Connection, *arguments: Any, **options: Any) -> object:
-        sent.append(self)
+        waits.append(threading.get_ident())
         return original(self, *arguments, **options)
 
+    with sessions.begin() as session:
+        session.add_jobs(do_nothing.job() for _ in range(50 * 12))
     monkeypatch.setattr(psycopg.Connection, "wait", counting)
-    counts = []
-    for batches in (2, 12):
-        with sessions.begin() as session:
-            session.add_jobs(do_nothing.job() for _ in range(50 * batches))
-        sent.clear()
-        drain(outboxq_database.url, 50, jobs)
-        counts.append(len(sent))
-    assert len(done) == 50 * 14
-    assert counts[1] - counts[0] == 10
+    drain(outboxq_database.url, 50, jobs)
+    assert [count - seen[0] for count in seen] == [batch for batch in range(12) for _ in range(50)]
+
+
+@pytest.mark.parametrize("what", ["earlier queue", "due", "nothing"])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_slot_leaves_its_queue_for_what_comes_first_and_for_nothing_else(
+    batch_size: int,
+    what: str,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    scripts: list[str],
+) -> None:
+    """It asks along with a COMMIT, so that a look at all of its queues is made only where it finds something."""
+    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 0.0)
+    jobs, order = Jobs(), []
+
+    @jobs.handler(queue="first")
+    def urgent(ctx: Context) -> None:
+        order.append("urgent")
+
+    @jobs.handler(queue="second")
+    def usual(ctx: Context, number: int) -> None:
+        order.append("due" if number < 0 else "usual")
+        if number == 30 and what == "earlier queue":
+            ctx.session.add_job(urgent)
+        if number == 30 and what == "due":
+            ctx.session.add_job(usual.options(delay=timedelta(microseconds=1)), -1)
+
+    with sessions.begin() as session:
+        session.add_jobs(usual.job(number) for number in range(100))
+    config = RelayConfig(groups=(SlotGroup(("first", "second")),), batch_size=batch_size)
+    Relay(outboxq_database.url, jobs, config).drain()
+    if what == "nothing":
+        assert order == ["usual"] * 100
+        # All but the first came with a COMMIT, and the last one found nothing.
+        assert sum("EXECUTE" in script for script in scripts) == 100 // batch_size
+    else:
+        assert order.index("urgent" if what == "earlier queue" else "due") <= 30 + 6 * batch_size
 
 
 @pytest.fixture
@@ -230,7 +287,7 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
         session.add_jobs(count.job(name=f"job {number}") for number in range(50, 400))
     if what == "retried":
         # Its second attempt is due at once, and comes from the other index: turns are over after each batch.
-        monkeypatch.setattr(slot_module, "FOLLOW_SECONDS", -1.0)
+        monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: -1.0)
     drain(outboxq_database.url, 5, jobs)
     late.close()
     assert Counter(order) == Counter([f"job {number}" for number in range(400)]) + Counter(

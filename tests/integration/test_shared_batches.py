@@ -63,7 +63,7 @@ def enqueue(sessions: sessionmaker[OutboxSession], handler, several: list[dict[s
 def test_fifty_jobs_with_an_entity_each_are_one_select_and_one_executemany(
     handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """What a batch sends through SQLAlchemy: its savepoint, one SELECT per class, the writes, and its release."""
+    """What a batch sends through SQLAlchemy: one SELECT per class, and the writes; no savepoint."""
     jobs = Jobs()
 
     if handler is shared_app.act:
@@ -85,7 +85,7 @@ def test_fifty_jobs_with_an_entity_each_are_one_select_and_one_executemany(
         for statement, many in seen
         if "sa_savepoint" in statement or "account" in statement
     ]
-    assert sent == [("SAVEPOINT", 1), ("SELECT", 1), ("UPDATE", 50), ("RELEASE", 1)]
+    assert sent == [("SELECT", 1), ("UPDATE", 50)]
     assert balances(engine) == dict.fromkeys(range(1, 51), 5)
 
 
@@ -343,7 +343,7 @@ def test_a_commit_on_the_drivers_connection_is_never_run_again_and_costs_nobody_
         account.balance += 1
         shared_connection[:] = [ctx.session._bind]
 
-    for how in ("connection", "kept"):
+    for how in ("connection", "kept", "forged"):
         with sessions.begin() as session:
             for id_, handler, extra in [
                 (1, keep, {}),
@@ -355,8 +355,28 @@ def test_a_commit_on_the_drivers_connection_is_never_run_again_and_costs_nobody_
             ]:
                 session.add_job(handler, name=f"{how} {id_}", account=session.get_one(Account, id_), **extra)
         drain(jobs, **ONE_SLOT)
-    assert balances(engine) == {1: 2, 2: 2, 3: 2, 5: 2, 6: 2}
-    assert dead(engine) == [("commit", COMMITTED_BY_HANDLER)] * 2
+    assert balances(engine) == {1: 3, 2: 3, 3: 3, 5: 3, 6: 3}
+    assert dead(engine) == [("commit", COMMITTED_BY_HANDLER)] * 3
+    assert waiting(engine) == 0
+
+
+def test_a_handler_that_releases_the_batchs_savepoint_doubles_nobodys_rows(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """What it holds cannot be undone any more: all of it goes with the transaction, before any job runs again."""
+    jobs, once = Jobs(), [None]
+
+    @jobs.handler(queue="careless", batchable=True, retry=Backoff(first_seconds=0.0, jitter=0.0))
+    def careless(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "2" and once:
+            once.clear()
+            ctx.session.connection().get_nested_transaction().commit()
+
+    with sessions.begin() as session:
+        session.add_jobs(careless.job(name=name) for name in "01234")
+    drain(jobs, **ONE_SLOT)
+    assert effects(engine) == Counter("01234")
     assert waiting(engine) == 0
 
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from sqlalchemy import Engine, func, insert, select, text, update
+from sqlalchemy import Connection, Engine, func, insert, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.groups as groups_module
+import outboxq.shared as shared_module
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.postgres import Database
-from tests.support.app import Account, Effect
+from tests.support.app import Account, Child, Effect
 from tests.support.ledger import ledger
 from tests.support.shared_app import ADD, statements
 
@@ -289,3 +291,80 @@ def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
     drain(jobs)
     assert failed
     assert ledger(engine) == Counter("abcd")
+
+
+@pytest.mark.parametrize("sort", ["batchable", "batch handler"])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_deferred_constraint_costs_its_own_job_alone(
+    others: int,
+    sort: str,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all jobs of a batch run together COMMIT checks them, and no question goes before it."""
+    jobs, asked, events, original = Jobs(), [], [], shared_module.check_shared
+
+    @dataclass
+    class Named:
+        name: str
+
+    def write(session: OutboxSession, name: str) -> None:
+        session.add(Effect(name=name))
+        if name == "bad":
+            session.add(Child(parent_id=-1))
+
+    @jobs.handler(queue="q", kind="act", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        write(ctx.session, name)
+
+    @jobs.batch_handler(Named, queue="q", kind="act all", retry=ONCE)
+    def act_all(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        for item in items:
+            write(ctx.session, item.args.name)
+
+    @jobs.handler(queue="q")
+    def other(ctx: Context, name: str) -> None:
+        write(ctx.session, name)
+
+    def asking(connection: Connection, xid: str) -> None:
+        asked.append(xid)
+        original(connection, xid)
+
+    monkeypatch.setattr(shared_module, "check_shared", asking)
+    kind = act if sort == "batchable" else act_all
+    with sessions.begin() as session:
+        session.add_jobs(kind.job(name=name) for name in ("a", "bad", "b"))
+        session.add_jobs(other.job(name=f"other {number}") for number in range(others))
+    config = RelayConfig(slots_per_queue=1, batch_size=50)
+    Relay(outboxq_database.url, jobs, config, hooks=[events.append]).drain()
+    assert ledger(engine) == Counter(["a", "b", *(f"other {number}" for number in range(others))])
+    assert Counter(type(event) for event in events if isinstance(event, JobDone | JobDied | BatchRolledBack)) == {
+        JobDone: 2 + others,
+        JobDied: 1,
+    }
+    assert bool(asked) is (others > 0)
+
+
+def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_its_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Found by the certificate: some of its rows stand, and nobody knows whose."""
+    jobs = Jobs()
+
+    @dataclass
+    class Named:
+        name: str
+
+    @jobs.batch_handler(Named, queue="q", retry=ONCE)
+    def act(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add_all(Effect(name=item.args.name) for item in items)
+        ctx.session.flush()
+        ctx.session.connection().connection.cursor().execute("COMMIT; BEGIN")
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in "abc")
+    report = drain(jobs)
+    assert ledger(engine) == Counter("abc")
+    assert (report.done, report.died) == (0, 3)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from uuid import uuid4
 
 import psycopg
 import pytest
@@ -18,17 +17,14 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
-from outboxq.callers import make_callers
-from outboxq.cursors import Sweeps
-from outboxq.engines import Engines
-from outboxq.events import Emitter, JobDone, RelayStarted
+from outboxq.events import JobDone, RelayStarted
 from outboxq.invoke import SyncInvoker
-from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
 from outboxq.postgres import Database
-from outboxq.slot import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, Shared, Slot, Tally
+from outboxq.slot import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, Slot
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
+from tests.support.slots import shared_by_slots
 from tests.support.waiting import wait_until
 
 PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=30)
@@ -82,6 +78,24 @@ def test_a_sleeping_relay_starts_a_job_within_a_second_of_its_commit(
             with sessions.begin() as session:
                 session.add_job(kind, name=f"job {count}")
             assert seconds_until_done(running, count) < 1
+
+
+def test_a_relay_sleeps_on_a_queue_by_its_name_whatever_encoding_clients_have(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The trigger takes the name as the server has it."""
+    jobs, queue = Jobs(), "grüße"
+
+    @jobs.handler(queue=queue)
+    def greet(ctx: Context) -> None: ...
+
+    with engine.begin() as connection:
+        connection.execute(text(f'ALTER DATABASE "{engine.url.database}" SET client_encoding = LATIN1'))
+    with start_relay(jobs, RelayConfig(poll_seconds=30)) as running:
+        wait_until_asleep(engine, queue)
+        with sessions.begin() as session:
+            session.add_job(greet)
+        assert seconds_until_done(running) < 1
 
 
 def test_a_relay_on_an_async_engine_alone_is_woken_too(
@@ -243,43 +257,18 @@ def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay)
             wait_until(lambda: len(set(moments())) == 1, "half a second without a statement", 5)
 
 
-def unheld_lease() -> Lease:
-    """A lease whose thread was never started."""
-    settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
-    nothing = Emitter([], lambda *_: None)
-    hooks = (set, nothing, lambda _: None, lambda: None)
-    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), *hooks, **settings)
-
-
 def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
-    """A paused queue, or a handler that runs a job that was scheduled: the pauses grow all the same."""
+    """A handler runs a job that was scheduled, say: the pauses grow all the same."""
     with sessions.begin() as session:
         session.add_job(app.record.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)), name="due")
-        session.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('ledger', now())"))
-    shared = Shared(
-        registry=app.jobs.resolve(),
-        state=None,
-        schema="outboxq",
-        batch_size=1,
-        poll_seconds=30,
-        until_empty=False,
-        emit=Emitter([], lambda *_: None),
-        listener=None,
-        lease=unheld_lease(),
-        suspects=Suspects(),
-        sweeps=Sweeps(),
-        max_crashes=3,
-        callers=make_callers(Engines(engine, None, owned=False), "outboxq", 30),
-        stopping=threading.Event(),
-        tally=Tally(),
-        lock=threading.Lock(),
-    )
+    shared = shared_by_slots(engine, ("ledger",))
     slot = Slot(shared, "sync", ("ledger",), lambda: None)
-    with engine.connect() as connection:
-        assert not slot.work_once(connection, slot.prepare(connection, SyncInvoker()))
-        pauses = [slot.pause_seconds(connection, flagged=True) for _ in range(10)]
+    with engine.begin() as other, engine.connect() as connection:
+        other.execute(text("SELECT FROM outboxq.job FOR UPDATE"))
+        assert not slot.work_seen(connection, slot.prepare(connection, SyncInvoker()), fresh=True)
+        pauses = [slot.pause_seconds(flagged=True) for _ in range(10)]
     assert pauses[0] == FIRST_PAUSE_SECONDS
     assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS
 

@@ -146,7 +146,7 @@ def test_a_schema_of_any_name_works_from_end_to_end(database: Database, empty_en
         assert schema_version(connection, schema) == LATEST
     with psycopg.connect(libpq_url(database.url), autocommit=True) as relay, relay.cursor() as cursor:
         cursor.execute(listen.listen(schema).encode())
-        assert cursor.execute(listen.try_sleep_flag(schema, "mail").encode()).fetchone() == (True,)
+        assert cursor.execute(listen.try_sleep_flags(schema, ["mail"]).encode()).fetchone() == ("mail", True)
         with psycopg.connect(libpq_url(database.url)) as producer:
             call = psycopg.sql.SQL("SELECT {}('greet', queue => 'mail')").format(
                 psycopg.sql.Identifier(schema, "add_job")

@@ -25,9 +25,9 @@ class Relay:
         connection.execute(listen.listen(SCHEMA).encode())
 
     def falls_asleep(self, queue: str) -> bool:
-        row = self.connection.execute(listen.try_sleep_flag(SCHEMA, queue).encode()).fetchone()
+        row = self.connection.execute(listen.try_sleep_flags(SCHEMA, [queue]).encode()).fetchone()
         assert row is not None
-        return bool(row[0])
+        return bool(row[1])
 
     def wakes_up(self, queue: str) -> None:
         self.connection.execute(listen.drop_sleep_flag(SCHEMA, queue).encode())
@@ -89,7 +89,7 @@ def test_a_rolled_back_job_wakes_nobody(relay: Relay, producer: psycopg.Connecti
 def test_the_flags_of_other_installations_do_not_count(relay: Relay, producer: psycopg.Connection) -> None:
     """The schema's name is in the key: a relay of another schema sleeps undisturbed."""
     relay.connection.execute(listen.listen("other").encode())
-    relay.connection.execute(listen.try_sleep_flag("other", "mail").encode())
+    relay.connection.execute(listen.try_sleep_flags("other", ["mail"]).encode())
     producer.execute(INSERT, [["mail"]])
     producer.commit()
     assert relay.heard() == []

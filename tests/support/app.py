@@ -128,6 +128,11 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             session.execute(text("rollback"))
         case "connection-commit":
             session.connection().commit()
+        case "savepoint-commit":
+            session.connection().get_nested_transaction().commit()
+        case "savepoint-commit-and-raise":
+            session.connection().get_nested_transaction().commit()
+            raise ValueError(how)
         case "driver-commit":
             session.connection().connection.commit()
         case "driver-commit-and-go-on":

@@ -127,6 +127,7 @@ MISDEEDS: dict[str, Callable[[Session, Account], object]] = {
     "select-for-update": lambda session, _: session.scalars(select(Account).with_for_update()).all(),
     "connection-commit": lambda session, _: session.connection().commit(),
     "connection-rollback": lambda session, _: session.connection().rollback(),
+    "savepoint-commit": lambda session, _: session.connection().get_nested_transaction().commit(),
     "driver-rollback": lambda session, _: session.connection().connection.rollback(),
     "nested-rollback": _nested_rollback,
     "nested-left-open": lambda session, _: session.begin_nested(),

@@ -100,4 +100,4 @@ def test_what_may_be_refused_is_left_to_the_slow_way(
 def test_an_object_of_a_class_of_the_callers_goes_the_slow_way() -> None:
     """It is stored all the same."""
     assert place.signature().encode_call((Point(1),), {}) is None
-    assert place.job(Point(1)).encode() == join_object({"point": encode_value("point", Point(1))})
+    assert place.job(Point(1)).args == join_object({"point": encode_value("point", Point(1))})

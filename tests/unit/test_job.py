@@ -1,37 +1,53 @@
 """Job ids: UUIDv7 by the letter of RFC 9562, so that new rows go to the right end of the primary key."""
 
-import dataclasses
 import time
+from collections.abc import Callable
 from uuid import RFC_4122, UUID
 
 import pytest
 
-from outboxq import JobHandle
-from outboxq.job import uuid7
+from outboxq.job import uuid7, uuid7s
 
 
-def test_a_job_id_has_the_version_and_the_variant_of_a_uuid7() -> None:
+def one_by_one(count: int) -> list[UUID]:
+    return [uuid7() for _ in range(count)]
+
+
+def together(count: int) -> list[UUID]:
+    return [UUID(text) for text in uuid7s(count)]
+
+
+Make = Callable[[int], list[UUID]]
+both_ways = pytest.mark.parametrize("make", [one_by_one, together])
+
+
+@both_ways
+def test_a_job_id_has_the_version_and_the_variant_of_a_uuid7(make: Make) -> None:
     """RFC 9562, section 5.7: version 7, variant 10."""
-    for job_id in (uuid7() for _ in range(200)):
+    for job_id in make(200):
         assert (job_id.version, job_id.variant) == (7, RFC_4122)
 
 
-def test_a_job_id_begins_with_the_milliseconds_of_its_making() -> None:
+@both_ways
+def test_a_job_id_begins_with_the_milliseconds_of_its_making(make: Make) -> None:
     """The first 48 bits are Unix milliseconds, which is what keeps the index's inserts together."""
     before = time.time_ns() // 1_000_000
-    stamp = uuid7().int >> 80
+    stamp = make(1)[0].int >> 80
     assert before <= stamp <= time.time_ns() // 1_000_000
 
 
-def test_job_ids_of_one_millisecond_differ() -> None:
+@both_ways
+def test_job_ids_of_one_millisecond_differ(make: Make) -> None:
     """74 random bits follow the time."""
-    assert len({uuid7() for _ in range(10_000)}) == 10_000
+    assert len(set(make(10_000))) == 10_000
 
 
-def test_every_bit_behind_the_time_but_version_and_variant_is_random() -> None:
+# A call for many keeps a bit for what it adds up.
+@pytest.mark.parametrize(("make", "kept"), [(one_by_one, 0), (together, 1 << 61)])
+def test_every_bit_behind_the_time_but_version_and_variant_is_random(make: Make, kept: int) -> None:
     """No random bit is masked away by mistake: over many ids each is seen both as 0 and as 1."""
-    ids = [uuid7().int for _ in range(400)]
-    fixed = 0xF << 76 | 0x3 << 62
+    ids = [make(1)[0].int for _ in range(400)]
+    fixed = 0xF << 76 | 0x3 << 62 | kept
     random_bits = (1 << 80) - 1 & ~fixed
     ones, zeros = 0, 0
     for value in ids:
@@ -40,8 +56,10 @@ def test_every_bit_behind_the_time_but_version_and_variant_is_random() -> None:
     assert ones & zeros & random_bits == random_bits
 
 
-def test_a_handle_cannot_be_changed() -> None:
-    """What add_job returned stays what it was."""
-    handle = JobHandle(UUID(int=1), "credit", "accounts")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        handle.queue = "other"  # type: ignore[misc]
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_job_ids_of_one_call_ascend_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    """Their rows go into the index in order, and no two are the same: also where all bits that are drawn are alike."""
+    monkeypatch.setattr("os.urandom", lambda size: bytes([byte]) * size)
+    ids = together(10_000)
+    assert ids == sorted(set(ids))
+    assert {(job_id.version, job_id.variant) for job_id in ids} == {(7, RFC_4122)}

@@ -1,13 +1,16 @@
 """What a producer names: kinds, options and jobs that are not enqueued yet."""
 
+import gc
+import pickle
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
 
-from outboxq import Context, Jobs, external
+from outboxq import Context, JobHandle, Jobs, external
 from outboxq.codec import MAX_ARGS_BYTES
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 from outboxq.kinds import JobOptions
@@ -33,8 +36,8 @@ def arguments(args: str) -> object:
 
 def test_arguments_are_stored_by_name() -> None:
     """However the call gave them; defaults are left out."""
-    assert arguments(credit.job(1, cents=5).encode()) == {"account_id": 1, "cents": 5}
-    assert arguments(credit.job(1).encode()) == {"account_id": 1}
+    assert arguments(credit.job(1, cents=5).args) == {"account_id": 1, "cents": 5}
+    assert arguments(credit.job(1).args) == {"account_id": 1}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_arguments_that_do_not_fit_are_refused_with_the_signature(
 
 def test_an_external_kind_takes_any_arguments_but_only_by_name() -> None:
     """Nothing else tells what a position means."""
-    assert arguments(ship.job(order_id=7, self="x", kind="y").encode()) == {"order_id": 7, "self": "x", "kind": "y"}
+    assert arguments(ship.job(order_id=7, self="x", kind="y").args) == {"order_id": 7, "self": "x", "kind": "y"}
     with pytest.raises(ArgumentError, match="'ship' is handled elsewhere: pass its arguments by name"):
         ship.job(7)
 
@@ -73,7 +76,7 @@ def test_arguments_are_those_of_the_call() -> None:
     tags = ["a"]
     new = credit.job(1, tags=tags)
     tags.append("b")
-    assert arguments(new.encode()) == {"account_id": 1, "tags": ["a"]}
+    assert arguments(new.args) == {"account_id": 1, "tags": ["a"]}
 
 
 def test_arguments_may_take_256_kib_and_no_byte_more() -> None:
@@ -81,7 +84,7 @@ def test_arguments_may_take_256_kib_and_no_byte_more() -> None:
     overhead = len('{"a":"","b":""}')
     half = (MAX_ARGS_BYTES - overhead) // 2
     rest = MAX_ARGS_BYTES - overhead - half
-    assert len(ship.job(a="x" * half, b="x" * rest).encode()) == 262_144
+    assert len(ship.job(a="x" * half, b="x" * rest).args) == 262_144
     with pytest.raises(
         JobTooLarge, match=r"'ship' take 262,145 bytes as JSON, over the cap of 262,144: store"
     ) as error:
@@ -94,8 +97,23 @@ def test_arguments_may_take_256_kib_and_no_byte_more() -> None:
 def test_a_job_does_not_show_its_payload() -> None:
     """Its repr may end up in a log."""
     new = ship.options(headers={"trace": "hunter2"}).job(password="hunter2")
-    assert "hunter2" not in repr(new).replace(repr(new.options), "")
+    assert "hunter2" not in repr(new)
     assert "ship" in repr(new)
+
+
+def test_the_garbage_collector_does_not_walk_new_jobs() -> None:
+    """A bulk holds all of its jobs until it is flushed."""
+    assert not gc.is_tracked(credit.job(1))
+    assert not gc.is_tracked(credit.options(priority=5, headers={"a": "1"}).job(1))
+
+
+def test_headers_are_those_of_the_call() -> None:
+    """Changing them afterwards does not change the job, but those that are made after it."""
+    headers = {"trace": "a"}
+    traced = credit.options(headers=headers)
+    before = traced.job(1)
+    headers["trace"] = "b"
+    assert [new.envelope.headers for new in (before, traced.job(1))] == ['{"trace":"a"}', '{"trace":"b"}']
 
 
 def test_options_add_up_and_leave_their_kind_alone() -> None:
@@ -166,3 +184,25 @@ def test_a_kind_with_a_name_that_cannot_be_carried_is_refused(kind: str, queue: 
     """Where it is defined."""
     with pytest.raises(ArgumentError, match="name"):
         external(kind, queue=queue)
+
+
+def test_a_handle_cannot_be_changed() -> None:
+    """What add_job returned stays what it was."""
+    handle = JobHandle(UUID(int=1).hex, "credit", "accounts")
+    for name in ("id", "hex", "kind", "queue", "other"):
+        with pytest.raises(AttributeError):
+            setattr(handle, name, "other")
+
+
+def test_a_handle_is_a_value() -> None:
+    """Equal ones are one key of a dict; it travels to another process, and its repr has the id as people write it."""
+    handle, same, other = (JobHandle(UUID(int=number).hex, "credit", "accounts") for number in (1, 1, 2))
+    assert handle.id == UUID(int=1)
+    assert {handle, same, other} == {handle, other}
+    assert pickle.loads(pickle.dumps(handle)) == handle
+    assert repr(handle) == f"JobHandle(id={UUID(int=1)!r}, kind='credit', queue='accounts')"
+
+
+def test_the_garbage_collector_does_not_walk_handles() -> None:
+    """Those of a bulk live on together: each would be walked again and again, with all that the process holds."""
+    assert not gc.is_tracked(JobHandle(UUID(int=1).hex, "credit", "accounts"))

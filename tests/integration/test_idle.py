@@ -1,0 +1,259 @@
+"""What a relay sends that has nothing to do, counted on the wire: every statement of every connection of it."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from benchmarks.proxy import RunningProxy, running_proxy
+from benchmarks.relays import RelayOptions, running_relay
+from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.driver import run_alone
+from outboxq.events import JobDone, RelayStarted
+from outboxq.invoke import SyncInvoker
+from outboxq.listener import Listener, Sleeper
+from outboxq.lookout import Lookout
+from outboxq.postgres import Database
+from outboxq.slot import Slot
+from outboxq.statements.listen import look
+from tests.conftest import StartRelay
+from tests.integration.test_wake import wait_until_asleep
+from tests.support import app
+from tests.support.slots import shared_by_slots
+from tests.support.waiting import wait_until
+
+SECONDS = 5
+MOST = 3 * SECONDS
+QUEUES = ("ledger", "ledger-async")
+
+
+@pytest.fixture
+def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
+    with running_proxy(outboxq_database.url, 0.0) as proxy:
+        yield proxy
+
+
+def sent_while_idle(proxy: RunningProxy, bound: int) -> int:
+    """What is sent in some seconds; on a busy machine the start may reach into the first of them."""
+    sent = bound + 1
+    for _ in range(5):
+        before = proxy.count()
+        time.sleep(SECONDS)
+        sent = proxy.count() - before
+        if sent <= bound:
+            break
+    return sent
+
+
+def one_queue() -> Jobs:
+    jobs = Jobs()
+    jobs.add(app.record)
+    return jobs
+
+
+def under_leases() -> Jobs:
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger", claim="lease")
+    def work(ctx: Context) -> None:
+        """Nothing."""
+
+    return jobs
+
+
+def eight_queues() -> Jobs:
+    jobs = Jobs()
+    for number in range(8):
+
+        @jobs.handler(queue=f"queue {number}", kind=f"kind {number}")
+        def work(ctx: Context) -> None:
+            """Nothing."""
+
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("jobs", "config"),
+    [
+        (one_queue(), RelayConfig()),
+        (one_queue(), RelayConfig(slots_per_queue=12)),
+        (one_queue(), RelayConfig(listen=False)),
+        (under_leases(), RelayConfig()),
+        (eight_queues(), RelayConfig()),
+    ],
+    ids=["two slots", "twelve slots", "without listening", "under leases", "eight queues"],
+)
+def test_an_idle_relay_sends_three_statements_a_second_at_most(
+    jobs: Jobs, config: RelayConfig, proxy: RunningProxy, start_relay: StartRelay
+) -> None:
+    """Whatever the number of its slots and queues: they share their looks."""
+    with start_relay(jobs, config, engine=proxy.url) as running:
+        wait_until(lambda: running.of(RelayStarted), "the relay's start")
+        assert sent_while_idle(proxy, MOST) <= MOST
+
+
+def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at_once(
+    proxy: RunningProxy, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Jobs leave nothing behind that goes on asking, and who asks seldom is woken."""
+    config = RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=30)
+    with start_relay(one_queue(), config, engine=proxy.url) as running:
+        with sessions.begin() as session:
+            session.add_jobs(app.record.job(name=f"job {n}") for n in range(100))
+        wait_until(lambda: len(running.of(JobDone)) == 100, "the jobs")
+        assert sent_while_idle(proxy, MOST) <= MOST
+        wait_until_asleep(engine)
+        with sessions.begin() as session:
+            session.add_job(app.record, name="the next one")
+        wait_until(lambda: len(running.of(JobDone)) == 101, "the next job", 5)
+
+
+def test_idle_async_slots_send_no_more(
+    proxy: RunningProxy, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Tasks share their looks as threads do, and a job that is committed meanwhile is run."""
+    jobs = Jobs()
+    jobs.add(app.record_async)
+    with start_relay(jobs, RelayConfig(slots_per_queue=4), engine=create_async_engine(proxy.url)) as running:
+        wait_until(lambda: running.of(RelayStarted), "the relay's start")
+        assert sent_while_idle(proxy, MOST) <= MOST
+        with sessions.begin() as session:
+            session.add_job(app.record_async, name="job")
+        wait_until(lambda: running.of(JobDone), "the job", 5)
+
+
+def test_idle_processes_send_three_statements_a_second_each_at_most(proxy: RunningProxy) -> None:
+    """Those that cannot have the sleep flag, because another process holds it, look no more often."""
+    with running_relay(proxy.url, RelayOptions("noop", slots=6, processes=3)) as relay:
+        wait_until(lambda: relay.log().count("relay started") == 3, "three processes")
+        assert sent_while_idle(proxy, 3 * MOST) <= 3 * MOST
+
+
+def test_a_job_for_which_nobody_notifies_is_found_by_a_look(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """In whichever queue: one that is resumed by hand calls nobody."""
+    with sessions.begin() as session:
+        for name in QUEUES:
+            session.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES (:name, now())"), {"name": name})
+        session.add_job(app.record, name="paused")
+        session.add_job(app.record_async, name="paused too")
+    with start_relay(config=RelayConfig()) as running:
+        for name in QUEUES:
+            wait_until_asleep(engine, name)
+        with engine.begin() as operator:
+            operator.execute(text("UPDATE outboxq.queue SET paused_at = NULL"))
+        wait_until(lambda: len(running.of(JobDone)) == 2, "both jobs")
+
+
+def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
+    engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """A look that another slot began earlier may have missed what nobody notified for."""
+    shared = shared_by_slots(engine, ("ledger",))
+    first, second = (Slot(shared, "sync", ("ledger",), lambda: None) for _ in range(2))
+    with engine.connect() as one, engine.connect() as two:
+        work = first.prepare(one, SyncInvoker()), second.prepare(two, SyncInvoker())
+        assert not first.work_seen(one, work[0], fresh=True)
+        with sessions.begin() as session:
+            session.add_job(app.record, name="in between")
+        assert not second.work_seen(two, work[1], fresh=False), "the first slot's look is shared"
+        assert second.work_seen(two, work[1], fresh=True)
+
+
+def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one looks for itself, although the first has just looked."""
+    fall_asleep, saw, seen = Listener.fall_asleep, Lookout.saw, threading.Event()
+    calls = itertools.count()
+
+    def insert_before_the_second(listener: Listener, sleeper: Sleeper) -> "Future[bool]":
+        if next(calls) == 1:
+            assert seen.wait(20)
+            with sessions.begin() as session:
+                session.execute(text("SET LOCAL outboxq.notify = 'off'"))
+                session.add_job(app.record, name="in between")
+        return fall_asleep(listener, sleeper)
+
+    def note(lookout: Lookout, *found: object) -> None:
+        saw(lookout, *found)
+        seen.set()
+
+    monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_second)
+    monkeypatch.setattr(Lookout, "saw", note)
+    config = RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=30)
+    with start_relay(one_queue(), config) as running:
+        wait_until(lambda: running.of(JobDone), "the job", 10)
+
+
+def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
+    engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """No slot depends on another one's connection."""
+    shared = shared_by_slots(engine, ("ledger",))
+    slot = Slot(shared, "sync", ("ledger",), lambda: None)
+    with engine.connect() as connection:
+        work = slot.prepare(connection, SyncInvoker())
+        with sessions.begin() as session:
+            session.add_job(app.record, name="job")
+        assert shared.lookout.take() is not None
+        assert not slot.work_seen(connection, work, fresh=False)
+        slot.pause_seconds(flagged=True)
+        assert slot.work_seen(connection, work, fresh=False)
+
+
+def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
+    """The last look that was begun is the one to go by."""
+    lookout = shared_by_slots(engine, ("ledger",)).lookout
+    older, newer = lookout.take(), lookout.take()
+    assert older is not None
+    assert newer is not None
+    lookout.saw(newer, [("ledger", True, None, None)])
+    lookout.saw(older, [])
+    assert lookout.is_waiting(("ledger",))
+
+
+def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
+    """Nothing of it could be claimed: looking must not lead to claims."""
+    statement = look("outboxq", ("ledger", "other"))
+    with sessions.begin() as session:
+        session.add_job(app.record, name="job")
+    with engine.connect() as connection:
+        assert run_alone(connection, statement) == [("ledger", True, None, None)]
+        with engine.begin() as operator:
+            operator.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('ledger', now())"))
+        assert run_alone(connection, statement) == []
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["alone", "with a listener"])
+def test_a_look_is_one_message_unless_somebody_listens_for_transactions(
+    begins: bool, outboxq_database: Database
+) -> None:
+    """Users' listeners on the engine (SET LOCAL ROLE, a tenant) see it begin."""
+    engine = create_engine(outboxq_database.url)
+    begun: list[object] = []
+    if begins:
+        event.listen(engine, "begin", begun.append)
+    with engine.connect() as connection:
+        for _ in range(2):
+            if begins:
+                run_alone(connection, "SAVEPOINT one")
+            else:
+                with pytest.raises(psycopg.errors.NoActiveSqlTransaction):
+                    run_alone(connection, "SAVEPOINT one")
+        # Whatever came of it, the next transaction is one.
+        with connection.begin():
+            connection.execute(text("SAVEPOINT two"))
+    assert len(begun) == (3 if begins else 0)
+    engine.dispose()

@@ -1,0 +1,232 @@
+"""Claims are prepared once for each connection, planned for their indexes, and sent as text where that is lost."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.orm import sessionmaker
+
+import outboxq.batch as batch_module
+import outboxq.slot as slot_module
+from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.claim import ClaimRequest, PreparedClaims
+from outboxq.driver import ScriptResult, run_script
+from outboxq.postgres import Database
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
+from tests.support.app import Effect
+from tests.support.ledger import dead, ledger, waiting
+
+JOBS = 60
+FILL = """\
+INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
+SELECT gen_random_uuid(), 'mine', 'kind', '{}', CASE WHEN n % 2 = 0 THEN 'ready' ELSE 'scheduled' END, now()
+FROM generate_series(1, :count) AS n ORDER BY random()"""
+
+
+@pytest.fixture(autouse=True)
+def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots go on with one sort of jobs for as long as there are any."""
+    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each claim that came with a COMMIT, whether it was executed by its name."""
+    found: list[bool] = []
+    original = batch_module.run_script
+
+    def noting(connection: Connection, script: str) -> list[ScriptResult]:
+        if "FOR UPDATE SKIP LOCKED" in script or "EXECUTE" in script:
+            found.append("EXECUTE" in script)
+        return original(connection, script)
+
+    monkeypatch.setattr(batch_module, "run_script", noting)
+    return found
+
+
+def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs) -> list[str]:
+    names = [f"job {number}" for number in range(JOBS)]
+    kind = jobs.resolve().find("record")
+    with sessions.begin() as session:
+        session.add_jobs([kind.job(name=name) for name in names])
+    return names
+
+
+def recording(also: Callable[[Context, str], None]) -> Jobs:
+    """A registry whose only handler records its job, and does this too."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger", kind="record")
+    def record(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        also(ctx, name)
+
+    return jobs
+
+
+def drain(target: str | Engine, jobs: Jobs, batch_size: int) -> None:
+    Relay(target, jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size)).drain()
+
+
+@pytest.mark.parametrize(("before", "limit"), [(0, 10), (1_500, 500)], ids=["empty", "small"])
+@pytest.mark.parametrize(
+    ("sort", "cursor"), [("ready", None), ("ready", Cursor(0, 1)), ("due", None)], ids=["start", "behind", "due"]
+)
+def test_a_claim_that_was_prepared_for_a_small_table_walks_its_index_in_a_large_one(
+    sort: str, cursor: Cursor | None, before: int, limit: int, engine: Engine
+) -> None:
+    """With the planner as the server has it, this very plan would be one that reads, or sorts, everything."""
+    with engine.connect() as connection, connection.begin():
+        connection.execute(text("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)"))
+        connection.execute(text(FILL), {"count": before})
+        connection.execute(text("ANALYZE outboxq.job"))
+    script: ClaimScript = getattr(ClaimStatements("outboxq", "mine"), sort)
+    prepared = script.prepared(limit, behind=cursor is not None)
+    with engine.connect() as connection:
+        with connection.begin():
+            run_script(connection, f"{prepared.definition}; {prepared.execution(cursor)}")
+            connection.execute(text(FILL), {"count": 50_000})
+        nodes = explained(connection, prepared.execution(cursor))
+        with connection.begin():
+            run_script(connection, "DEALLOCATE ALL")
+    assert {node["Node Type"] for node in nodes}.isdisjoint({"Sort", "Seq Scan"})
+    assert nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"] < 30 * limit
+    walks = {node.get("Index Name") for node in nodes if node["Actual Loops"]}
+    assert walks >= {"job_pkey", "job_ready" if sort == "ready" else "job_scheduled"}
+
+
+def explained(connection: Connection, execution: str) -> list[dict[str, object]]:
+    explain = execution.replace("EXECUTE", "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE")
+    with connection.begin() as transaction:
+        rows = next(result.rows for result in run_script(connection, explain) if result.rows)
+        transaction.rollback()
+    plan = rows[0][0]
+    found: list[dict[str, object]] = []
+    pending = [(json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]]
+    while pending:
+        node = pending.pop(0)
+        found.append(node)
+        pending += node.get("Plans", [])
+    return found
+
+
+def test_a_handler_finds_the_planner_as_the_server_has_it(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine
+) -> None:
+    """What is set for the claim ends with it."""
+    seen: set[tuple[str, ...]] = set()
+    names = ("enable_sort", "enable_seqscan", "plan_cache_mode")
+
+    def look(ctx: Context, _name: str) -> None:
+        seen.add(tuple(str(ctx.session.scalar(text(f"SHOW {name}"))) for name in names))
+
+    jobs = recording(look)
+    expected = enqueue(sessions, jobs)
+    drain(outboxq_database.url, jobs, 1)
+    assert seen == {("on", "on", "auto")}
+    assert ledger(engine) == Counter(expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_claims_are_executed_by_name(
+    batch_size: int,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    engine: Engine,
+    executed: list[bool],
+) -> None:
+    """All of them, once they are prepared."""
+    jobs = recording(lambda _ctx, _name: None)
+    names = enqueue(sessions, jobs)
+    drain(outboxq_database.url, jobs, batch_size)
+    assert ledger(engine) == Counter(names)
+    assert len(executed) >= JOBS // batch_size - 1
+    assert all(executed)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("lost_after", ["each", "some"])
+def test_a_session_that_forgets_its_statements_costs_no_job(
+    lost_after: str,
+    batch_size: int,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    engine: Engine,
+    executed: list[bool],
+) -> None:
+    """As behind a transaction pooler, or where the driver lets go of them after a rollback: prepared anew.
+
+    Where that happens all the time, claims are sent as text.
+    """
+
+    def forget(ctx: Context, name: str) -> None:
+        if lost_after == "each" or name in ("job 20", "job 40"):
+            # Not the driver's, which would be missed, and whose jobs would fail for it.
+            prepared = text("SELECT name FROM pg_prepared_statements WHERE name LIKE 'outboxq%'")
+            for statement in ctx.session.scalars(prepared).all():
+                ctx.session.execute(text(f"DEALLOCATE {statement}"))
+
+    jobs = recording(forget)
+    names = enqueue(sessions, jobs)
+    drain(outboxq_database.url, jobs, batch_size)
+    assert ledger(engine) == Counter(names)
+    assert (waiting(engine), dead(engine)) == (0, 0)
+    assert executed[-1] is (lost_after == "some")
+
+
+def test_nothing_is_prepared_where_the_driver_shall_prepare_nothing(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine, executed: list[bool]
+) -> None:
+    """As it is set behind a transaction pooler."""
+    jobs = recording(lambda _ctx, _name: None)
+    names = enqueue(sessions, jobs)
+    own = create_engine(outboxq_database.url, connect_args={"prepare_threshold": None})
+    drain(own, jobs, 1)
+    own.dispose()
+    assert ledger(engine) == Counter(names)
+    assert not any(executed)
+
+
+def test_a_name_that_is_taken_is_used(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine, executed: list[bool]
+) -> None:
+    """One name stands for one text, whoever prepared it: an earlier try, or another client of a pooler."""
+    script = ClaimStatements("outboxq", "ledger").ready
+    own = create_engine(outboxq_database.url)
+
+    @event.listens_for(own, "connect")
+    def prepare(connection: object, _record: object) -> None:
+        for behind in (False, True):
+            connection.cursor().execute(script.prepared(1, behind=behind).definition)  # type: ignore[attr-defined]
+        connection.commit()  # type: ignore[attr-defined]
+
+    jobs = recording(lambda _ctx, _name: None)
+    names = enqueue(sessions, jobs)
+    drain(own, jobs, 1)
+    own.dispose()
+    assert ledger(engine) == Counter(names)
+    assert executed[-1]
+
+
+def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine
+) -> None:
+    """An upgrade beside running relays: PostgreSQL refuses a plan whose columns have other types by now."""
+    jobs = recording(lambda _ctx, _name: None)
+    names = enqueue(sessions, jobs)
+    prepared, script = PreparedClaims(), ClaimStatements("outboxq", "ledger").ready
+    with engine.connect() as connection:
+        with connection.begin() as transaction:
+            request = ClaimRequest(script, 1, prepared=prepared)
+            assert request.read(run_script(connection, request.text())).jobs
+            transaction.rollback()
+        with engine.begin() as other:
+            other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
+        request = ClaimRequest(script, 1, prepared=prepared)
+        with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
+            run_script(connection, request.text())
+        assert request.failed(caught.value)
+    drain(outboxq_database.url, jobs, 1)
+    assert ledger(engine) == Counter(names)

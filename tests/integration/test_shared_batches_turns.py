@@ -1,0 +1,422 @@
+"""What a shared batch knows of its handlers' turns: who works with the session, who has the connection."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, event, select, text
+from sqlalchemy.orm import Mapped, ORMExecuteState, Session, mapped_column, sessionmaker
+from sqlalchemy.orm.attributes import set_committed_value
+
+from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.errors import SharedRunEnded
+from outboxq.postgres import Database
+from outboxq.recover import COMMITTED_BY_HANDLER
+from outboxq.shared_session import SharedSession
+from tests.support.app import Account, Base, Effect
+from tests.support.ledger import ledger
+from tests.support.shared_app import ADD
+
+ONCE = Backoff(max_attempts=1)
+
+
+class Two(Base):
+    """A row with two columns to change."""
+
+    __tablename__ = "two"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    a: Mapped[int] = mapped_column(default=0)
+    b: Mapped[int] = mapped_column(default=0)
+
+
+@pytest.fixture
+def drain(outboxq_database: Database):
+    """Run what waits, in one slot and batches of 50."""
+    return lambda jobs: Relay(
+        outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=()
+    ).drain()
+
+
+@pytest.fixture(autouse=True)
+def rows(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
+    Base.metadata.create_all(engine)
+    with sessions.begin() as session:
+        session.add_all(Account(id=number, balance=0) for number in range(1, 31))
+
+
+def balances(engine: Engine) -> dict[int, int]:
+    with Session(engine) as session:
+        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
+
+
+def dead(engine: Engine) -> list[tuple[str, str]]:
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT args->>'name', reason FROM outboxq.dead_job"))
+        return [(name, reason) for name, reason in found]
+
+
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each thread waited for the server."""
+    counted: Counter[int] = Counter()
+    original = psycopg.Connection.wait
+
+    def wait(self, *args, **kwargs):
+        counted[threading.get_ident()] += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(psycopg.Connection, "wait", wait)
+    return counted
+
+
+def test_a_statement_of_a_handlers_own_is_one_round_trip(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain, trips: Counter[int]
+) -> None:
+    """Nothing is asked or sent between two of them."""
+    jobs, seen = Jobs(), []
+
+    @jobs.handler(queue="q", batchable=True)
+    def add(ctx: Context, account_id: int) -> None:
+        seen.append(trips[threading.get_ident()])
+        ctx.session.execute(ADD, {"id": account_id, "cents": 1})
+
+    with sessions.begin() as session:
+        session.add_jobs(add.job(account_id=number) for number in range(1, 31))
+    drain(jobs)
+    assert [behind - before for before, behind in pairwise(seen)] == [1] * 29
+    assert balances(engine) == dict.fromkeys(range(1, 31), 1)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["UPDATE account SET balance = 1 WHERE id = 30; COMMIT", "/* /* */ */ COMMIT", "-- nothing\rCOMMIT"],
+    ids=["script", "comment", "line"],
+)
+def test_a_commit_that_only_the_server_can_read_costs_the_others_nothing(
+    script: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Also where the driver has begun the next transaction by the time the handler returns."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "bad":
+            ctx.session.execute(text(script))
+            ctx.session.execute(text("SELECT 1"))
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
+    drain(jobs)
+    done = ledger(engine)
+    del done["bad"]
+    assert done == Counter("acd")
+    assert dead(engine) == [("bad", COMMITTED_BY_HANDLER)]
+
+
+def test_what_goes_over_the_connection_of_a_result_is_seen(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """As over session.connection(): the next job's row is read again."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def add(ctx: Context, account: Account) -> None:
+        account.balance += 1
+
+    @jobs.handler(queue="q", batchable=True)
+    def around(ctx: Context) -> None:
+        ctx.session.execute(select(Account.__table__.c.id)).connection.execute(ADD, {"id": 1, "cents": 5})
+
+    with sessions.begin() as session:
+        account = session.get_one(Account, 1)
+        session.add_jobs([add.job(account=account), around.job(), add.job(account=account)])
+    drain(jobs)
+    assert balances(engine) == {1: 7}
+
+
+def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Whoever takes it may use it unseen: the server is asked before the next job runs."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "bad":
+            connection = ctx.session.execute(text("SELECT 1")).connection
+            connection.connection.cursor().execute("COMMIT; BEGIN")
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
+    drain(jobs)
+    done = ledger(engine)
+    del done["bad"]
+    assert done == Counter("acd")
+    assert dead(engine) == [("bad", COMMITTED_BY_HANDLER)]
+
+
+@pytest.mark.parametrize("names", [("a", "b", "bad"), ("a", "bad", "c", "d")])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
+    others: int, names: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Found when all have run: some of their rows stand, and nobody knows whose. Each has one end that is seen."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        ctx.session.flush()
+        if name == "bad":
+            # Nobody can see this.
+            ctx.session._bind._dbapi_connection.cursor().execute("COMMIT; BEGIN")
+
+    @jobs.handler(queue="q")
+    def other(ctx: Context) -> None:
+        ctx.session.add(Effect(name="other"))
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in names)
+        session.add_jobs(other.job() for _ in range(others))
+    report = drain(jobs)
+    assert dead(engine) == [(name, COMMITTED_BY_HANDLER) for name in names]
+    assert (report.done, report.died) == (others, len(names))
+    assert ledger(engine) == Counter([*names[: names.index("bad") + 1], *["other"] * others])
+
+
+@pytest.mark.parametrize("way", ["cursor", "context", "server-side"])
+def test_a_commit_by_way_of_a_cursor_is_its_own_jobs(
+    way: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """A result leads to its cursor, and that to the driver's connection."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "bad":
+            options = {"stream_results": way == "server-side"}
+            result = ctx.session.execute(text("SELECT 1"), execution_options=options)
+            cursor = result.context.cursor if way == "context" else result.cursor
+            connection = cursor.connection
+            result.close()
+            connection.commit()
+            connection.execute("SELECT 1")
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in ("a", "b", "bad", "c", "d"))
+    drain(jobs)
+    assert ledger(engine) == Counter(["a", "b", "bad", "c", "d"])
+    assert dead(engine) == [("bad", COMMITTED_BY_HANDLER)]
+
+
+def test_a_task_of_a_handlers_own_may_not_do_what_the_batch_does_meanwhile(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """While the rows of the jobs before it are sent, its other tasks have their turn too."""
+    jobs, refused = Jobs(), []
+
+    @jobs.handler(queue="q", batchable=True)
+    async def add(ctx: AsyncContext, account: Account) -> None:
+        account.balance += 1
+
+    @jobs.handler(queue="q", batchable=True)
+    async def gather(ctx: AsyncContext) -> None:
+        async def expire() -> None:
+            try:
+                ctx.session.expire_all()
+            except SharedRunEnded as error:
+                refused.append(error)
+
+        await asyncio.gather(ctx.session.execute(text("SELECT 1")), expire())
+
+    with sessions.begin() as session:
+        session.add_jobs(add.job(account=session.get_one(Account, number)) for number in (1, 2))
+        session.add_job(gather)
+        session.add_job(add, account=session.get_one(Account, 3))
+    drain(jobs)
+    assert len(refused) == 1
+    assert balances(engine) == {1: 1, 2: 1, 3: 1}
+
+
+def test_a_task_that_a_hook_began_while_the_batch_loaded_is_not_the_batch(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """It was the batch's turn then, and is a handler's by now."""
+    jobs, tasks, refused, go_on = Jobs(), [], [], asyncio.Event()
+
+    async def late(session: Session) -> None:
+        await go_on.wait()
+        try:
+            session.expire_all()
+        except SharedRunEnded as error:
+            refused.append(error)
+
+    def begin_task(state: ORMExecuteState) -> None:
+        if not tasks and isinstance(state.session, SharedSession):
+            tasks.append(asyncio.get_running_loop().create_task(late(state.session)))
+
+    @jobs.handler(queue="q", batchable=True)
+    async def first(ctx: AsyncContext, account: Account) -> None:
+        account.balance += 1
+
+    @jobs.handler(queue="q", batchable=True)
+    async def second(ctx: AsyncContext, account: Account) -> None:
+        account.balance += 1
+        go_on.set()
+        await asyncio.wait(tasks)
+
+    with sessions.begin() as session:
+        session.add_job(first, account=session.get_one(Account, 1))
+        session.add_job(second, account=session.get_one(Account, 2))
+    event.listen(Session, "do_orm_execute", begin_task)
+    try:
+        drain(jobs)
+    finally:
+        event.remove(Session, "do_orm_execute", begin_task)
+    assert len(refused) == 1
+    assert balances(engine) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["quiet", "sends"])
+def test_a_change_that_is_exchanged_for_another_is_missed(
+    sends: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """As many columns wait to be written as before, but not the same ones; also where the handler sends them itself."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def change(ctx: Context, row: Two) -> None:
+        row.a += 1
+
+    @jobs.handler(queue="q", batchable=True)
+    def exchange(ctx: Context) -> None:
+        for row in ctx.session.dirty:
+            set_committed_value(row, "a", 0)
+            row.b = 5
+        if sends:
+            ctx.session.flush()
+
+    with sessions.begin() as session:
+        row = Two(id=1)
+        session.add(row)
+        session.flush()
+        session.add_jobs([change.job(row=row), exchange.job()])
+    drain(jobs)
+    with Session(engine) as session:
+        found = session.get_one(Two, 1)
+        assert (found.a, found.b) == (1, 0)
+
+
+# How each is called, by its name.
+REFUSED: dict[str, Callable[[Session, Account], object]] = {
+    "bulk_insert_mappings": lambda session, _: session.bulk_insert_mappings(Account, []),
+    "bulk_save_objects": lambda session, _: session.bulk_save_objects([]),
+    "bulk_update_mappings": lambda session, _: session.bulk_update_mappings(Account, []),
+    "close": lambda session, _: session.close(),
+    "enable_relationship_loading": lambda session, account: session.enable_relationship_loading(account),
+    "expire": lambda session, account: session.expire(account),
+    "expire_all": lambda session, _: session.expire_all(),
+    "expunge": lambda session, account: session.expunge(account),
+    "expunge_all": lambda session, _: session.expunge_all(),
+    "flush(objects)": lambda session, account: session.flush([account]),
+    "get(populate_existing)": lambda session, account: session.get(Account, account.id, populate_existing=True),
+    "invalidate": lambda session, _: session.invalidate(),
+    "merge(load=False)": lambda session, _: session.merge(Account(id=7), load=False),
+    "prepare": lambda session, _: session.prepare(),
+    "query.populate_existing": lambda session, _: session.query(Account).populate_existing().all(),
+    "refresh": lambda session, account: session.refresh(account),
+    "reset": lambda session, _: session.reset(),
+    "rollback": lambda session, _: session.rollback(),
+    "select(populate_existing)": lambda session, _: session.scalars(
+        select(Account).execution_options(populate_existing=True)
+    ).all(),
+    "scalars(populate_existing)": lambda session, _: session.scalars(
+        select(Account), execution_options={"populate_existing": True}
+    ).all(),
+    "with_for_update": lambda session, _: session.scalars(select(Account).with_for_update()).all(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_undo_the_rows_of_others_is_refused(
+    name: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """By itself, and not only where its damage shows; and each runs alone then, also where that is swallowed."""
+    jobs, refused, runs = Jobs(), [], []
+
+    @jobs.handler(queue="q", batchable=True)
+    def act(ctx: Context, account: Account, guilty: bool) -> None:
+        runs.append(account.id)
+        account.balance += 1
+        if guilty and len(runs) == 2:
+            try:
+                REFUSED[name](ctx.session, account)
+            except SharedRunEnded as error:
+                refused.append(error)
+
+    with sessions.begin() as session:
+        for number in (1, 2, 3):
+            session.add_job(act, account=session.get_one(Account, number), guilty=number == 2)
+    drain(jobs)
+    assert len(refused) == 1
+    assert runs == [1, 2, 1, 2, 3]
+    assert balances(engine) == {1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("fails", ["group", "shared"])
+def test_a_group_that_fails_leaves_the_rows_of_the_jobs_before_it(
+    fails: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Those that shared a batch, and those that ran by themselves after they could not."""
+    jobs = Jobs()
+
+    @dataclass
+    class Named:
+        name: str
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def one(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "bad" and fails == "shared":
+            raise ValueError(name)
+
+    @jobs.batch_handler(Named, queue="q", retry=ONCE)
+    def many(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add_all(Effect(name=item.args.name) for item in items)
+        ctx.session.flush()
+        if any(item.args.name == "worse" for item in items):
+            raise ValueError("worse")
+
+    with sessions.begin() as session:
+        session.add_jobs(one.job(name=name) for name in ("a", "bad", "c"))
+        session.add_jobs(many.job(name=name) for name in ("x", "worse", "z"))
+    drain(jobs)
+    assert ledger(engine) == Counter(["a", "c", "x", "z", *(["bad"] if fails == "group" else [])])
+
+
+def test_a_failure_repeats_the_jobs_that_shared_its_run_and_no_others(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """However large the batch: each of them takes a savepoint then, and more than 64 are a burden for others."""
+    jobs, runs = Jobs(), Counter()
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def act(ctx: Context, number: int) -> None:
+        runs[number] += 1
+        ctx.session.add(Effect(name=str(number)))
+        if number == 70:
+            raise ValueError(number)
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(number=number) for number in range(120))
+    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=200), hooks=()).drain()
+    assert ledger(engine) == Counter(str(number) for number in range(120) if number != 70)
+    assert [number for number, count in runs.items() if count == 2] == [*range(50, 71)]

@@ -1,0 +1,45 @@
+"""Slots without a relay around them."""
+
+import threading
+from uuid import uuid4
+
+from sqlalchemy import Engine
+
+from outboxq.callers import make_callers
+from outboxq.cursors import Sweeps
+from outboxq.engines import Engines
+from outboxq.events import Emitter
+from outboxq.lease import Lease, Suspects
+from outboxq.lookout import Lookout
+from outboxq.slot import Shared, Tally
+from tests.support import app
+
+
+def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: float = 30) -> Shared:
+    """What slots of these queues of the application share; they neither listen nor hold a lease."""
+    emit = Emitter([], lambda *_: None)
+    return Shared(
+        registry=app.jobs.resolve(),
+        state=None,
+        schema="outboxq",
+        batch_size=1,
+        poll_seconds=poll_seconds,
+        until_empty=False,
+        emit=emit,
+        listener=None,
+        lookout=Lookout("outboxq", queues),
+        lease=_unheld_lease(emit),
+        suspects=Suspects(),
+        sweeps=Sweeps(),
+        max_crashes=3,
+        callers=make_callers(Engines(engine, None, owned=False), "outboxq", 30),
+        stopping=threading.Event(),
+        tally=Tally(),
+        lock=threading.Lock(),
+    )
+
+
+def _unheld_lease(emit: Emitter) -> Lease:
+    """A lease whose thread was never started."""
+    settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
+    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), set, emit, lambda _: None, lambda: None, **settings)

@@ -22,6 +22,14 @@ from sqlalchemy import make_url
 _ROOT = Path(__file__).parent.parent
 _RECEIVE_BYTES = 65_536
 _PR_SET_TIMERSLACK = 29
+_SPIN_SECONDS = 150e-6
+# Linux: its option SO_TIMESTAMPING, SOF_TIMESTAMPING_RX_SOFTWARE | SOF_TIMESTAMPING_SOFTWARE, and the first of three
+# timespecs.
+_SO_TIMESTAMPING = 37
+_SOFTWARE_STAMPS = (1 << 3) | (1 << 4)
+_STAMP = struct.Struct("@ll")
+_STAMP_BYTES = socket.CMSG_SPACE(3 * _STAMP.size)
+_LONGEST_WAKE_SECONDS = 0.5e-3
 
 
 class Statements:
@@ -100,7 +108,7 @@ def _pump(source: socket.socket, target: socket.socket, delay_seconds: float, se
         with contextlib.suppress(OSError):
             while True:
                 due, data = waiting.get()
-                time.sleep(max(0.0, due - time.monotonic()))
+                _wait_until(due)
                 if not data:
                     break
                 target.sendall(data)
@@ -108,15 +116,41 @@ def _pump(source: socket.socket, target: socket.socket, delay_seconds: float, se
             target.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=send, daemon=True).start()
+    _ask_for_stamps(source)
     data = b"first"
     while data:
         try:
-            data = source.recv(_RECEIVE_BYTES)
+            data, arrived = _receive(source)
         except OSError:
-            data = b""
-        waiting.put((time.monotonic() + delay_seconds, data))
+            data, arrived = b"", time.monotonic()
+        waiting.put((arrived + delay_seconds, data))
         if seen is not None:
             seen.feed(data)
+
+
+def _ask_for_stamps(source: socket.socket) -> None:
+    # Without them the time until this thread runs would come on top.
+    with contextlib.suppress(OSError):
+        source.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _SOFTWARE_STAMPS)
+
+
+def _receive(source: socket.socket) -> tuple[bytes, float]:
+    """What came in, and when it did (monotonic): as the kernel says, where it says so."""
+    data, extra, _, _ = source.recvmsg(_RECEIVE_BYTES, _STAMP_BYTES)
+    now, clock = time.monotonic(), time.time()
+    for level, kind, content in extra:
+        if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPING and len(content) >= _STAMP.size:
+            seconds, nanoseconds = _STAMP.unpack_from(content)
+            # Never more than what waking up may take: somebody may have set the clock.
+            return data, now - min(max(clock - seconds - nanoseconds * 1e-9, 0.0), _LONGEST_WAKE_SECONDS)
+    return data, now
+
+
+def _wait_until(due: float) -> None:
+    """Sleep, and spin at the end: a sleeper is woken late."""
+    time.sleep(max(0.0, due - time.monotonic() - _SPIN_SECONDS))
+    while time.monotonic() < due:
+        pass
 
 
 def _sleep_exactly() -> None:

@@ -87,7 +87,8 @@ class Driver:
             text=True,
         )
         self._errors: list[str] = []
-        self._threads = [threading.Thread(target=self._read_messages), threading.Thread(target=self._read_errors)]
+        self._error_reader = threading.Thread(target=self._read_errors)
+        self._threads = [self._error_reader, threading.Thread(target=self._read_messages)]
         for thread in self._threads:
             thread.start()
 
@@ -173,6 +174,8 @@ class Driver:
 
     def _failure(self) -> DriverFailed:
         code = self._process.wait(_STEP_SECONDS)
+        # Its last words may still be on their way.
+        self._error_reader.join(_STEP_SECONDS)
         return DriverFailed(f"a driver ended with {code}: {''.join(self._errors)[-2000:].strip() or 'no error text'}")
 
 

@@ -15,7 +15,7 @@ from benchmarks.relays import RelayOptions, RunningRelay, running_relay
 
 _JOBS = 500
 _RELAY = RelayOptions("update", slots=2)
-# After its last job a relay looks less and less often, up to once a second for each slot.
+# After its last job a relay looks less and less often, up to once a second.
 _SETTLING_SECONDS = 4.0
 
 

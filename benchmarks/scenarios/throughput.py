@@ -85,7 +85,9 @@ def core(bench: Bench) -> Lines:
         limits.claim_and_update_each(100, ACCOUNTS, pipelined=False),
         100,
     )
-    executed = Ours("Core UPDATE by the handler, batches of 50", RelayOptions("update", 50), plain, 0.5, updates=True)
+    executed = Ours(
+        "Core UPDATE by a batchable handler, batches of 50", RelayOptions("executed", 50), plain, 0.5, updates=True
+    )
     deferred = Ours("Core UPDATE deferred, batches of 50", RelayOptions("deferred", 50), _PIPELINED, 0.45, updates=True)
     problem = missing("deferred", "defer")
     if problem:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
@@ -324,13 +325,12 @@ def _undone(connection: Connection, place: Place, *, intact: bool) -> bool:
     # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
     if not intact or savepoint.is_released or transaction_status(connection) == TransactionStatus.IDLE:
         return False
-    if savepoint.is_active:
-        try:
-            savepoint.rollback()
-        except SQLAlchemyError as error:
-            if is_lost(connection):
-                raise ConnectionLost("the connection was lost while a handler was undone") from error
-            return False
+    try:
+        savepoint.undo()
+    except (psycopg.Error, SQLAlchemyError) as error:
+        if is_lost(connection):
+            raise ConnectionLost("the connection was lost while a handler was undone") from error
+        return False
     return transaction_status(connection) == TransactionStatus.INTRANS
 
 

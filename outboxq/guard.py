@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, NestedTransaction, PoolProxiedConnection, event
 
-from outboxq.driver import driver_connection
+from outboxq.driver import driver_connection, run_script
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 _LEADING_COMMENTS = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*", re.DOTALL)
@@ -34,6 +34,24 @@ class Savepoint(NestedTransaction):
         super().__init__(connection)
         self.is_released = False
 
+    @property
+    def name(self) -> str:
+        """What the server calls it."""
+        return self._savepoint
+
+    def undo(self) -> None:
+        """Go back to it, also where SQLAlchemy has been told to.
+
+        It says that it has also where nothing could be sent, and rows may have come behind it by the driver's cursor.
+
+        Raises:
+            psycopg.Error, SQLAlchemyError: it is not there.
+        """
+        if self.is_active:
+            self.rollback()
+        else:
+            run_script(self.connection, f"ROLLBACK TO SAVEPOINT {self.name}")
+
     def _do_commit(self) -> None:
         super()._do_commit()
         self.is_released = True
@@ -56,6 +74,10 @@ class _Seal(Savepoint):
         self._seal = seal
         self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
         connection._nested_transaction = self  # noqa: SLF001  # as above
+
+    @property
+    def name(self) -> str:
+        return self._seal
 
     def _close_impl(self, deactivate_from_connection: bool, warn_already_deactive: bool) -> None:
         self._savepoint = self._seal

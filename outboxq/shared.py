@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
@@ -136,9 +137,8 @@ class SharedSavepoint:
         ):
             return False
         try:
-            if savepoint.is_active:
-                savepoint.rollback()
-        except SQLAlchemyError as error:
+            savepoint.undo()
+        except (psycopg.Error, SQLAlchemyError) as error:
             if is_lost(self._connection):
                 raise ConnectionLost("the connection was lost while a batch was undone") from error
             return False

@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ MAX_CRASHES = 2
 def supervised_relays(url: str, queue: str) -> Iterator[None]:
     """Two processes of eight slots under a supervisor, ended in order."""
     options = ("--queue", f"{queue}=8", "--batch-size", 5, "--lease-seconds", 1.5, "--max-crashes", MAX_CRASHES)
+    # A process that has met a MemoryError may not come to its end by itself: the supervisor kills it, 20 s after this.
+    options += ("--drain-seconds", 5)
     process = subprocess.Popen(
         cli.command("relay", "tests.support.faulty:jobs", "--processes", 2, *options, "--poll-seconds", 0.1),
         env=cli.environment(url),
@@ -34,7 +37,7 @@ def supervised_relays(url: str, queue: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], kind, fault: str, good: int = GOOD) -> list[str]:
@@ -78,8 +81,11 @@ def test_a_job_that_exhausts_memory_is_dead_in_the_end_and_doubles_nobody(
     with supervised_relays(outboxq_database.url, kind.queue):
         wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end", 60)
     assert dead_letter(engine)[-1] == "poison"
-    done = [effect.partition(":")[0] for effect in ledger(engine).elements()]
-    assert sorted(done) == sorted(names)
+    effects = sorted(ledger(engine).elements())
+    times = Counter(effect.partition(":")[0] for effect in effects)
+    doubled = [effect for effect in effects if times[effect.partition(":")[0]] > 1]
+    assert (doubled, set(names) - set(times)) == ([], set())
+    assert len(times) == len(names)
 
 
 def test_suspects_run_one_at_a_time_so_that_the_guilty_one_takes_nobody_along(

@@ -61,6 +61,8 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
         ("rollback", "HandlerRolledBack"),
         ("rollback-unsent", "HandlerRolledBack"),
         ("rollback-and-go-on", "TransactionVerbRefused"),
+        ("rollback-and-write-around", "ValueError"),
+        ("rollback-out-of-memory", "MemoryError"),
         ("raw-commit", "TransactionVerbRefused"),
         ("raw-rollback", "TransactionVerbRefused"),
         ("connection-commit", "TransactionVerbRefused"),

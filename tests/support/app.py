@@ -4,7 +4,7 @@ import asyncio
 import time
 from datetime import timedelta
 
-from sqlalchemy import ForeignKey, String, create_engine, func, select, text
+from sqlalchemy import ForeignKey, String, create_engine, event, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from outboxq import AsyncContext, Backoff, Context, Discard, Jobs, Retry, Snooze
@@ -101,6 +101,10 @@ def end(ctx: Context, how: str) -> Retry | Snooze | DeadLetterOutcome | Discard 
     return outcomes.get(how)
 
 
+def _exhausted(*_: object) -> None:
+    raise MemoryError
+
+
 @jobs.handler(queue="ledger", retry=Backoff(max_attempts=1))
 def misbehave(ctx: Context, how: str):  # it returns what it should not
     """Write a row, then do what a handler must not do."""
@@ -122,6 +126,14 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             session.rollback()
             session.add(Effect(name=how))
             session.commit()
+        case "rollback-and-write-around":
+            connection = session.connection()
+            session.rollback()
+            connection.connection.cursor().execute("INSERT INTO effect_ledger (name) VALUES ('around')")
+            raise ValueError(how)
+        case "rollback-out-of-memory":
+            event.listen(session.connection(), "rollback_savepoint", _exhausted, once=True)
+            session.rollback()
         case "raw-commit":
             session.execute(text("/* sneaky */ COMMIT"))
         case "raw-rollback":

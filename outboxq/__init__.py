@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from outboxq.find import find_job as find_job
     from outboxq.handlers import BatchHandler as BatchHandler
     from outboxq.handlers import Handler as Handler
-    from outboxq.handlers import Jobs as Jobs
     from outboxq.inbox import Acceptance as Acceptance
     from outboxq.inbox import AcceptedBatch as AcceptedBatch
     from outboxq.inbox import Inbox as Inbox
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from outboxq.kinds import JobKind as JobKind
     from outboxq.kinds import NewJob as NewJob
     from outboxq.kinds import external as external
+    from outboxq.registry import Jobs as Jobs
     from outboxq.relay import Relay as Relay
     from outboxq.relay_run import RelayReport as RelayReport
     from outboxq.retry import Backoff as Backoff
@@ -77,7 +77,7 @@ _HOMES = {
     "Job": "job",
     "JobHandle": "kinds",
     "JobKind": "kinds",
-    "Jobs": "handlers",
+    "Jobs": "registry",
     "NewJob": "kinds",
     "NotApplied": "effects",
     "OutboxSession": "enqueue",

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from outboxq.execute import Work
 from outboxq.handlers import AnyHandler, BatchHandler
 from outboxq.job import Job
+from outboxq.progress import How, Progress
 
 # Each job of a shared run that fails is repeated in a savepoint of its own: with more than 64 of them that wrote, a
 # backend's list of subtransactions runs over, and every snapshot elsewhere has to look them up.
 SHARED_AT_ONCE = 50
 
-How: TypeAlias = Literal["shared", "group", "alone"]
 _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 
@@ -25,11 +25,7 @@ class Span:
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-class _Batch(Protocol):
-    jobs: tuple[Job, ...]
-
-
-def arrange(batch: _Batch, work: Work) -> list[Span]:
+def arrange(batch: Progress, work: Work) -> list[Span]:
     """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
@@ -59,7 +55,7 @@ def arrange(batch: _Batch, work: Work) -> list[Span]:
 
 
 def _spans(
-    batch: _Batch, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
+    batch: Progress, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
 ) -> list[Span]:
     together: list[tuple[How, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
     for handler, given in groups.items():

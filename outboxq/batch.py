@@ -4,11 +4,8 @@ In transaction mode in one transaction on one connection; under a lease the clai
 thread calls it on its `Connection`, an event loop through `run_sync`.
 """
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, assert_never
@@ -18,52 +15,31 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq import settle
-from outboxq.arrange import How, Span, arrange
-from outboxq.claim import Anchor, Claimed, ClaimRequest, anchor, claim
+from outboxq.arrange import Span, arrange
+from outboxq.claim import Anchor, Claimed, ClaimRequest, claim
 from outboxq.driver import is_lost, run_script, transaction_status
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import (
-    Event,
     JobDied,
     JobDiscarded,
     JobDone,
     JobEvent,
     JobRetried,
     JobSnoozed,
-    JobsParked,
     JobsSuspected,
 )
-from outboxq.execute import FREE_RETRIES, Abandoned, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
+from outboxq.execute import FREE_RETRIES, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
 from outboxq.failure import ErrorRecord, Failed, describe_failure, describe_reason
 from outboxq.fault_points import fault_point
 from outboxq.groups import run_group
 from outboxq.job import Job
-from outboxq.retry import Backoff, DeadLetter, Discard, Done, Retry, Snooze
-from outboxq.shared import blame_all, run_shared
-from outboxq.statements.session import LOCAL_SETTINGS, local_timeouts, local_timeouts_off, xact_status
+from outboxq.progress import BatchReport, Progress
+from outboxq.retry import DeadLetter, Discard, Done, Retry, Snooze
+from outboxq.shared import run_shared
+from outboxq.statements.session import local_timeouts, local_timeouts_off, xact_status
 
 # Seal, constraints, COMMIT.
 _CERTIFICATE = 3
-# Held for a moment, but for a cancellation that is on its way to the server.
-_LOCK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """What one batch came to: what was committed."""
-
-    claimed: int
-    events: tuple[Event, ...]
-
-    @property
-    def parked(self) -> bool:
-        """Whether there were jobs that nobody here can run."""
-        return any(isinstance(event, JobsParked) for event in self.events)
-
-    @property
-    def suspected(self) -> bool:
-        """Whether jobs whose claim had died were set aside."""
-        return any(isinstance(event, JobsSuspected) for event in self.events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,111 +48,6 @@ class ClaimedQueue:
 
     name: str
     timeout_seconds: float | None
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
-
-    `anchor` is None until the transaction has begun, `begun` says that it was tried. `position` is the job that runs,
-    until `deadline` (monotonic) if it has one; `epoch` is the run of the server that knows the transaction. `events` is
-    what becomes of the jobs before it, should the transaction commit; `late_result` what a handler returned that never
-    used the database, until the transaction of its settlement has begun.
-
-    `together` is how many jobs, from `position` on, one handler runs now. `one_run`: how all jobs run together, to be
-    checked by COMMIT; `is_apart`: they did, and were undone by that. `deadlocked`: jobs that ran together were undone
-    by a deadlock or a serialization failure.
-
-    One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
-    stands (`recovering`; `recovery_xid` is what it wrote then), or the relay took the batch away (`seized`).
-    """
-
-    queue: str
-    jobs: tuple[Job, ...]
-    anchor: Anchor | None
-    moved: int = 0
-    timeout_seconds: float | None = None
-    epoch: str = ""
-    position: int = 0
-    deadline: float | None = None
-    events: list[JobEvent] = field(default_factory=list)
-    unknown: list[Job] = field(default_factory=list)
-    late_result: Result | None = None
-    certifying: bool = False
-    recovering: bool = False
-    begun: bool = False
-    seized: bool = False
-    recovery_xid: str | None = None
-    deadlocked: bool = False
-    together: int = 1
-    one_run: How | None = None
-    is_apart: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def job(self) -> Job:
-        """The job that runs."""
-        return self.jobs[self.position]
-
-    @property
-    def lone_job(self) -> Job | None:
-        """The job, if it is the only one of its batch."""
-        return self.jobs[0] if len(self.jobs) == 1 else None
-
-    @property
-    def is_leased(self) -> bool:
-        """Whether its claim is committed already."""
-        return self.jobs[0].lease_token is not None
-
-    def begin(self, connection: Connection) -> Anchor:
-        """The transaction of the batch, begun if it has not been."""
-        if self.seized:
-            raise Abandoned("the relay does not wait for this job any more")
-        if self.anchor is None:
-            self.begun = True
-            self.anchor = anchor(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
-        return self.anchor
-
-    def begin_commit(self) -> None:
-        """From here on the outcome is the server's alone."""
-        with self._lock:
-            if self.seized:
-                raise Abandoned("the relay does not wait for this job any more")
-            self.certifying = True
-
-    def begin_recovery(self) -> None:
-        """From here on its slot finds out what stands of it, and nobody else."""
-        with self._lock:
-            if self.seized:
-                raise Abandoned("the relay does not wait for this job any more")
-            self.recovering = True
-
-    def seize(self) -> bool:
-        """Take the batch away from its slot, once; False where its COMMIT, or its recovery, is under way."""
-        if not self._lock.acquire(timeout=_LOCK_SECONDS):
-            return False
-        try:
-            if self.seized or self.certifying or self.recovering:
-                return False
-            self.seized = True
-            return True
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def held(self, deadline: float) -> Iterator[bool]:
-        """Whether the job with this deadline still runs; meanwhile it is neither committed nor taken away."""
-        with self._lock:
-            yield self.deadline == deadline and not self.certifying
-
-    def report(self) -> BatchReport:
-        """What the batch came to, once its transaction is known to be committed."""
-        events: list[Event] = list(self.events)
-        if self.unknown:
-            events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
-        if self.moved:
-            events.append(JobsSuspected(self.queue, self.moved))
-        return BatchReport(len(self.jobs), tuple(events))
 
 
 def _begin(connection: Connection, progress: Progress, *, shared: bool) -> str | None:
@@ -322,7 +193,7 @@ def _execute_one(connection: Connection, progress: Progress, job: Job, work: Wor
     try:
         xid = progress.anchor.xid if shared and progress.anchor is not None else None
         begin = partial(_begin, connection, progress, shared=shared)
-        return execute(connection, job, work, shared_xid=xid, begin=begin)
+        return execute(connection, handler, job, work, shared_xid=xid, begin=begin)
     finally:
         progress.deadline = None
 
@@ -431,7 +302,7 @@ def _back_to_claim(connection: Connection, progress: Progress, work: Work, error
     except psycopg.Error as gone:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
-        blame_all(progress, range(len(progress.jobs)))
+        progress.blame_all(range(len(progress.jobs)))
         if error.sqlstate in settle.UNSEALED:
             failed = describe_failure(TransactionEndedByHandler(), progress.job)
         raise TransactionEscaped(progress.job, failed) from gone
@@ -443,7 +314,6 @@ def _back_to_claim(connection: Connection, progress: Progress, work: Work, error
 
 def settle_result(connection: Connection, job: Job, result: Result, work: Work, seconds: float) -> JobEvent:
     """Write what becomes of the job, and return the event to send once that is committed."""
-    handler = work.registry.find(job.kind)
     match result:
         case Done() | Discard():
             settle.finish(connection, job)
@@ -453,11 +323,11 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
             settle.bury(connection, job, reason, record)
             return JobDied(job, reason, record.where)
         case Failed(record):
-            return _retry_or_bury(connection, job, record, handler.retry, None)
+            return _retry_or_bury(connection, job, record, work, None)
         case Retry(delay, reason):
             record = ErrorRecord(job.attempt, "outboxq.Retry", describe_reason(reason, job))
             pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_bury(connection, job, record, handler.retry, pause)
+            return _retry_or_bury(connection, job, record, work, pause)
         case Snooze(delay):
             settle.snooze(connection, job, delay)
             return JobSnoozed(job, delay.total_seconds())
@@ -477,8 +347,9 @@ def _ended(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
 
 
 def _retry_or_bury(
-    connection: Connection, job: Job, record: ErrorRecord, policy: Backoff, pause_seconds: float | None
+    connection: Connection, job: Job, record: ErrorRecord, work: Work, pause_seconds: float | None
 ) -> JobEvent:
+    policy = work.registry.find(job.kind).retry
     limit = job.max_attempts or policy.max_attempts
     if job.attempt >= limit:
         reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"

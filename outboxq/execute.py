@@ -34,9 +34,10 @@ from outboxq.errors import (
 from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard, Savepoint
-from outboxq.handlers import AnyHandler, Registry
+from outboxq.handlers import AnyHandler
 from outboxq.invoke import Invoker, Opened, Run
 from outboxq.job import Job
+from outboxq.registry import Registry
 from outboxq.retention import spoken
 from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
 from outboxq.settle import check_shared, current_xid
@@ -132,13 +133,15 @@ class Place:
     Args:
         begin: Called first; it begins the transaction, if need be. Returns the name of a savepoint that is there and
             stands for the attempt's own, or None to make one.
+        in_transaction: Whether the server is in one already; else `begin` begins it.
     """
 
-    def __init__(self, connection: Connection, guard: Guard, begin: Callable[[], str | None]) -> None:
+    def __init__(
+        self, connection: Connection, guard: Guard, begin: Callable[[], str | None], *, in_transaction: bool
+    ) -> None:
         self.savepoint: Savepoint | None = None
         self._root: RootTransaction | None = connection.get_transaction()
-        # Else `begin` makes it one.
-        self.in_transaction = transaction_status(connection) == TransactionStatus.INTRANS
+        self.in_transaction = in_transaction
         self._guard = guard
         self._begin = begin
         self._connection = connection
@@ -164,9 +167,17 @@ class Place:
 
 
 def execute(
-    connection: Connection, job: Job, work: Work, *, shared_xid: str | None, begin: Callable[[], str | None]
+    connection: Connection,
+    handler: AnyHandler | None,
+    job: Job,
+    work: Work,
+    *,
+    shared_xid: str | None,
+    begin: Callable[[], str | None],
 ) -> Result:
-    """Run the job's handler; afterwards the transaction holds all of its rows if it is done, else none.
+    """Run the job's handler, if this slot has one; afterwards the transaction holds all of its rows, or none.
+
+    All if it is done.
 
     Args:
         shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
@@ -177,7 +188,6 @@ def execute(
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: the handler ended the transaction.
     """
-    handler = work.handler_of(job)
     if handler is None:
         return Unknown()
     for _ in range(FREE_RETRIES):
@@ -195,7 +205,8 @@ def _attempt(
     shared_xid: str | None,
     begin: Callable[[], str | None],
 ) -> Result:
-    place = Place(connection, work.guard, begin)
+    in_transaction = job.lease_token is None or transaction_status(connection) == TransactionStatus.INTRANS
+    place = Place(connection, work.guard, begin, in_transaction=in_transaction)
     if place.in_transaction and work.invoker.flavour == "async":
         # Where its session is first named, a coroutine cannot send anything.
         place.open()

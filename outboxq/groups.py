@@ -15,13 +15,14 @@ from outboxq.execute import Abandoned, Work, being_cancelled
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
 from outboxq.invoke import LazySession, Run
+from outboxq.progress import Progress
 from outboxq.retry import Outcome
-from outboxq.shared import Batch, SharedSavepoint
+from outboxq.shared import SharedSavepoint
 from outboxq.shared_session import Loaded
 
 
 def run_group(
-    connection: Connection, batch: Batch, work: Work, places: range, arguments: Sequence[Mapping[str, object]]
+    connection: Connection, batch: Progress, work: Work, places: range, arguments: Sequence[Mapping[str, object]]
 ) -> Sequence[Outcome] | None:
     """Call a batch handler with these jobs; None where nothing of it stands, and each is to run by itself.
 
@@ -60,7 +61,7 @@ def run_group(
 
 def _call(
     connection: Connection,
-    batch: Batch,
+    batch: Progress,
     work: Work,
     places: range,
     arguments: Sequence[Mapping[str, object]],

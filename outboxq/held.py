@@ -17,7 +17,7 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.batch import BatchReport, ClaimedQueue, Pilot, Progress, end_transaction, is_listened_to, work_off
+from outboxq.batch import ClaimedQueue, Pilot, end_transaction, is_listened_to, work_off
 from outboxq.claim import Claimed, ClaimRequest, claim
 from outboxq.driver import is_lost, pause, run_script
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
@@ -25,6 +25,7 @@ from outboxq.execute import ConnectionLost, Work
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.once import clock
+from outboxq.progress import BatchReport, Progress
 from outboxq.statements.held import finish_held, give_back_held, standing
 from outboxq.statements.session import LOCAL_SETTINGS
 

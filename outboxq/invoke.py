@@ -3,8 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import psycopg
 from sqlalchemy import Connection, Engine
@@ -42,8 +41,7 @@ class LazySession(OutboxSession):
         super().rollback()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """What a handler's context is made of, besides its session."""
 
     job: Job

@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from datetime import datetime
 from itertools import accumulate
 from operator import add
+from typing import Any, cast
 from uuid import UUID
 
 
@@ -61,12 +62,12 @@ class Job:
     lease_token: int | None = None
 
 
-_SETTERS = tuple(Job.__dict__[each.name].__set__ for each in fields(Job))
+# Frozen, a class sets each value by a call of its own: five times as long. One of the same layout does not.
+_Thawed: Any = make_dataclass("_Thawed", [each.name for each in fields(Job)], slots=True)
 
 
 def read_job(row: Iterable[object]) -> Job:
-    """A job from its values, in the order of its fields. A frozen class sets them in three times as long."""
-    job = object.__new__(Job)
-    for set_value, value in zip(_SETTERS, row, strict=True):
-        set_value(job, value)
-    return job
+    """A job from its values, in the order of its fields."""
+    job = _Thawed(*row)
+    job.__class__ = Job
+    return cast("Job", job)

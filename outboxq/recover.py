@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq import settle
-from outboxq.batch import BatchReport, Progress, end_transaction, settle_result
+from outboxq.batch import end_transaction, settle_result
 from outboxq.claim import anchor, claim_one, clear_marks
 from outboxq.driver import is_lost, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
@@ -16,6 +16,7 @@ from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted,
 from outboxq.execute import ConnectionLost, Result, TransactionEscaped, Unknown, Work
 from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
+from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import NEVER, take_back
 from outboxq.statements.session import end_backend, xact_status

@@ -10,8 +10,9 @@ from outboxq.config import RelayConfig, SlotGroup
 from outboxq.engines import AnyEngine, check_capacity, resolve_engines
 from outboxq.errors import ConfigError
 from outboxq.events import Emitter, Event, Hook
-from outboxq.handlers import Flavour, Jobs, Registry
+from outboxq.handlers import Flavour
 from outboxq.logs import log_event
+from outboxq.registry import Jobs, Registry
 from outboxq.relay_run import RelayReport, RelayRun
 from outboxq.signals import stop_signals
 

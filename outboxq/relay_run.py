@@ -21,18 +21,19 @@ from uuid import uuid4
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.batch import BatchReport
 from outboxq.callers import make_callers
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.cursors import Sweeps
 from outboxq.engines import Engines, check_durability, listen_connector
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
-from outboxq.handlers import Flavour, Lifespan, Registry
+from outboxq.handlers import Flavour
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
 from outboxq.lookout import Lookout
+from outboxq.progress import BatchReport
 from outboxq.pruner import Pruner
+from outboxq.registry import Lifespan, Registry
 from outboxq.runners import SlotTask, SlotThread
 from outboxq.slot import Shared, Tally, describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version

@@ -8,25 +8,24 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.claim import Anchor
 from outboxq.deferred import Deferred, take_writes
 from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.enqueue import OURS, WAITING
 from outboxq.errors import HandlerError, HandlerRolledBack, SharedRunEnded, TransactionEndedByHandler
-from outboxq.events import JobDone, JobEvent
+from outboxq.events import JobDone
 from outboxq.execute import Abandoned, ConnectionLost, TransactionEscaped, Work, being_cancelled
 from outboxq.failure import describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Savepoint
 from outboxq.invoke import Run
 from outboxq.job import Job
+from outboxq.progress import Progress
 from outboxq.retry import Done
 from outboxq.settle import check_shared, current_xid
 from outboxq.shared_session import Loaded, SharedSession
@@ -34,29 +33,6 @@ from outboxq.shared_session import Loaded, SharedSession
 # With more than so many changes pending they are flushed: after each job all of them are looked at.
 _FLUSHED_AT = 100
 _DEADLOCKS = ("40001", "40P01")
-
-
-class Batch(Protocol):
-    """How far a claimed batch has come: `outboxq.batch.Progress`, as far as it matters here."""
-
-    jobs: tuple[Job, ...]
-    anchor: Anchor | None
-    position: int
-    deadline: float | None
-    events: list[JobEvent]
-    deadlocked: bool
-    together: int
-
-    @property
-    def one_run(self) -> str | None:
-        """How all jobs of the batch run together; None where they do not."""
-        ...
-
-
-def blame_all(batch: Batch, places: range) -> None:
-    """Say of jobs that ran together, one of which ended their transaction, that none of them is known to be done."""
-    batch.position, batch.together = places.start, len(places)
-    del batch.events[places.start :]
 
 
 class SharedSavepoint:
@@ -68,7 +44,7 @@ class SharedSavepoint:
         first: The place of the first of them in the batch.
     """
 
-    def __init__(self, connection: Connection, work: Work, batch: Batch, first: int) -> None:
+    def __init__(self, connection: Connection, work: Work, batch: Progress, first: int) -> None:
         assert batch.anchor is not None
         seal = batch.anchor.seal
         if first > 0:
@@ -146,7 +122,7 @@ class SharedSavepoint:
 
 
 def run_shared(
-    connection: Connection, batch: Batch, work: Work, jobs: range, arguments: Sequence[Mapping[str, object]]
+    connection: Connection, batch: Progress, work: Work, jobs: range, arguments: Sequence[Mapping[str, object]]
 ) -> bool:
     """Run jobs of batchable kinds; False where nothing of them stands, and each is to run by itself.
 
@@ -190,7 +166,7 @@ class _SharedRun:
     def __init__(
         self,
         connection: Connection,
-        batch: Batch,
+        batch: Progress,
         work: Work,
         jobs: range,
         arguments: Sequence[Mapping[str, object]],
@@ -238,7 +214,7 @@ class _SharedRun:
         except TransactionEscaped:
             if self._is_over:
                 # Nobody saw whose handler it was, nor whose rows stand.
-                blame_all(self._batch, self._jobs)
+                self._batch.blame_all(self._jobs)
             else:
                 self._set_aside_unsent()
             raise

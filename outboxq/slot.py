@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.batch import BatchReport, ClaimedQueue, Progress, end_transaction, run_batches
+from outboxq.batch import ClaimedQueue, end_transaction, run_batches
 from outboxq.callers import Callers
 from outboxq.claim import Aside, ClaimRequest, PreparedClaims, clear_marks, park_unknown
 from outboxq.cursors import Position, Sweeps
@@ -37,14 +38,16 @@ from outboxq.events import (
 from outboxq.execute import ConnectionLost, TransactionEscaped, Work
 from outboxq.failure import describe_failure
 from outboxq.guard import Guard
-from outboxq.handlers import Flavour, Registry
+from outboxq.handlers import Flavour
 from outboxq.held import Held, relieve, run_held
 from outboxq.invoke import Invoker
 from outboxq.job import Job
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener, Sleeper
 from outboxq.lookout import Lookout
+from outboxq.progress import BatchReport, Progress
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
+from outboxq.registry import Registry
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
@@ -78,13 +81,13 @@ class Tally:
 
     def add(self, report: BatchReport) -> None:
         """Count the events of one committed batch."""
+        of = Counter(map(type, report.events))
+        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
         self.claimed += report.claimed
-        self.done += sum(isinstance(event, JobDone) for event in report.events)
-        self.failed += sum(isinstance(event, JobRetried | JobDied | JobCrashed) for event in report.events)
-        self.died += sum(
-            isinstance(event, JobDied) or (isinstance(event, JobCrashed) and event.died) for event in report.events
-        )
-        self.leases_lost += sum(isinstance(event, JobLeaseLost) for event in report.events)
+        self.done += of[JobDone]
+        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed]
+        self.died += of[JobDied] + sum(event.died for event in crashes)
+        self.leases_lost += of[JobLeaseLost]
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from outboxq.batch import Progress, execute_all
+from outboxq.batch import execute_all
 from outboxq.claim import ClaimRequest, claim
 from outboxq.codec import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
@@ -30,7 +30,6 @@ from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
 from outboxq.fault_points import fault_action as fault_action
 from outboxq.guard import Guard
-from outboxq.handlers import Jobs
 from outboxq.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.job import Job, uuid7
 from outboxq.kinds import JobHandle, JobKind, P
@@ -38,6 +37,8 @@ from outboxq.postgres import Database as Database
 from outboxq.postgres import Server as Server
 from outboxq.postgres import find_server as find_server
 from outboxq.postgres import start_embedded as start_embedded
+from outboxq.progress import Progress
+from outboxq.registry import Jobs
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.session import local_timeouts_off
 from outboxq.tables import job, mapped_schema

@@ -21,7 +21,7 @@ import psycopg
 from outboxq.config import RelayConfig, psycopg_url
 from outboxq.errors import ConfigError
 from outboxq.fault_points import FaultPoint, fault_action
-from outboxq.handlers import Jobs
+from outboxq.registry import Jobs
 from outboxq.relay import Relay
 from outboxq.signals import stop_when_parent_dies
 

@@ -20,13 +20,13 @@ from typing import Protocol, TypeAlias
 from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
-from outboxq.batch import BatchReport, Progress
 from outboxq.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execute import ConnectionLost
 from outboxq.failure import Failed, describe_failure
 from outboxq.held import Held, relieve
 from outboxq.invoke import SyncInvoker
+from outboxq.progress import BatchReport, Progress
 from outboxq.recover import cut_off, end_other_transaction
 from outboxq.serve import connection_options
 from outboxq.slot import Slot
@@ -114,7 +114,7 @@ class Watch:
             progress = runner.slot.progress
             deadline = None if progress is None else progress.deadline
             if progress is not None and deadline is not None and now >= deadline and runner not in self._acting:
-                self._start(self._enforce, runner, progress, deadline)
+                self._start(self._acting, runner, partial(self._enforce, runner, progress, deadline))
         self._look_after_held(runners)
         while self._ended:
             self._replace_cut(self._ended.pop(), now)
@@ -128,9 +128,7 @@ class Watch:
         for runner in runners:
             held = runner.slot.held
             if held is not None and runner not in self._relieving and held.wants_relief():
-                thread = BoundedStart(partial(self._relieve, runner, held, tuple(runners)), "outboxq-watch")
-                self._relieving[runner] = thread
-                thread.start()
+                self._start(self._relieving, runner, partial(self._relieve, runner, held, tuple(runners)))
 
     def interrupt(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
@@ -145,7 +143,7 @@ class Watch:
                 if progress is not None and progress.seize():
                     taken += len(progress.jobs)
                     pending.remove(runner)
-                    self._start(self._end, runner, progress, None)
+                    self._start(self._acting, runner, partial(self._end, runner, progress, None))
                 elif not runner.is_alive() or runner.slot.is_seized():
                     pending.remove(runner)
             if pending:
@@ -159,16 +157,16 @@ class Watch:
         for thread in [*self._acting.values(), *self._relieving.values()]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self, action: Callable[..., None], runner: Runner, *arguments: object) -> None:
+    def _start(self, threads: dict[Runner, threading.Thread], runner: Runner, action: Callable[[], None]) -> None:
         def act() -> None:
             try:
-                action(runner, *arguments)
+                action()
             except Exception:
-                logger.exception("a handler past its deadline could not be dealt with")
+                logger.exception("a handler past its time could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
         # The one before it, if any, ends by itself: it finds the batch seized.
-        self._acting[runner] = thread
+        threads[runner] = thread
         thread.start()
 
     def _replace_cut(self, runner: Runner, now: float) -> None:
@@ -239,7 +237,9 @@ class Watch:
             with self._connections:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like
-            logger.warning("a handler past its deadline was not settled", extra={"error_type": type(error).__name__})
+            logger.warning(
+                "jobs of a handler past its time were not settled", extra={"error_type": type(error).__name__}
+            )
             return None
 
     def _on_sync(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:

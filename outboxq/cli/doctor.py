@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outboxq.doctor import Finding, Limits
-    from outboxq.handlers import Registry
+    from outboxq.registry import Registry
     from outboxq.roles import Part
 
 

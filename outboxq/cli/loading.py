@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outboxq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outboxq.handlers import Jobs
+    from outboxq.registry import Jobs
 
 _MAX_MESSAGE_CHARACTERS = 300
 
@@ -21,7 +21,7 @@ def load_jobs(target: str) -> "Jobs":
     Raises:
         ConfigError: no such module, one that fails while it is imported, or something else than a `Jobs`.
     """
-    from outboxq.handlers import Jobs
+    from outboxq.registry import Jobs
 
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
@@ -72,7 +72,7 @@ def _at(error: BaseException) -> str:
 
 
 def _offer(module: ModuleType, name: str) -> str:
-    from outboxq.handlers import Jobs
+    from outboxq.registry import Jobs
 
     found = sorted(attribute for attribute, value in vars(module).items() if isinstance(value, Jobs))
     return f" (registries there: {', '.join(f'{name}:{attribute}' for attribute in found)})" if found else ""

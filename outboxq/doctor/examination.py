@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.doctor import effects, pooler, rights, server, sessions, structure, upkeep, work
 from outboxq.doctor.findings import Check, Connect, Examination, Finding, Limits
 from outboxq.driver import driver_connection, is_lost, run_script
-from outboxq.handlers import Registry
+from outboxq.registry import Registry
 from outboxq.roles import Part
 from outboxq.tables import SCHEMA
 

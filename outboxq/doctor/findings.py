@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Connection, Row
 
-from outboxq.handlers import Registry
+from outboxq.registry import Registry
 from outboxq.roles import Part
 
 Severity: TypeAlias = Literal["problem", "warning", "info"]

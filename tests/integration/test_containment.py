@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
-from outboxq.batch import Progress
 from outboxq.claim import ClaimRequest, claim
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
+from outboxq.progress import Progress
 from outboxq.recover import COMMITTED_BY_HANDLER, resolve
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.durability import server_epoch

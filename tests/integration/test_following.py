@@ -15,12 +15,12 @@ import outboxq.batch as batch_module
 import outboxq.cursors as cursors_module
 import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.batch import Progress
 from outboxq.claim import ClaimRequest
 from outboxq.cursors import Sweeps
 from outboxq.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.postgres import Database
+from outboxq.progress import Progress
 from outboxq.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.session import BEGIN

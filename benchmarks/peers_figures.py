@@ -9,8 +9,8 @@ from benchmarks.figures import Series
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The best peer in something."""
+class Figure:
+    """A peer in something."""
 
     name: str
     series: Series
@@ -31,21 +31,29 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._figures)
 
-    def best_rate(self, scenario: str, processes: int, language: str | None = None) -> Best | None:
+    def best_rate(self, scenario: str, processes: int, language: str | None = None) -> Figure | None:
         """The most jobs a second."""
-        wanted = [
-            figure
-            for figure in self._of(scenario, "jobs_per_second")
-            if figure["processes"] == processes and language in (None, figure["language"].lower())
-        ]
-        best = max(wanted, key=lambda figure: float(figure["jobs_per_second"]), default=None)
-        return None if best is None else Best(_name(best), _series(best["jobs_per_second"], "jobs/s"))
+        rates = self.rates(scenario, processes, language)
+        return max(rates, key=lambda each: each.series.median, default=None)
 
-    def best_latency(self, percent: int) -> Best | None:
+    def rates(self, scenario: str, processes: int, language: str | None = None) -> list[Figure]:
+        """Jobs a second of each: median, lowest and highest."""
+        return [
+            Figure(_name(figure), Series(tuple(float(value) for value in figure["jobs_per_second"].values()), "jobs/s"))
+            for figure in self._of(scenario, "jobs_per_second")
+            if figure["processes"] == processes and language in (None, figure["language"])
+        ]
+
+    def best_latency(self, percent: int) -> Figure | None:
         """The smallest percentile, in milliseconds."""
-        key = f"p{percent}_ms"
-        best = min(self._of("latency", key), key=lambda figure: float(figure[key]), default=None)
-        return None if best is None else Best(_name(best), _series(best[key], "ms"))
+        return min(self.latencies(percent), key=lambda each: each.series.median, default=None)
+
+    def latencies(self, percent: int) -> list[Figure]:
+        """A percentile of each, in milliseconds."""
+        return [
+            Figure(_name(figure), Series((float(figure["latency"][f"p{percent}_ms"]),), "ms"))
+            for figure in self._of("latency", "latency")
+        ]
 
     def _of(self, scenario: str, key: str) -> list[dict[str, Any]]:
         return [each for each in self._figures if each["scenario"] == scenario and each.get(key) is not None]
@@ -53,7 +61,3 @@ class Peers:
 
 def _name(figure: dict[str, Any]) -> str:
     return f"{figure['peer']} {figure['version']}"
-
-
-def _series(value: float, unit: str) -> Series:
-    return Series((float(value),), unit)

@@ -2,7 +2,7 @@
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Comparison, Unsupported
-from benchmarks.peers_figures import Best, Peers
+from benchmarks.peers_figures import Figure, Peers
 from benchmarks.relays import RelayOptions
 from benchmarks.scenarios.throughput import NOOP_LIMIT, Ours, measure
 from benchmarks.support import missing
@@ -22,7 +22,7 @@ def peers(bench: Bench, figures: Peers) -> list[Comparison | Unsupported]:
 
 def _lines(bench: Bench, figures: Peers, processes: int) -> list[Comparison | Unsupported]:
     lines: list[Comparison | Unsupported] = []
-    wanted: list[tuple[Ours, list[tuple[Best | None, float]]]] = []
+    wanted: list[tuple[Ours, list[tuple[Figure | None, float]]]] = []
     any_noop, python_noop = figures.best_rate("noop", processes), figures.best_rate("noop", processes, "python")
     wanted.append((_ours("no-op", "noop", processes, updates=False), [(any_noop, 0.9), (python_noop, 1.5)]))
     best_update = figures.best_rate("update", processes)

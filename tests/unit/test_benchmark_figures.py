@@ -6,6 +6,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.figures import Better, Comparison, Run, Series, Surroundings, Unsupported, drift_percent
+from benchmarks.peers import report as peers_report
+from benchmarks.peers.definitions import PEERS, Scenario
+from benchmarks.peers.report import Finding, Spread
+from benchmarks.peers.statistics import Percentiles
 from benchmarks.peers_figures import Peers
 from benchmarks.proxy import Statements
 from benchmarks.relays import Drained
@@ -100,20 +104,24 @@ def test_plots_are_well_formed_and_one_for_each_scenario_with_figures(tmp_path) 
 
 def test_the_best_peer_is_chosen_by_scenario_processes_and_language() -> None:
     """A figure of another scenario, or of more processes, is no peer of this one."""
-    common = {"version": "1", "scenario": "noop"}
-    peers = Peers(
+    slow, fast, quick = PEERS["pgqueuer"], PEERS["graphile-worker"], PEERS["oban"]
+    written = peers_report.as_json(
         [
-            {**common, "peer": "slow", "language": "python", "processes": 1, "jobs_per_second": 10},
-            {**common, "peer": "fast", "language": "javascript", "processes": 1, "jobs_per_second": 40},
-            {**common, "peer": "two", "language": "python", "processes": 2, "jobs_per_second": 90},
-            {"peer": "quick", "version": "2", "language": "python", "scenario": "latency", "p50_ms": 3, "p99_ms": 9},
+            Finding(slow, Scenario.noop, 1, 100, Spread(10.0, 9.0, 11.0)),
+            Finding(fast, Scenario.noop, 1, 100, Spread(40.0, 30.0, 50.0)),
+            Finding(slow, Scenario.noop, 2, 100, Spread(90.0, 80.0, 91.0)),
+            Finding(quick, Scenario.latency, 1, 100, latency=Percentiles(3.0, 9.0)),
         ]
     )
+    peers = Peers(json.loads(written))
     best, in_python, latency = peers.best_rate("noop", 1), peers.best_rate("noop", 1, "python"), peers.best_latency(99)
     assert best is not None
     assert in_python is not None
     assert latency is not None
-    assert (best.name, in_python.name, latency.series.median) == ("fast 1", "slow 1", 9.0)
+    assert best.name == f"graphile-worker {fast.version}"
+    assert (best.series.median, best.series.lowest, best.series.highest) == (40.0, 30.0, 50.0)
+    assert in_python.name == f"pgqueuer {slow.version}"
+    assert latency.series.median == 9.0
     assert peers.best_rate("update", 1) is None
 
 

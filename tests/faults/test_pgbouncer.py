@@ -1,23 +1,32 @@
 """Behind pgbouncer in transaction mode: no LISTEN, no prepared statements, and every job once."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
 
-from outboxq import RelayConfig
+from outboxq import OutboxSession, RelayConfig
+from outboxq.claim import PreparedClaims
 from outboxq.engines import make_engine
-from outboxq.events import DatabaseLost, JobRetried
+from outboxq.events import DatabaseLost, JobDied, JobRetried
+from outboxq.handlers import AnyHandler
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
+from tests.support import faulty
 from tests.support.ledger import dead, enqueue, ledger, waiting
 from tests.support.own_server import conninfo
 from tests.support.pgbouncer import pgbouncer
 from tests.support.waiting import wait_until
 
 JOBS = 200
+# What is said of a statement that was prepared in another session, or had its session taken away half-way.
+REFUSED = ("DuplicatePreparedStatement", "InvalidSqlStatementName", "ProtocolViolation")
 POOLED = RelayConfig(batch_size=5, listen=False, slots_per_queue=4)
 
 
@@ -55,6 +64,44 @@ def test_a_relay_with_the_users_own_engines_does_every_job_once(
     assert ledger(engine) == dict.fromkeys(names, 1)
     assert dead(engine) == 0
     assert not relay.of(JobRetried)
+
+
+@pytest.mark.parametrize("arguments", [{"prepare_threshold": 1_000_000}, {}], ids=["only-claims", "all-statements"])
+@pytest.mark.parametrize(
+    "kinds",
+    [(faulty.work, faulty.work_async), (faulty.work_leased, faulty.work_leased_async)],
+    ids=["transaction", "lease"],
+)
+def test_a_relay_that_knows_of_no_pooler_loses_and_doubles_nothing(
+    start_relay: StartRelay,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    pooled_url: str,
+    kinds: tuple[AnyHandler, ...],
+    arguments: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes its sessions for pinned, prepares and listens. A claim that meets another session is sent again as text;
+    a handler's statement that does fails its attempt, on the record."""
+    names = [f"job-{number}" for number in range(JOBS)]
+    with sessions.begin() as session:
+        session.add_jobs(kinds[number % 2].job(name=name) for number, name in enumerate(names))
+    refused: list[bool] = []
+    failed = PreparedClaims.failed
+    monkeypatch.setattr(PreparedClaims, "failed", lambda *given: refused.append(failed(*given)) or refused[-1])
+    own = create_engine(pooled_url, connect_args=arguments, pool_size=20)
+    own_async = create_async_engine(pooled_url, connect_args=arguments, pool_size=20)
+    config = replace(POOLED, listen=True, poll_seconds=0.2, lease_seconds=3)
+    with start_relay(faulty.jobs, engine=own, async_engine=own_async, config=config) as relay:
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 60)
+    own.dispose()
+    done = Counter(effect.partition(":")[0] for effect in ledger(engine).elements())
+    died = {json.loads(event.job.args)["name"] for event in relay.of(JobDied)}
+    assert (set(done.values()), set(done) & died, set(done) | died) == ({1}, set(), set(names))
+    errors = {event.error_type for event in relay.of(JobRetried)}
+    assert errors <= ({f"psycopg.errors.{name}" for name in REFUSED} if not arguments else set())
+    assert any(refused)
+    assert dead(engine) == len(died)
 
 
 def test_nothing_that_a_relay_sets_stays_on_the_poolers_connections(

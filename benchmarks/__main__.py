@@ -108,7 +108,7 @@ def _peers(options: argparse.Namespace, server_url: str, names: set[str]) -> Pee
     """The other queues' figures: from a file, measured now on the same server, or none."""
     if options.peers_file is not None:
         return Peers.read(options.peers_file)
-    if not options.peers or not names & {"peers", "latency"}:
+    if not options.peers or not names & {"peers", "latency", "large"}:
         return Peers([])
     with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as directory:
         path = Path(directory) / "peers.json"

@@ -57,6 +57,8 @@ class Comparison:
         what: What was measured.
         limit_name: What the limit is, in words; empty without one.
         notes: What a reader must know: sizes that were run, settings, round trips that were seen.
+        others: What else is like the limit, by name: other queues that were slower.
+        plot: In which picture it is drawn, by default the scenario's.
     """
 
     number: int
@@ -68,6 +70,8 @@ class Comparison:
     target: float | None = None
     better: Better = Better.higher
     notes: tuple[str, ...] = ()
+    others: tuple[tuple[str, Series], ...] = ()
+    plot: str = ""
 
     @property
     def ratio(self) -> float | None:

@@ -1,6 +1,7 @@
 """What a run found, as JSON for programs and as a Markdown table for the README."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -32,7 +33,7 @@ def as_markdown(run: Run) -> str:
     )
     parts = [where, f"Server: {settings}.", "\n".join([_HEAD, *(_row(line) for line in lines)])]
     measured = [line for line in lines if isinstance(line, Comparison)]
-    notes = [f"- {line.number} ({line.what}): {note}" for line in measured for note in line.notes]
+    notes = [f"- {line.number} ({line.what}): {note}" for line in measured for note in _notes(line)]
     parts += ["\n".join(notes)] if notes else []
     parts += [_drift_sentence(run.drift)] if run.drift is not None else []
     return "\n\n".join([*parts, f"The run took {run.seconds:,.0f} s.\n"])
@@ -49,6 +50,11 @@ def _row(line: Comparison | Unsupported) -> str:
     limit = "" if line.limit is None else f"{_series(line.limit)}: {line.limit_name}"
     ratio = "" if line.ratio is None else f"{line.ratio:.2f}"
     return f"| {line.number} | {line.what} | {_series(line.ours)} | {limit} | {ratio} | {_target(line)} |"
+
+
+def _notes(line: Comparison) -> Sequence[str]:
+    others = ", ".join(f"{name} {shown(series.median)}" for name, series in line.others)
+    return (*line.notes, f"the others gave {others} {line.ours.unit}") if others else line.notes
 
 
 def _series(series: Series) -> str:
@@ -77,6 +83,7 @@ def _line(line: Comparison | Unsupported) -> dict[str, Any]:
         "better": line.better.value,
         "met": line.is_met,
         "notes": list(line.notes),
+        "others": {name: _figures(series) for name, series in line.others},
     }
 
 

@@ -12,14 +12,14 @@ _OURS, _LIMIT = "#2563eb", "#9ca3af"
 
 
 def write_plots(run: Run, directory: Path) -> list[Path]:
-    """One file per scenario that has figures; its name is the scenario's."""
+    """One file per scenario that has figures, by its name, or per picture that its lines name."""
     directory.mkdir(parents=True, exist_ok=True)
-    scenarios: dict[str, list[Comparison]] = {}
+    pictures: dict[str, list[Comparison]] = {}
     for line in run.sorted_lines():
         if isinstance(line, Comparison):
-            scenarios.setdefault(line.scenario, []).append(line)
+            pictures.setdefault(line.plot or line.scenario, []).append(line)
     written: list[Path] = []
-    for name, lines in scenarios.items():
+    for name, lines in pictures.items():
         path = directory / f"{name}.svg"
         path.write_text(plot(_bars(lines)))
         written.append(path)
@@ -48,6 +48,8 @@ def _bars(lines: Iterable[Comparison]) -> dict[str, tuple[Series, str]]:
         bars[line.what] = (line.ours, _OURS)
         if line.limit is not None:
             bars.setdefault(line.limit_name, (line.limit, _LIMIT))
+        for name, series in sorted(line.others, key=lambda other: -other[1].median):
+            bars.setdefault(name, (series, _LIMIT))
     return bars
 
 

@@ -45,6 +45,10 @@ def measure(bench: Bench, scenarios: Sequence[Scenario], repeats: int, jobs: int
             yield Finding(peer, scenario, 1, LATENCY_JOBS, latency=bench.latency(LATENCY_JOBS))
             continue
         count = jobs or peer.jobs[scenario]
+        if scenario is Scenario.snapshot:
+            rates = [bench.behind_a_snapshot(count) for _ in range(repeats)]
+            yield Finding(peer, scenario, 1, count, jobs_per_second=spread(rates))
+            continue
         for processes in _PROCESSES:
             rates = [bench.drain(scenario, count, processes) for _ in range(repeats)]
             yield Finding(peer, scenario, processes, count, jobs_per_second=spread(rates))

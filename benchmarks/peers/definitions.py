@@ -12,11 +12,16 @@ Settings = Mapping[str, int | float | bool | str]
 
 
 class Scenario(StrEnum):
-    """What a peer does: jobs that do nothing, jobs that update a row each, or a few jobs a second, timed."""
+    """What a peer does.
+
+    Jobs that do nothing; jobs that update a row each; a few jobs a second, timed; jobs that do nothing, at the end of a
+    long drain behind a snapshot that somebody holds.
+    """
 
     noop = "noop"
     update = "update"
     latency = "latency"
+    snapshot = "snapshot"
 
 
 class Language(StrEnum):
@@ -77,7 +82,7 @@ _PGQUEUER = Peer(
     Language.python,
     {"batch_size": 500, "managers": 2, "max_concurrent_tasks": 0, "pool": 8},
     "SELECT count(*) FROM pgqueuer",
-    {Scenario.noop: 60_000, Scenario.update: 20_000},
+    {Scenario.noop: 60_000, Scenario.update: 20_000, Scenario.snapshot: 100_000},
 )
 
 # docs/discussions.md of procrastinate-org/procrastinate, "Mind the size of your PostgreSQL pool": for short jobs as
@@ -88,7 +93,7 @@ _PROCRASTINATE = Peer(
     Language.python,
     {"concurrency": 10, "connector_pool": 11, "delete_jobs": "successful", "listen_notify": True, "pool": 10},
     "SELECT count(*) FROM procrastinate_jobs WHERE status IN ('todo', 'doing')",
-    {Scenario.noop: 2_000, Scenario.update: 2_000},
+    {Scenario.noop: 2_000, Scenario.update: 2_000, Scenario.snapshot: 10_000},
 )
 
 # worker.graphile.org/docs/performance: the configuration under "Quick stats", which is for throughput. Statements are
@@ -106,7 +111,7 @@ _GRAPHILE_WORKER = Peer(
         "pool": 10,
     },
     "SELECT count(*) FROM graphile_worker.jobs",
-    {Scenario.noop: 80_000, Scenario.update: 16_000},
+    {Scenario.noop: 80_000, Scenario.update: 16_000, Scenario.snapshot: 100_000},
 )
 
 # pgboss.io/api/workers, and the comments on these options in its types.d.ts: a batch, `burstWhenBatchFull` to fetch
@@ -128,7 +133,7 @@ _PG_BOSS = Peer(
         "pool": 10,
     },
     "SELECT count(*) FROM pgboss.job WHERE name = 'touch' AND state < 'completed'",
-    {Scenario.noop: 80_000, Scenario.update: 16_000},
+    {Scenario.noop: 80_000, Scenario.update: 16_000, Scenario.snapshot: 100_000},
 )
 _PG_BOSS_TRANSACTIONAL = replace(
     _PG_BOSS,
@@ -145,7 +150,7 @@ _OBAN = Peer(
     Language.python,
     {"limit": 100, "debounce_interval": 0.005, "pool_max_size": 10, "pool": 10},
     "SELECT count(*) FROM oban_jobs WHERE state IN ('available', 'executing', 'retryable', 'scheduled')",
-    {Scenario.noop: 8_000, Scenario.update: 8_000},
+    {Scenario.noop: 8_000, Scenario.update: 8_000, Scenario.snapshot: 20_000},
     python=("3.14", "3.13", "3.12"),
 )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psycopg
@@ -11,13 +11,13 @@ from sqlalchemy import make_url
 from benchmarks.peers.definitions import Peer, Scenario
 from benchmarks.peers.drivers import Driver, running, wait_executed
 from benchmarks.peers.environments import driver_command, environment
-from benchmarks.peers.statistics import Percentiles, latencies_ms, percentiles, steady_rate
+from benchmarks.peers.statistics import LAST_PART, STEADY, Percentiles, latencies_ms, percentiles, steady_rate
 from outboxq.postgres import Server
 
 LATENCY_JOBS_PER_SECOND = 50
 LATENCY_JOBS = 1_000
 
-_DRAIN_SECONDS = 90.0
+_DRAIN_SECONDS = 180.0
 _SETTLE_SECONDS = 20.0
 # An idle worker is the normal case of this scenario: the first jobs must not meet one that is still starting.
 _SETTLED_IN_SECONDS = 2.0
@@ -36,6 +36,13 @@ class Bench:
         self._home = environment(peer, directory)
         self._server = server
 
+    def behind_a_snapshot(self, jobs: int) -> float:
+        """Jobs per second of one process near the end of its queue, which was filled before a snapshot was taken.
+
+        Raises: as `drain`.
+        """
+        return self._drain(Scenario.noop, jobs, 1, LAST_PART, _held_snapshot)
+
     def drain(self, scenario: Scenario, jobs: int, processes: int) -> float:
         """Jobs per second of so many processes on a queue that was filled before.
 
@@ -43,11 +50,21 @@ class Bench:
             DriverFailed: a driver did, or was too slow.
             NotExecuted: the jobs were not executed once each.
         """
+        return self._drain(scenario, jobs, processes, STEADY, contextlib.nullcontext)
+
+    def _drain(
+        self,
+        scenario: Scenario,
+        jobs: int,
+        processes: int,
+        part: tuple[float, float],
+        meanwhile: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> float:
         with self._database(jobs) as url:
             self._prepare(url, jobs)
             options = self._options(url, jobs, scenario)
             drivers = [self._driver("work", options) for _ in range(processes)]
-            with running(drivers):
+            with meanwhile(url), running(drivers):
                 wait_executed(drivers, jobs, _DRAIN_SECONDS)
                 self._wait_settled(url)
                 executed = self._stop(drivers)
@@ -55,7 +72,7 @@ class Bench:
                 raise NotExecuted(f"{self.peer.name} ran {executed} handlers for {jobs} jobs")
             if scenario is Scenario.update:
                 _check_updated(url, jobs)
-            return steady_rate([driver.samples for driver in drivers], jobs)
+            return steady_rate([driver.samples for driver in drivers], jobs, part)
 
     def latency(self, jobs: int) -> Percentiles:
         """From the commit of an enqueue to the start of its handler, of jobs that come one by one to one process.
@@ -113,6 +130,16 @@ class Bench:
         for driver in drivers:
             driver.tell()
         return sum(driver.wait_done().executed for driver in drivers)
+
+
+@contextlib.contextmanager
+def _held_snapshot(url: str) -> Iterator[None]:
+    """Keeps vacuum from whatever is deleted meanwhile."""
+    with psycopg.connect(url) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        connection.execute("SELECT 1 FROM business_row LIMIT 1")
+        yield
+        connection.rollback()
 
 
 def _check_updated(url: str, jobs: int) -> None:

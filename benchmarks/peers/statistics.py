@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from benchmarks.peers.drivers import Progress
 
 # Connecting, compiling and filling caches come before; a process that has run dry, and batches half full, after.
-_STEADY_FROM, _STEADY_TO = 0.1, 0.9
+STEADY = (0.1, 0.9)
+# Of a long drain: where most of it lies behind.
+LAST_PART = (0.8, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +21,17 @@ class Percentiles:
     p99_ms: float
 
 
-def steady_rate(processes: Sequence[Sequence[Progress]], jobs: int) -> float:
-    """Jobs per second between the first tenth and the last of `jobs`, over all processes.
+def steady_rate(processes: Sequence[Sequence[Progress]], jobs: int, part: tuple[float, float] = STEADY) -> float:
+    """Jobs per second over all processes, in a part of `jobs`: by default between the first tenth and the last.
 
     Raises:
         ValueError: the samples do not reach so far, or not in two points of time.
     """
     totals = _totals(processes)
-    begin, end = _reached(totals, jobs * _STEADY_FROM), _reached(totals, jobs * _STEADY_TO)
+    begin, end = (_reached(totals, jobs * share) for share in part)
     if end <= begin:
         raise ValueError("all jobs were executed between two samples: take more jobs")
-    return jobs * (_STEADY_TO - _STEADY_FROM) / (end - begin) * 1e9
+    return jobs * (part[1] - part[0]) / (end - begin) * 1e9
 
 
 def latencies_ms(committed: Sequence[tuple[int, int]], started: Sequence[tuple[int, int]]) -> list[float]:

@@ -38,7 +38,7 @@ SCENARIOS = (
     Scenario(9, "add-job", "what one add_job adds to a transaction", _alone(producing.beside)),
     Scenario(10, "peers", "other queues beside ours", beside_peers.peers),
     Scenario(11, "latency", "from COMMIT to the handler's start at 50 jobs/s", latency.latency),
-    Scenario(12, "large", "rows 1 and 6 with many waiting, many scheduled, behind a snapshot", _alone(large.large)),
+    Scenario(12, "large", "rows 1 and 6 with many waiting, many scheduled, behind a snapshot", large.large),
     Scenario(13, "network", "one job a transaction over a network with 1 ms each way", _alone(network.network)),
     Scenario(14, "cost", "memory, --help, start, and statements when idle", _alone(cost.cost)),
 )

@@ -8,6 +8,7 @@ import psycopg
 
 from benchmarks.bench import Bench, MeasurementFailed, Workbench, conninfo
 from benchmarks.figures import Comparison, Series, Unsupported
+from benchmarks.peers_figures import Peers
 from benchmarks.relays import drain
 from benchmarks.scenarios.throughput import NOOP, UPDATE
 
@@ -16,7 +17,7 @@ _TARGET = 0.9
 _END = 0.8
 
 
-def large(bench: Bench) -> list[Comparison | Unsupported]:
+def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
     """Many waiting, many scheduled, and a snapshot that keeps vacuum from its work."""
     size = bench.size
     with bench.database() as workbench:
@@ -36,8 +37,18 @@ def large(bench: Bench) -> list[Comparison | Unsupported]:
         for job, ours in (("noop", NOOP), ("update", UPDATE)):
             small, here = found[f"small {job}"], found[f"{case} {job}"]
             what = f"{ours.what}: {title}"
-            lines.append(Comparison(12, "large", what, here, small, "itself, small and fresh", _TARGET))
+            others = _peers_behind_a_snapshot(peers) if (case, job) == ("snapshot", "noop") else ()
+            lines.append(Comparison(12, "large", what, here, small, "itself, small and fresh", _TARGET, others=others))
     return lines
+
+
+def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
+    fresh = {each.name: each.series.median for each in peers.rates("noop", 1)}
+    return tuple(
+        (f"{each.name} ({each.series.median / fresh[each.name]:.2f} of its own, fresh)", each.series)
+        for each in peers.rates("snapshot", 1)
+        if each.name in fresh
+    )
 
 
 def _alternate(bench: Bench, cases: dict[str, Callable[[], Iterator[tuple[str, float]]]]) -> dict[str, Series]:

@@ -29,6 +29,7 @@ def latency(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
         what = f"COMMIT to the handler's start at {_JOBS_A_SECOND} jobs/s, p{percent}"
         best = peers.best_latency(percent)
         note = f"{sum(map(len, runs)):,} jobs; from the moment that COMMIT came back to the producer"
+        others = tuple((each.name, each.series) for each in peers.latencies(percent))
         lines.append(
             Comparison(
                 11,
@@ -40,6 +41,8 @@ def latency(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
                 1.0 if best else None,
                 Better.lower,
                 (note,),
+                others,
+                plot=f"latency-p{percent}",
             )
         )
     return lines

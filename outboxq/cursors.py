@@ -12,11 +12,12 @@ from outboxq.claim import ClaimRequest
 from outboxq.job import Job
 from outboxq.statements.claim import Cursor
 
-# While claims go on, each queue is claimed from its start at least so often.
+# While claims go on, each queue is claimed from its start at least so often,
 SWEEP_SECONDS = 1.0
-_LEAST_SECONDS = 0.05
-# A sweep that takes longer than other claims, because it walks over dead entries, may take this part of the time.
+# but for a sweep that takes longer than other claims, because it walks over dead entries: it may take this part of the
+# time. Past a million of them one takes 0.1 s and more. At least so often, however long it takes.
 _SHARE = 0.05
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
 # How fast the usual length of a claim is learned.
 _WEIGHT = 0.1
 
@@ -26,6 +27,7 @@ class Sweeps:
 
     def __init__(self) -> None:
         self._due_at: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
         self._usual_seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -35,16 +37,18 @@ class Sweeps:
         with self._lock:
             if now < self._due_at.get(queue, 0.0):
                 return False
-            self._due_at[queue] = now + SWEEP_SECONDS
+            # Nobody else, while this one lasts.
+            self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
             return True
 
     def took(self, queue: str, seconds: float, *, swept: bool) -> None:
         """A claim took so long; after a sweep the next one is due the sooner, the less this one cost."""
         usual = self._usual_seconds.get(queue, seconds)
         if swept:
-            pause = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), SWEEP_SECONDS)
+            pause = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
             with self._lock:
-                self._due_at[queue] = min(self._due_at.get(queue, 0.0), time.monotonic() + pause)
+                self._pauses[queue] = pause
+                self._due_at[queue] = time.monotonic() + pause
         else:
             self._usual_seconds[queue] = usual + (seconds - usual) * _WEIGHT
 

@@ -235,6 +235,11 @@ class SharedSession(LazySession):
 
     def has_lost_changes(self) -> bool:
         """Look whether something that was pending at the last look was neither sent nor is pending still."""
+        if not (self.pending or self.identity_map._modified or self._new or self._deleted):  # noqa: SLF001  # as below
+            # Nothing was pending and nothing is: jobs that defer all of their writes.
+            self.has_expressions = False
+            self._met.clear()
+            return False
         if self._is_lost():
             return True
         before = self._changed

@@ -267,7 +267,7 @@ class Slot:
             if report is None:
                 raise
         self._relieve(connection)
-        if report is None:
+        if report is None and script.is_keyed:
             self._positions[name].move_to_start()
         self.progress = None
         return report

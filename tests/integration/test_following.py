@@ -16,7 +16,7 @@ import outboxq.cursors as cursors_module
 import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.claim import ClaimRequest
-from outboxq.cursors import Sweeps
+from outboxq.cursors import Position, Sweeps
 from outboxq.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.postgres import Database
@@ -302,18 +302,54 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
 
 
 def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Clock) -> None:
-    """At least every second; at most a twentieth of the time goes into what a sweep takes longer than other claims."""
+    """At least every second, or a twentieth of the time where what it takes longer than other claims is more."""
     sweeps = Sweeps()
     assert sweeps.take_turn("q")
     assert not sweeps.take_turn("q")
     assert sweeps.take_turn("another")
     sweeps.took("q", 0.001, swept=False)
-    for seconds, pause in ((0.0011, 0.05), (0.006, 0.1), (0.031, 0.6), (5.0, 1.0)):
+    for seconds, pause in ((0.0011, 0.05), (0.006, 0.1), (0.031, 0.6), (0.151, 3.0), (0.001, 0.05), (5.0, 30.0)):
         sweeps.took("q", seconds, swept=True)
         clock.now += pause - 0.001
         assert not sweeps.take_turn("q"), seconds
         clock.now += 0.002
         assert sweeps.take_turn("q"), seconds
+
+
+def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the claim would walk over all that was done since an old snapshot, each time that no job is due."""
+    del clock
+    starts: list[Cursor | None] = []
+    start = Position.start
+
+    def noted(position: Position) -> Cursor | None:
+        starts.append(start(position))
+        return starts[-1]
+
+    monkeypatch.setattr(Position, "start", noted)
+    # All sorts of jobs are looked for after each batch.
+    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: -1.0)
+    monkeypatch.setattr(slot_module.Slot, "_has_suspects", lambda _slot: True)
+    jobs = Jobs()
+
+    @jobs.handler(queue="many")
+    def nothing(ctx: Context) -> None:
+        del ctx
+
+    with sessions.begin() as session:
+        session.add_jobs(nothing.job() for _ in range(200))
+    drain(outboxq_database.url, 5, jobs)
+    assert waiting(engine) == 0
+    # The first claim, and at the end those that find nothing.
+    assert [cursor is None for cursor in starts].index(False) == 1
+    assert sum(cursor is None for cursor in starts) <= 4
+    assert len(starts) >= 40
 
 
 def test_a_claim_behind_a_cursor_does_not_walk_over_dead_entries(

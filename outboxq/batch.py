@@ -161,7 +161,7 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
     if isinstance(result, Done | Discard) and _wrote_nothing(connection, progress):
         progress.events.append(_ended(job, result, time.perf_counter() - begun))
         return
-    if not progress.begun:
+    if not progress.begun and transaction_status(connection) == TransactionStatus.IDLE:
         # The handler worked outside the database: should this connection be gone by now, its work is not.
         progress.late_result = result
     progress.begin(connection)
@@ -214,6 +214,9 @@ def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilo
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
+            if progress.certifying:
+                # It came behind COMMIT, or nobody knows.
+                raise
             if not alone and progress.one_run is None:
                 # Every job passed its own check; who is to blame shows when each runs alone.
                 raise

@@ -21,6 +21,7 @@ from outboxq.errors import DeferError
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 
 _WAITING = "outboxq.deferred"
+_FAILED = "outboxq.deferred.failed"
 _PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 _WRITES = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*(?:INSERT|UPDATE|DELETE|MERGE|WITH)\b", re.DOTALL | re.IGNORECASE)
 
@@ -115,19 +116,30 @@ def defer(session: Session, statement: object, parameters: object) -> None:
 
 
 def take_writes(session: Session) -> list[Write]:
-    """What was deferred in this session, which forgets it."""
+    """What was deferred in this session, which forgets it.
+
+    Raises:
+        DeferError: some of it was to be sent before, and could not be.
+    """
+    if session.info.get(_FAILED):
+        raise DeferError(
+            "what ctx.defer had kept could not be sent at a commit(), and the handler went on: let it raise"
+        )
     writes: list[Write] = session.info.pop(_WAITING, [])
     return writes
 
 
 def _before_commit(session: Session) -> None:
     # A savepoint that is released may lie in another one that will be undone.
-    if session.in_nested_transaction() or _WAITING not in session.info:
+    if session.in_nested_transaction() or not (_WAITING in session.info or _FAILED in session.info):
         return
     session.flush()
     deferred = Deferred()
     deferred.add_job(take_writes(session))
+    # Until it is sent: a handler that commits may swallow the error.
+    session.info[_FAILED] = True
     deferred.send(session.connection())
+    del session.info[_FAILED]
 
 
 # For all sessions of the class at once: listening to each costs more than its writes.

@@ -154,10 +154,15 @@ class Place:
             return
         # First: what follows goes through the guarded connection too.
         self._guard.opener = None
-        seal = self._begin()
-        self.in_transaction = True
-        self._guard.begin_savepoint(seal)
-        self.savepoint = self._guard.savepoint
+        try:
+            seal = self._begin()
+            self.in_transaction = True
+            self._guard.begin_savepoint(seal)
+            self.savepoint = self._guard.savepoint
+        except BaseException:
+            # The handler may swallow it, and go on unguarded.
+            self._guard.opener = self.open
+            raise
 
     @property
     def is_intact(self) -> bool:
@@ -205,6 +210,7 @@ def _attempt(
     shared_xid: str | None,
     begin: Callable[[], str | None],
 ) -> Result:
+    # Without a lease it is the claim's own.
     in_transaction = job.lease_token is None or transaction_status(connection) == TransactionStatus.INTRANS
     place = Place(connection, work.guard, begin, in_transaction=in_transaction)
     if place.in_transaction and work.invoker.flavour == "async":
@@ -219,8 +225,9 @@ def _attempt(
         if isinstance(result, Done):
             if opened.made is not None:
                 _keep(connection, opened.made, place, shared_xid)
-            kept = True
             fault_point("after-handler")
+            # Last: an error behind it would be a failure whose rows stand.
+            kept = True
     except asyncio.CancelledError as error:
         if being_cancelled():
             raise

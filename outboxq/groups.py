@@ -39,6 +39,7 @@ def run_group(
     assert isinstance(session, LazySession)
     try:
         returned = _call(connection, batch, work, places, arguments, session, place)
+        # However it goes: what stands is the certificate's to say.
         _close(session)
     except asyncio.CancelledError as error:
         if being_cancelled():

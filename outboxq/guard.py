@@ -110,9 +110,12 @@ class _Watched(Connection):
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        watcher = self.outboxq_guard.watcher
-        if watcher is not None:
-            watcher.hands_out()
+        guard = self.outboxq_guard
+        if guard.watcher is not None:
+            guard.watcher.hands_out()
+        elif guard.opener is not None:
+            # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
+            guard.opener()
         return super().connection
 
 

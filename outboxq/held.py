@@ -124,8 +124,8 @@ class Held:
         with self._lock:
             if self._is_taken:
                 return None
-            self._is_taken = True
             rest = Rest(tuple(self._finished), tuple(self._waiting), self._unsure)
+            self._is_taken = True
             self._finished.clear()
             self._waiting.clear()
             return rest
@@ -248,9 +248,9 @@ def _settle(
     fault_point("before-commit")
     while (rest := held.take()) is None:
         pause(connection, _LOOK_SECONDS)
-    # One transaction: where the claim fails, what was to be settled waits on.
-    script = rest.script(schema) + ("COMMIT" if following is None else following.text())
     try:
+        # One transaction: where the claim fails, what was to be settled waits on.
+        script = rest.script(schema) + ("COMMIT" if following is None else following.text())
         results = run_script(connection, script)
         if results[-1].tag != "COMMIT":
             raise AssertionError(f"COMMIT was answered with {results[-1].tag}")

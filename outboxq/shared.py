@@ -312,13 +312,18 @@ class _SharedRun:
     def _catch_up(self) -> None:
         """A handler is about to send something: first whatever the jobs before it have not sent."""
         session = self._session
-        if not (session.pending or self._deferred):
-            self._mark_sent()
-            return
-        if self._deferred and session.has_met():
-            session.end_shared("rows in hand that an earlier job deferred a write to, perhaps,")
-        with session.ours():
-            self._flush()
+        try:
+            if not (session.pending or self._deferred):
+                self._mark_sent()
+                return
+            if self._deferred and session.has_met():
+                session.end_shared("rows in hand that an earlier job deferred a write to, perhaps,")
+            with session.ours():
+                self._flush()
+        except BaseException:
+            # It is raised in the handler, which may swallow it: what was not sent is gone.
+            session.ended_by = session.ended_by or "an error while the rows of others were sent"
+            raise
 
     def _flush(self) -> None:
         session = self._session

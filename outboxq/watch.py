@@ -162,10 +162,10 @@ class Watch:
             try:
                 action()
             except Exception:
-                logger.exception("a handler past its time could not be dealt with")
+                logger.exception("leased jobs, or a handler past its time, could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
-        # The one before it, if any, ends by itself: it finds the batch seized.
+        # The one before it, if any, ends by itself: it finds the batch seized, or the claim relieved.
         threads[runner] = thread
         thread.start()
 
@@ -238,7 +238,8 @@ class Watch:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like
             logger.warning(
-                "jobs of a handler past its time were not settled", extra={"error_type": type(error).__name__}
+                "leased jobs, or those of a handler past its time, were not settled",
+                extra={"error_type": type(error).__name__},
             )
             return None
 

@@ -86,6 +86,9 @@ def calls_away(schema: str, queues: tuple[str, ...], queue: str) -> str:
 
     A job that is due in this queue, or any in one before it in the slot's order; none in a paused queue. Of this
     queue's own ready jobs nothing is asked: behind an old snapshot they would be found at the end of all dead entries.
+    Indexes: job_ready and job_scheduled, the first entry of each queue. In their order, and not by EXISTS: where many
+    jobs are scheduled and many ready ones were due long ago, the planner takes the two for the same, and expects a walk
+    over the table to find one at once.
     """
     before = queues.index(queue)
     return (
@@ -94,9 +97,10 @@ def calls_away(schema: str, queues: tuple[str, ...], queue: str) -> str:
 SELECT EXISTS (
   SELECT FROM unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
   WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)
-    AND (EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'scheduled'
-        AND run_at <= statement_timestamp())
-      OR place <= {before} AND EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'ready')))"""
+    AND ((SELECT run_at FROM {job} WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1)
+        <= statement_timestamp()
+      OR place <= {before} AND (SELECT true FROM {job} WHERE queue = wanted.name AND state = 'ready'
+        ORDER BY (-priority), seq LIMIT 1)))"""
         )
         .format(
             queues=sql.Literal(list(queues[: before + 1])),

@@ -38,6 +38,12 @@ class ScriptResult(NamedTuple):
     rows: Sequence[tuple[object, ...]]
 
 
+def dbapi_connection(connection: Connection) -> Any:
+    """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
+    # By the class's own property: a relay's connection watches who takes the driver's from it.
+    return Connection.connection.__get__(connection).dbapi_connection
+
+
 def driver_connection(connection: Connection) -> DriverConnection:
     """The psycopg connection below an SQLAlchemy connection.
 
@@ -45,8 +51,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
         TypeError: another driver.
     """
     # Not `driver_connection`, which a detached connection no longer has; an async adapter still names what it wraps.
-    # And by the class's own property: a relay's connection counts who takes the driver's from it.
-    below = Connection.connection.__get__(connection).dbapi_connection
+    below = dbapi_connection(connection)
     driver = getattr(below, "driver_connection", below)
     if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")

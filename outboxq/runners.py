@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
-from outboxq.driver import transaction_status
+from outboxq.driver import dbapi_connection, transaction_status
 from outboxq.serve import serve_in_loop, serve_in_thread
 from outboxq.slot import Shared, Slot
 from outboxq.threads import BoundedStart
@@ -66,7 +66,7 @@ class SlotThread:
             return
         # Its thread may be closing it at this moment.
         with contextlib.suppress(SQLAlchemyError):
-            self._detached = connection.connection.dbapi_connection
+            self._detached = dbapi_connection(connection)
             connection.detach()
 
     def ask(self) -> None:

@@ -215,7 +215,11 @@ def _attempt(
     place = Place(connection, work.guard, begin, in_transaction=in_transaction)
     if place.in_transaction and work.invoker.flavour == "async":
         # Where its session is first named, a coroutine cannot send anything.
-        place.open()
+        try:
+            place.open()
+        except BaseException:
+            work.guard.let_go()
+            raise
     opened = Opened(partial(_open_session, connection, work, place))
     begun = time.monotonic()
     result: Result

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.codec import entity_state
@@ -113,6 +113,7 @@ def defer(session: Session, statement: object, parameters: object) -> None:
     session.info.setdefault(_WAITING, []).append(write)
     if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
         event.listen(session, "before_commit", _before_commit)
+        event.listen(session, "after_soft_rollback", _after_rollback)
 
 
 def take_writes(session: Session) -> list[Write]:
@@ -142,8 +143,15 @@ def _before_commit(session: Session) -> None:
     del session.info[_FAILED]
 
 
+def _after_rollback(session: Session, previous: SessionTransaction) -> None:
+    # A test's own session goes on after it; a handler that rolls its session back has failed in any case.
+    if not previous.nested:
+        session.info.pop(_FAILED, None)
+
+
 # For all sessions of the class at once: listening to each costs more than its writes.
 event.listen(OutboxSession, "before_commit", _before_commit)
+event.listen(OutboxSession, "after_soft_rollback", _after_rollback)
 
 
 def _checked(statement: object) -> Statement:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, bindparam, delete, insert, select, text, update
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
+from outboxq.deferred import defer
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDied, JobDone
 from tests.support.app import Account, Child, Effect
@@ -200,3 +202,15 @@ def test_in_a_unit_test_they_are_sent_when_the_session_commits(engine: Engine) -
         assert names(engine) == []
         session.commit()
     assert names(engine) == ["unit"]
+
+
+def test_a_session_of_a_test_goes_on_after_a_commit_that_could_not_send_them(engine: Engine) -> None:
+    """Rolled back, it is as good as new."""
+    with OutboxSession(engine) as session:
+        defer(session, RECORD, {"name": "a\x00b"})
+        with pytest.raises(DBAPIError):
+            session.commit()
+        session.rollback()
+        defer(session, RECORD, {"name": "later"})
+        session.commit()
+    assert names(engine) == ["later"]

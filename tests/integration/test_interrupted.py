@@ -47,7 +47,7 @@ def test_an_error_behind_a_handler_that_is_done_doubles_nothing(
     """Its savepoint is released by then: taken for a failure, its rows would stand and it would run again."""
     jobs, struck = Jobs(), []
 
-    @jobs.handler(queue="q", retry=QUICK, claim=flavour)  # type: ignore[arg-type]
+    @jobs.handler(queue="q", retry=QUICK, claim=flavour)  # type: ignore[arg-type]  # one of the two modes
     def write(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
 

@@ -199,7 +199,7 @@ def test_a_name_that_is_taken_is_used(
     @event.listens_for(own, "connect")
     def prepare(connection: object, _record: object) -> None:
         for behind in (False, True):
-            connection.cursor().execute(script.prepared(1, behind=behind).definition)  # type: ignore[attr-defined]
+            connection.cursor().execute(script.prepared(1, behind=behind).definition)  # type: ignore[attr-defined]  # the driver's cursor
         connection.commit()  # type: ignore[attr-defined]
 
     jobs = recording(lambda _ctx, _name: None)

@@ -19,6 +19,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import inspect as sqlalchemy_inspect
 from sqlalchemy.orm import InstanceState, Mapper
+from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.annotations import declared_signature, resolve_annotation
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, PayloadError, RegistryError
@@ -32,6 +33,8 @@ MAX_SCOPE_BYTES = 255
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
+# Neither an entity nor an expression, and much the most that is asked about.
+PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty
 
@@ -81,6 +84,11 @@ def entity_state(value: object) -> InstanceState[object] | None:
     """The ORM state of a mapped object, else None."""
     found: object = sqlalchemy_inspect(value, raiseerr=False)
     return found if isinstance(found, InstanceState) else None
+
+
+def is_expression(value: object) -> bool:
+    """Whether it is SQL, which only the server can compute."""
+    return type(value) not in PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
 
 
 def is_pending(value: object) -> TypeGuard[object]:

@@ -42,6 +42,10 @@ class Suspects:
         self._holder: object | None = None
         self._lock = threading.Lock()
 
+    def wait_in(self, queues: Iterable[str]) -> bool:
+        """Whether one of these queues is known to have some."""
+        return not self.queues.isdisjoint(queues)
+
     def take_turn(self, holder: object) -> bool:
         """Whether `holder` may run a suspect now; never waits."""
         with self._lock:

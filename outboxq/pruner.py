@@ -1,4 +1,4 @@
-"""The pruner: forgets the messages and the effects whose retention is over, one thread per relay.
+"""The pruner: the chore that forgets the messages and the effects whose retention is over.
 
 A round opens a connection, deletes in small transactions, and closes it. It waits for nobody's rows, any number of
 relays may prune at once, and nothing depends on when it happens: only the tables' size does.
@@ -6,13 +6,13 @@ relays may prune at once, and nothing depends on when it happens: only the table
 
 import contextlib
 import logging
-import random
 import threading
 from collections.abc import Callable
 
 import psycopg
 from psycopg.pq.abc import PGconn
 
+from outboxq.chores import Chore
 from outboxq.driver import DriverConnection, run_on_libpq, sqlstate_of
 from outboxq.events import Emitter, Pruned
 from outboxq.statements import prune as statements
@@ -26,7 +26,6 @@ MAX_BATCHES = 100
 _BREATH_SECONDS = 0.05
 # A relay that lives for a minute has pruned, however long its rounds are apart.
 _FIRST_SECONDS = 60.0
-_STOP_SECONDS = 5.0
 
 _NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
 _MISSING = "a table is missing: run `outboxq migrate`"
@@ -34,7 +33,7 @@ _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
 _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 
-class Pruner:
+class Pruner(Chore):
     """Deletes what has expired, now and then.
 
     Args:
@@ -52,44 +51,17 @@ class Pruner:
         *,
         prune_seconds: float,
     ) -> None:
-        self._connect = connect
+        super().__init__("pruner", connect, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
         self._messages = _batch(statements.delete_messages(schema, BATCH_ROWS))
         self._effects = _batch(statements.delete_effects(schema, BATCH_ROWS))
         self._emit = emit
-        self._stopping = stopping
-        self._prune_seconds = prune_seconds
         self._warned: set[tuple[str, str]] = set()
-        self._thread = threading.Thread(target=self._run, name="outboxq-pruner", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, after the batch that it is at; the relay is stopping from now on."""
-        self._stopping.set()
-        self._thread.join(_STOP_SECONDS)
-
-    def prune(self) -> None:
-        """One round. Never raises, and ends early when the relay stops."""
-        try:
-            connection = self._connect()
-        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-            logger.debug("no connection for the pruner", extra={"error_type": type(error).__name__})
-            return
-        try:
-            messages = self._delete_all(connection.pgconn, "messages", self._messages)
-            effects = self._delete_all(connection.pgconn, "effects", self._effects)
-        finally:
-            connection.pgconn.finish()
+    def _do(self, connection: PGconn) -> None:
+        messages = self._delete_all(connection, "messages", self._messages)
+        effects = self._delete_all(connection, "effects", self._effects)
         if messages or effects:
             self._emit(Pruned(messages, effects))
-
-    def _run(self) -> None:
-        seconds = min(self._prune_seconds, _FIRST_SECONDS)
-        while not self._stopping.wait(draw_pause(seconds)):
-            self.prune()
-            seconds = self._prune_seconds
 
     def _delete_all(self, connection: PGconn, what: str, deletion: str) -> int:
         """Batch after batch, while they are full; how many rows went."""
@@ -126,11 +98,6 @@ class Pruner:
                 _ADVICE.get(sqlstate, _OTHERWISE),
                 extra={"outboxq_sqlstate": sqlstate},
             )
-
-
-def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:
-    """From half of `seconds` to the whole; `uniform` draws from [0, 1)."""
-    return seconds * (1 - uniform() / 2)
 
 
 def _batch(deletion: str) -> str:

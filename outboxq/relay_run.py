@@ -34,8 +34,9 @@ from outboxq.lookout import Lookout
 from outboxq.progress import BatchReport
 from outboxq.pruner import Pruner
 from outboxq.registry import Lifespan, Registry
+from outboxq.relay_state import Shared, Tally
 from outboxq.runners import SlotTask, SlotThread
-from outboxq.slot import Shared, Tally, describe_error, is_outage
+from outboxq.slot import describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.upkeep import Upkeep
 from outboxq.watch import Runner, Watch
@@ -310,7 +311,7 @@ class RelayRun:
                 break
         # The drain of a cron job may be the only relay there is.
         if self._pruner is not None and self._shared.until_empty and not self._stopping.is_set():
-            self._pruner.prune()
+            self._pruner.do()
         self._emit(RelayStopped(tally.done, tally.failed, self._abandoned))
 
     def _serve(self) -> None:

@@ -18,8 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
 from outboxq.driver import dbapi_connection, transaction_status
+from outboxq.relay_state import Shared
 from outboxq.serve import serve_in_loop, serve_in_thread
-from outboxq.slot import Shared, Slot
+from outboxq.slot import Slot
 from outboxq.threads import BoundedStart
 
 

@@ -16,10 +16,9 @@ from sqlalchemy.orm import InstanceState, ORMExecuteState, Session
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.dml import UpdateBase
-from sqlalchemy.sql.elements import ClauseElement
 from sqlalchemy.sql.functions import Function
 
-from outboxq.codec import EntityKey, entity_mapper, entity_state
+from outboxq.codec import EntityKey, entity_mapper, entity_state, is_expression
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import EntityGone, SharedRunEnded
 from outboxq.guard import is_savepoint_verb, may_end_transaction
@@ -29,7 +28,6 @@ from outboxq.tables import JobRow
 # Keys in one SELECT.
 _LOADED_AT_ONCE = 1_000
 _NOTHING: frozenset[InstanceState[Any]] = frozenset()
-_PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 
 # Whose turn it is: tasks and threads that a handler left behind do not know the next one's token.
 _turn: ContextVar[object] = ContextVar("outboxq_shared_turn", default=None)
@@ -307,11 +305,7 @@ class SharedSession(LazySession):
 
 def _has_expression(state: InstanceState[Any]) -> bool:
     values = state.dict
-    return any(_is_expression(values.get(name)) for name in state.committed_state)
-
-
-def _is_expression(value: object) -> bool:
-    return type(value) not in _PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
+    return any(is_expression(values.get(name)) for name in state.committed_state)
 
 
 # Each of these throws away what may be another job's, or ends what all jobs stand on.

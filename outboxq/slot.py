@@ -6,33 +6,26 @@ On a sync `Connection`, for both worlds; the thin loops around it are in `serve.
 import concurrent.futures
 import logging
 import random
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.batch import ClaimedQueue, end_transaction, run_batches
-from outboxq.callers import Callers
-from outboxq.claim import Aside, ClaimRequest, PreparedClaims, clear_marks, park_unknown
-from outboxq.cursors import Position, Sweeps
-from outboxq.driver import driver_connection, is_lost, run_alone, run_script, sqlstate_of
+from outboxq.batch import end_transaction, run_batches
+from outboxq.claim import ClaimRequest, clear_marks, park_unknown
+from outboxq.claims import Claims
+from outboxq.driver import is_lost, run_alone, run_script, sqlstate_of
 from outboxq.engines import outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
     BatchRolledBack,
     DatabaseBack,
     DatabaseLost,
-    Emitter,
     JobCrashed,
-    JobDied,
-    JobDone,
     JobLeaseLost,
-    JobRetried,
     JobsParked,
 )
 from outboxq.execute import ConnectionLost, TransactionEscaped, Work
@@ -42,75 +35,23 @@ from outboxq.handlers import Flavour
 from outboxq.held import Held, relieve, run_held
 from outboxq.invoke import Invoker
 from outboxq.job import Job
-from outboxq.lease import Lease, Suspects
-from outboxq.listener import Listener, Sleeper
-from outboxq.lookout import Lookout
+from outboxq.listener import Sleeper
 from outboxq.progress import BatchReport, Progress
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
-from outboxq.registry import Registry
-from outboxq.statements.claim import ClaimScript, ClaimStatements
+from outboxq.relay_state import Shared
+from outboxq.statements.claim import ClaimScript
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
-from outboxq.statements.listen import calls_away
-from outboxq.statements.session import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
 FIRST_PAUSE_SECONDS = 0.01
 # Without the sleep flag nobody promises to wake us: look again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
-# So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
-# its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
-_FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
-_NO_LIMIT = 1_000_000
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a relay has done so far. Slots add under the lock."""
-
-    claimed: int = 0
-    done: int = 0
-    failed: int = 0
-    died: int = 0
-    leases_lost: int = 0
-
-    def add(self, report: BatchReport) -> None:
-        """Count the events of one committed batch."""
-        of = Counter(map(type, report.events))
-        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
-        self.claimed += report.claimed
-        self.done += of[JobDone]
-        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed]
-        self.died += of[JobDied] + sum(event.died for event in crashes)
-        self.leases_lost += of[JobLeaseLost]
-
-
-@dataclass(slots=True, eq=False)
-class Shared:
-    """What all slots of a relay share."""
-
-    registry: Registry
-    state: object
-    schema: str
-    batch_size: int
-    poll_seconds: float
-    until_empty: bool
-    emit: Emitter
-    listener: Listener | None
-    lookout: Lookout
-    lease: Lease
-    suspects: Suspects
-    sweeps: Sweeps
-    max_crashes: int
-    callers: Callers
-    stopping: threading.Event
-    tally: Tally
-    lock: threading.Lock
 
 
 class Slot:
@@ -124,24 +65,9 @@ class Slot:
         self.progress: Progress | None = None
         # What is claimed under the lease besides the job that runs.
         self.held: Held | None = None
-        self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
-        self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
-        self._due_first = dict.fromkeys(queues, False)
-        self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
-        # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
-        self._most = _NO_LIMIT
-        self._asides = {name: Aside(calls_away(shared.schema, queues, name), self._is_called) for name in queues}
-        self._most_leased = dict.fromkeys(queues, 1)
-        self._positions = {name: Position(name, shared.sweeps) for name in queues}
-        self._prepared: PreparedClaims | None = None
-        self._request: ClaimRequest | None = None
-        self._asked = self._queues[queues[0]]
-        self._follow_until = 0.0
-        self._is_called_away = False
-        self._walks_since: float | None = None
+        self._claims = Claims(shared, queues)
         self._asleep = False
         self._lease_waits = 0
-        self._alone_for = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._looked = shared.lookout.latest
         self._lost_since: float | None = None
@@ -160,9 +86,7 @@ class Slot:
 
     def prepare(self, connection: Connection, invoker: Invoker) -> Work:
         """Set the connection up for claiming."""
-        # Turned off where there is a pooler, or for reasons of the user's.
-        prepares = driver_connection(connection).prepare_threshold is not None
-        self._prepared = PreparedClaims() if prepares else None
+        self._claims.connected(connection)
         work = self.work_on(connection, invoker)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
@@ -188,31 +112,28 @@ class Slot:
             shared.max_crashes,
             epoch,
             caller,
-            sharing_queues=frozenset(name for name, size in self._batch_sizes.items() if size > 1),
+            sharing_queues=self._claims.sharing_queues,
         )
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""
-        self._walks_since = _now()
+        self._claims.begin_walk()
         return any(self._work_on_queue(connection, name, work) for name in self.queues)
 
     def _work_on_queue(self, connection: Connection, name: str, work: Work) -> bool:
         if name in self.shared.suspects.queues and self._run_suspect(connection, name, work):
             return True
-        return any(self._work_with(connection, name, script, work) for script in self._scripts(name))
+        return any(self._work_with(connection, name, script, work) for script in self._claims.sorts(name))
 
     def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> bool:
         """Run batches of one sort for a while; False where none waits."""
         report = self._run(connection, name, script, work)
-        if report is None and self._is_behind_cursor():
+        if report is None and self._claims.is_behind_cursor:
             # Behind the cursor is nothing any more: before it may be.
             report = self._run(connection, name, script, work)
         if report is not None:
             self._after(connection, name, report, work)
         return report is not None
-
-    def _is_behind_cursor(self) -> bool:
-        return self._request is not None and self._request.cursor is not None
 
     def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
         """Run one suspect of a queue, if it is this slot's turn; False where none waits."""
@@ -222,7 +143,7 @@ class Slot:
         try:
             if not self.shared.lease.want():
                 return False
-            report = self._run(connection, name, self._statements[name].lease_suspect, work)
+            report = self._run(connection, name, self._claims.suspects(name), work)
             if report is not None:
                 self._after(connection, name, report, work)
             else:
@@ -241,21 +162,12 @@ class Slot:
             return self.shared.lease.wait(_LEASE_WAIT_SECONDS) or self._lease_waits < _LEASE_WAITS
         return any(self._run_suspect(connection, str(row[0]), work) for row in rows)
 
-    def _scripts(self, name: str) -> tuple[ClaimScript, ...]:
-        # Alternating, so that neither a backlog of ready jobs nor one of due jobs starves the other.
-        statements = self._statements[name]
-        if self.shared.registry.claims[name] == "lease":
-            ready, due = statements.lease_ready, statements.lease_due
-        else:
-            ready, due = statements.ready, statements.due
-        self._due_first[name] = not self._due_first[name]
-        return (due, ready) if self._due_first[name] else (ready, due)
-
     def _run(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> BatchReport | None:
         try:
-            report = self._run_or_recover(connection, self._ask(name, script), work)
+            report = self._run_or_recover(connection, self._claims.ask(name, script), work)
         except (psycopg.Error, SQLAlchemyError) as error:
-            if self.progress is None and not is_lost(connection) and self._request and self._request.failed(error):
+            request = self._claims.request
+            if self.progress is None and not is_lost(connection) and request is not None and request.failed(error):
                 # Nothing was claimed, and the transaction is over.
                 self._relieve(connection)
                 return self._run(connection, name, script, work)
@@ -267,28 +179,15 @@ class Slot:
             if report is None:
                 raise
         self._relieve(connection)
-        if report is None and script.is_keyed:
-            self._positions[name].move_to_start()
+        if report is None:
+            self._claims.found_nothing(name, script)
         self.progress = None
         return report
-
-    def _ask(self, name: str, script: ClaimScript) -> ClaimRequest:
-        queue = self._queues[name]
-        cursor = self._positions[name].start() if script.is_keyed else None
-        self._asked = queue
-        limit = self._limit(name, script)
-        self._request = ClaimRequest(script, limit, cursor, local_timeouts(queue.timeout_seconds), self._prepared)
-        return self._request
-
-    def _limit(self, name: str, script: ClaimScript) -> int:
-        if self._alone_for or script is self._statements[name].lease_suspect:
-            return 1
-        return min(self._batch_sizes[name], self._most_leased[name] if script.leased else self._most)
 
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:
             run = run_held if request.script.leased else run_batches
-            return run(connection, self._asked, request, work, self)
+            return run(connection, self._claims.queue, request, work, self)
         except TransactionEscaped as escaped:
             failure: TransactionEscaped | LeaseLost = escaped
         except LeaseLost as lost:
@@ -322,55 +221,22 @@ class Slot:
 
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        if self._walks_since is not None:
-            self._is_called_away = False
-            self._follow_until = _now() + follow_seconds(_now() - self._walks_since)
-            self._walks_since = None
-        request = self._request
-        assert request is not None
-        if request.script.is_keyed:
-            self._positions[queue].move(request, jobs, moved)
+        self._claims.took(queue, jobs, moved)
         if self._asleep and self.shared.listener is not None:
             self._asleep = False
             self.shared.listener.wake_up(self.sleeper)
 
     def following(self, progress: Progress) -> ClaimRequest | None:
-        """See `Pilot`. Now and then the queues before this one, other sorts of jobs and suspects have their turn."""
-        if progress.is_leased:
-            held = self.held
-            is_last = held is not None and held.is_worked_off and not progress.unknown
-            return self.following_held(held) if held is not None and is_last else None
-        request = self._request
-        assert request is not None
-        half = max(1, len(progress.jobs) // 2)
-        self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
-        is_full = len(progress.jobs) >= request.limit and not (self._alone_for or progress.unknown)
-        return self._ask_on(progress.queue, request.script) if is_full else None
+        """See `Pilot`."""
+        if not progress.is_leased:
+            return self._claims.following(progress)
+        held = self.held
+        is_last = held is not None and held.is_worked_off and not progress.unknown
+        return self.following_held(held) if held is not None and is_last else None
 
     def following_held(self, held: Held) -> ClaimRequest | None:
-        """See `Holder`. The faster its handlers were, the more jobs the next claim takes."""
-        request = self._request
-        assert request is not None
-        most = max(1, min(2 * request.limit, held.fitting()))
-        self._most_leased[held.queue] = _power_of_two(most)
-        is_suspect = request.script is self._statements[held.queue].lease_suspect
-        is_full = len(held.jobs) >= request.limit and not (self._alone_for or is_suspect or held.unknown)
-        return self._ask_on(held.queue, request.script) if is_full else None
-
-    def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
-        if self.shared.stopping.is_set():
-            return None
-        if _now() <= self._follow_until:
-            return self._ask(name, script)
-        if self._is_called_away or self._has_suspects() or not script.is_keyed or script.leased:
-            return None
-        return replace(self._ask(name, script), aside=self._asides[name])
-
-    def _is_called(self, row: tuple[object, ...]) -> None:
-        """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""
-        self._is_called_away = row[0] is True
-        if not self._is_called_away:
-            self._follow_until = _now() + follow_seconds(0.0)
+        """See `Holder`."""
+        return self._claims.following_held(held)
 
     def _relieve(self, connection: Connection) -> None:
         """Settle what the slot still holds of a claim that did not end in order."""
@@ -410,13 +276,13 @@ class Slot:
             with connection.begin():
                 clear_marks(connection, self.shared.schema, progress.jobs)
         # Nobody's fault could be found while they shared a transaction: the next ones run alone.
-        self._alone_for = len(progress.jobs)
+        self._claims.alone_for = len(progress.jobs)
         job = progress.lone_job
         return None if job is None else charge(connection, job, describe_failure(error, job), work)
 
     def _after(self, connection: Connection, name: str, report: BatchReport, work: Work) -> None:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
-        self._alone_for = max(0, self._alone_for - report.claimed)
+        self._claims.alone_for = max(0, self._claims.alone_for - report.claimed)
         if report.suspected:
             self.shared.suspects.queues.add(name)
         parked = 0
@@ -460,7 +326,7 @@ class Slot:
         return self.work_once(connection, work)
 
     def _has_suspects(self) -> bool:
-        return not self.shared.suspects.queues.isdisjoint(self.queues)
+        return self.shared.suspects.wait_in(self.queues)
 
     def pause_seconds(self, *, flagged: bool) -> float:
         """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last look."""
@@ -487,16 +353,6 @@ class Slot:
                 "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": pause}
             )
         return pause
-
-
-def follow_seconds(walk_seconds: float) -> float:
-    """How long a slot stays with one sort of jobs, after a look at all of its queues that took so long."""
-    return min(max(walk_seconds / _WALK_SHARE, _FOLLOW_LEAST_SECONDS), _FOLLOW_MOST_SECONDS)
-
-
-def _power_of_two(limit: int) -> int:
-    """The next lower one: a backend keeps each claim that it has prepared, and there is one for each limit."""
-    return 1 << (limit.bit_length() - 1)
 
 
 def is_outage(error: BaseException) -> bool:

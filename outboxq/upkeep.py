@@ -1,4 +1,4 @@
-"""The upkeep: builds the indexes of `job` again that are files of almost nothing, one thread per relay.
+"""The upkeep: the chore that builds the indexes of `job` again that are files of almost nothing.
 
 After a backlog was worked off, vacuum takes the empty pages of an index out of every walk, and so claims are quick
 again; but the file keeps its size, and each vacuum of the queue reads it from end to end. A relay whose role owns the
@@ -15,9 +15,9 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 
+from outboxq.chores import Chore
 from outboxq.driver import DriverConnection, run_on_libpq, sqlstate_of, wait_readable
 from outboxq.events import Emitter, IndexRebuilt
-from outboxq.pruner import draw_pause
 from outboxq.statements import upkeep as statements
 
 logger = logging.getLogger("outboxq.upkeep")
@@ -34,10 +34,9 @@ OLD_SECONDS = 5.0
 # Longer than the server lets a statement take.
 _ANSWER_SECONDS = 75.0
 _SLICE_SECONDS = 0.2
-_STOP_SECONDS = 5.0
 
 
-class Upkeep:
+class Upkeep(Chore):
     """Looks after the indexes of the queue, now and then.
 
     Args:
@@ -58,42 +57,19 @@ class Upkeep:
         look_seconds: float = LOOK_SECONDS,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        self._connect = connect
+        super().__init__("upkeep", connect, stopping, look_seconds, look_seconds)
         self._schema = schema
         self._emit = emit
-        self._stopping = stopping
-        self._look_seconds = look_seconds
         self._min_bytes = min_bytes
         self._rests_until = 0.0
         self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="outboxq-upkeep", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; an index that is being built is given up. The relay is stopping from now on."""
-        self._stopping.set()
-        self._thread.join(_STOP_SECONDS)
-
-    def look(self) -> None:
-        """One look, and what it leads to: at most one index. Never raises."""
+    def _do(self, connection: PGconn) -> None:
+        """One look, and what it leads to: at most one index."""
         try:
-            connection = self._connect()
-        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-            logger.debug("no connection for the upkeep", extra={"error_type": type(error).__name__})
-            return
-        try:
-            self._look(connection.pgconn)
+            self._look(connection)
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
             self._report(error)
-        finally:
-            connection.pgconn.finish()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(draw_pause(self._look_seconds)):
-            self.look()
 
     def _look(self, connection: PGconn) -> None:
         if _value(connection, statements.backend_pid()) != str(connection.backend_pid):

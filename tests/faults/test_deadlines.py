@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.slot as slot_module
+import outboxq.claims as claims_module
 import outboxq.watch
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.config import SlotGroup
@@ -218,7 +218,7 @@ def test_who_ends_in_time_pays_nothing(
 
     monkeypatch.setattr(driver, "wait", counting)
     # When a slot looks at its other queues, and claims from the start, depends on how long these take.
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     monkeypatch.setattr(Sweeps, "take_turn", lambda _sweeps, _queue: False)
 
     def statements(seconds: float | None) -> int:

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.slot as slot_module
+import outboxq.claims as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.claim import ClaimRequest, claim
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
@@ -129,7 +129,7 @@ def test_savepoints_that_handlers_leave_open_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While claims follow one another, SQLAlchemy's transaction is one; what it holds of each job goes with the job."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     jobs, depths = Jobs(), []
 
     @jobs.handler(queue="careless")

@@ -12,16 +12,17 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.batch as batch_module
+import outboxq.claims as claims_module
 import outboxq.cursors as cursors_module
-import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.claim import ClaimRequest
+from outboxq.claims import Claims
 from outboxq.cursors import Position, Sweeps
 from outboxq.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
+from outboxq.lease import Suspects
 from outboxq.postgres import Database
 from outboxq.progress import Progress
-from outboxq.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.listen import calls_away
 from outboxq.statements.session import BEGIN
@@ -35,7 +36,7 @@ from tests.support.slots import shared_by_slots
 @pytest.fixture(autouse=True)
 def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], count: int, **options: object) -> list[str]:
@@ -80,15 +81,15 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
     """What is left of a batch may be any number; a backend keeps what it has prepared."""
     shared = shared_by_slots(engine, ("ledger",))
     shared.batch_size = 500
-    slot, limits = Slot(shared, "sync", ("ledger",), lambda: None), set()
+    claims, limits = Claims(shared, ("ledger",)), set()
     try:
-        script = slot._scripts("ledger")[0]
+        script = claims.sorts("ledger")[0]
         for count in range(1, 501):
-            slot._ask("ledger", script)
-            slot.following(Progress("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
+            claims.ask("ledger", script)
+            claims.following(Progress("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
             for _ in range(10):
-                limits.add(slot._ask("ledger", script).limit)
-                slot.following(Progress("ledger", (_unit_test_job(),), None))
+                limits.add(claims.ask("ledger", script).limit)
+                claims.following(Progress("ledger", (_unit_test_job(),), None))
     finally:
         shared.callers.dispose(lambda _: None)
     assert len(limits) <= 10
@@ -128,7 +129,7 @@ def test_a_slot_leaves_its_queue_for_what_comes_first_and_for_nothing_else(
     scripts: list[str],
 ) -> None:
     """It asks along with a COMMIT, so that a look at all of its queues is made only where it finds something."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 0.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 0.0)
     jobs, order = Jobs(), []
 
     @jobs.handler(queue="first")
@@ -288,7 +289,7 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
         session.add_jobs(count.job(name=f"job {number}") for number in range(50, 400))
     if what == "retried":
         # Its second attempt is due at once, and comes from the other index: turns are over after each batch.
-        monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: -1.0)
+        monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)
     drain(outboxq_database.url, 5, jobs)
     late.close()
     assert Counter(order) == Counter([f"job {number}" for number in range(400)]) + Counter(
@@ -352,8 +353,8 @@ def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
 
     monkeypatch.setattr(Position, "start", noted)
     # All sorts of jobs are looked for after each batch.
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: -1.0)
-    monkeypatch.setattr(slot_module.Slot, "_has_suspects", lambda _slot: True)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)
+    monkeypatch.setattr(Suspects, "wait_in", lambda _suspects, _queues: True)
     jobs = Jobs()
 
     @jobs.handler(queue="many")

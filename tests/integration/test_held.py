@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import Connection, Engine, event, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
+import outboxq.claims as claims_module
 import outboxq.held as held_module
-import outboxq.slot as slot_module
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, Relay, RelayConfig, Snooze
 from outboxq.driver import ScriptResult, run_script
 from outboxq.events import (
@@ -30,6 +30,7 @@ from outboxq.events import (
 )
 from outboxq.lease import Lease
 from outboxq.postgres import Database
+from outboxq.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
 from tests.support.waiting import wait_until
@@ -42,7 +43,7 @@ BEFORE_EIGHT = 7
 def pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any."""
     monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 @pytest.fixture
@@ -332,14 +333,14 @@ def test_claims_follow_the_pace_of_their_handlers(
     def take_time(ctx: Context) -> None:
         now[0] += next(seconds)
 
-    original = slot_module.Slot.holds
+    original = Slot.holds
 
-    def noting(self: slot_module.Slot, held: held_module.Held | None) -> None:
+    def noting(self: Slot, held: held_module.Held | None) -> None:
         if held is not None:
             sizes.append(len(held.jobs))
         original(self, held)
 
-    monkeypatch.setattr(slot_module.Slot, "holds", noting)
+    monkeypatch.setattr(Slot, "holds", noting)
     with sessions.begin() as session:
         session.add_jobs(take_time.job() for _ in range(50))
     Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=20), hooks=()).drain()
@@ -514,14 +515,14 @@ def test_async_handlers_are_settled_together_too(
 def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the batches are: a suspect that kills its relay takes no other along."""
     sizes: list[tuple[int, int]] = []
-    original = slot_module.Slot.holds
+    original = Slot.holds
 
-    def noting(self: slot_module.Slot, held: held_module.Held | None) -> None:
+    def noting(self: Slot, held: held_module.Held | None) -> None:
         if held is not None:
             sizes.append((len(held.jobs), held.jobs[0].lease_token or 0))
         original(self, held)
 
-    monkeypatch.setattr(slot_module.Slot, "holds", noting)
+    monkeypatch.setattr(Slot, "holds", noting)
     work.enqueue(*(f"suspect {number}" for number in range(5)))
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect', lease_token = 10 WHERE args::text ~ 'susp'"))

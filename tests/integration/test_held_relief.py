@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Connection, Engine, NullPool, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+import outboxq.claims as claims_module
 import outboxq.held as held_module
-import outboxq.slot as slot_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event, JobCrashed, JobDone
 from outboxq.fault_points import FaultPoint, fault_action
@@ -32,7 +32,7 @@ RELIEFS = text(
 def pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any."""
     monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 class Scene:

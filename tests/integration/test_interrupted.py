@@ -13,8 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.batch as batch_module
+import outboxq.claims as claims_module
 import outboxq.held as held_module
-import outboxq.slot as slot_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.claim import ClaimRequest
 from outboxq.errors import DeferError
@@ -216,7 +216,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
         session.add_jobs(work.job(name=name) for name in names)
     # The last claim is of three jobs, with the slow one among them.
     monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(Rest, "script", lambda rest, schema: (strike if "slow" in ran else script)(rest, schema))
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.batch as batch_module
-import outboxq.slot as slot_module
+import outboxq.claims as claims_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.claim import ClaimRequest, PreparedClaims
 from outboxq.driver import ScriptResult, run_script
@@ -28,7 +28,7 @@ FROM generate_series(1, :count) AS n ORDER BY random()"""
 @pytest.fixture(autouse=True)
 def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 @pytest.fixture

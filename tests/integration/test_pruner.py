@@ -20,6 +20,7 @@ from sqlalchemy.orm import sessionmaker
 
 import outboxq.pruner
 from outboxq import OutboxSession, Relay, RelayConfig
+from outboxq.chores import draw_pause
 from outboxq.config import SlotGroup
 from outboxq.driver import DriverConnection
 from outboxq.effects import Effects
@@ -28,7 +29,7 @@ from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
-from outboxq.pruner import BATCH_ROWS, Pruner, draw_pause
+from outboxq.pruner import BATCH_ROWS, Pruner
 from outboxq.roles import roles_sql
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
@@ -134,7 +135,7 @@ def test_what_has_expired_goes_and_the_rest_stays(engine: Engine, make_pruner: M
         fill_effect(engine, f"old {status}", 2, status=status)
         fill_effect(engine, f"new {status}", 1, KEPT, status=status)
     fill_effect(engine, "for ever", 1, None)
-    make_pruner(events).prune()
+    make_pruner(events).do()
     assert keys(engine) == ["new1", "new2"]
     assert keys(engine, "effect") == ["for ever1", "new done1", "new failed1", "new retryable1"]
     assert events == [Pruned(3, 6)]
@@ -144,7 +145,7 @@ def test_nothing_is_told_where_nothing_has_expired(engine: Engine, make_pruner: 
     """An idle installation logs nothing once a minute."""
     events: list[Event] = []
     fill_inbox(engine, "new", 2, KEPT)
-    make_pruner(events).prune()
+    make_pruner(events).do()
     assert events == []
 
 
@@ -154,7 +155,7 @@ def test_the_connection_is_closed_after_a_round(engine: Engine, make_pruner: Mak
     for statement in ("SELECT 1", "DROP TABLE outboxq.inbox"):
         with engine.begin() as connection:
             connection.execute(text(statement))
-        pruner.prune()
+        pruner.do()
         wait_until(lambda: count_connections(engine) == 0, "the connection to close")
 
 
@@ -174,7 +175,7 @@ def test_many_expired_messages_go_in_batches_beside_the_work(
     events: list[Event] = []
     inbox, accepted = Inbox("tests"), 0
     with start_relay(config=RelayConfig(prune_seconds=0)) as running, ThreadPoolExecutor(1) as pool:
-        pruning = pool.submit(make_pruner(events).prune)
+        pruning = pool.submit(make_pruner(events).do)
         while not pruning.done() or accepted < 10:
             with sessions.begin() as session:
                 # Also the ids that are being deleted: accepted anew where they are gone, else duplicates.
@@ -203,7 +204,7 @@ def test_a_batch_waits_for_no_disk_and_no_standby_and_fails_for_no_neighbour(
         connection.connection.cursor().execute(LEDGER)
         for setting in ("default_transaction_isolation = 'serializable'", "default_transaction_read_only = on"):
             connection.exec_driver_sql(f"ALTER DATABASE {outboxq_database.name} SET {setting}")
-    make_pruner().prune()
+    make_pruner().do()
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT rows, isolation, commits FROM batch_ledger")).all()
     assert rows == [(3, "read committed", "off")]
@@ -215,9 +216,9 @@ def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner, monkeypatch
     fill_inbox(engine, "old", 2 * BATCH_ROWS + 500)
     fill_effect(engine, "old", 1)
     pruner = make_pruner()
-    pruner.prune()
+    pruner.do()
     assert (count(engine, "outboxq.inbox"), count(engine, "outboxq.effect")) == (500, 0)
-    pruner.prune()
+    pruner.do()
     assert count(engine, "outboxq.inbox") == 0
 
 
@@ -237,7 +238,7 @@ def test_what_is_not_settled_is_never_pruned(engine: Engine, make_pruner: MakePr
         connection.execute(text("ALTER TABLE outboxq.effect DROP CONSTRAINT effect_kept"))
     fill_effect(engine, "with an expiry", status=status)
     fill_effect(engine, "done", status="done")
-    make_pruner().prune()
+    make_pruner().do()
     assert keys(engine, "effect") == ["as it should be1", "with an expiry1"]
 
 
@@ -248,7 +249,7 @@ def test_two_pruners_share_the_work(engine: Engine, make_pruner: MakePruner, cap
     events: list[Event] = []
     both = [make_pruner(events), make_pruner(events)]
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(pruner.prune) for pruner in both]:
+        for done in [pool.submit(pruner.do) for pruner in both]:
             done.result()
     assert keys(engine) == keys(engine, "effect") == []
     pruned = [event for event in events if isinstance(event, Pruned)]
@@ -264,9 +265,9 @@ def test_a_row_that_is_locked_is_passed_over(
     fill_inbox(engine, "row ", 3)
     fill_effect(engine, "row ", 3)
     with held(engine, f"SELECT FROM outboxq.{table} WHERE {column} = 'row 2' FOR KEY SHARE"):
-        make_pruner().prune()
+        make_pruner().do()
         assert keys(engine, table) == ["row 2"]
-    make_pruner().prune()
+    make_pruner().do()
     assert keys(engine, table) == []
     assert warnings(caplog) == []
 
@@ -276,9 +277,9 @@ def test_an_effect_that_is_called_anew_at_this_moment_stays(engine: Engine, make
     fill_effect(engine, "retried", status="retryable")
     claim = "UPDATE outboxq.effect SET status = 'started', expires_at = NULL"
     with held(engine, claim) as claiming:
-        make_pruner().prune()
+        make_pruner().do()
         claiming.commit()
-    make_pruner().prune()
+    make_pruner().do()
     assert keys(engine, "effect") == ["retried1"]
 
 
@@ -342,12 +343,12 @@ def test_a_locked_table_costs_a_second_and_not_the_other_table(
     events: list[Event] = []
     pruner = make_pruner(events)
     with held(engine, "LOCK TABLE outboxq.inbox"):
-        pruner.prune()
-        pruner.prune()
+        pruner.do()
+        pruner.do()
     assert events == [Pruned(0, 1)]
     (said,) = warnings(caplog)
     assert "expired messages could not be deleted: LockNotAvailable (55P03): it is tried again in the next" in said
-    pruner.prune()
+    pruner.do()
     assert keys(engine) == []
 
 
@@ -372,8 +373,8 @@ def test_missing_rights_are_said_once_with_the_command_that_mends_them(
     """A relay whose role is from before the inbox works on, and names `outboxq roles --sql`."""
     fill_inbox(engine)
     pruner = make_pruner(url=role_without_rights)
-    pruner.prune()
-    pruner.prune()
+    pruner.do()
+    pruner.do()
     (said,) = warnings(caplog)
     assert "expired messages could not be deleted: InsufficientPrivilege (42501)" in said
     assert "outboxq roles --sql" in said
@@ -391,7 +392,7 @@ def test_the_rights_of_a_relay_are_enough_to_prune(
         connection.exec_driver_sql(f"REVOKE ALL ON outboxq.effect FROM {role}")
         connection.exec_driver_sql(roles_sql({"relay": role}))
     events: list[Event] = []
-    make_pruner(events, url=role_without_rights).prune()
+    make_pruner(events, url=role_without_rights).do()
     assert events == [Pruned(1, 1)]
 
 
@@ -402,7 +403,7 @@ def test_missing_tables_are_said_with_the_command_that_makes_them(
     """Somebody dropped them while the relay ran."""
     with engine.begin() as connection:
         connection.execute(text(drop))
-    make_pruner().prune()
+    make_pruner().do()
     said = warnings(caplog)
     assert len(said) == drop.count("SCHEMA") + 1
     assert all("outboxq migrate" in warning for warning in said)
@@ -413,10 +414,10 @@ def test_each_kind_of_error_is_said(
 ) -> None:
     """A warning about one does not hide another."""
     pruner = make_pruner(url=role_without_rights)
-    pruner.prune()
+    pruner.do()
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE outboxq.inbox"))
-    pruner.prune()
+    pruner.do()
     assert [("42501" in said, "42P01" in said) for said in warnings(caplog)] == [(True, False), (False, True)]
 
 
@@ -437,10 +438,10 @@ def test_an_outage_is_nobodys_business_but_the_slots(
             assert connection.execute(ended, {"pid": lost.info.backend_pid}).scalar_one()
         return lost
 
-    make_pruner(connect=refuse).prune()
-    make_pruner(connect=connect_and_lose).prune()
+    make_pruner(connect=refuse).do()
+    make_pruner(connect=connect_and_lose).do()
     assert keys(engine) == ["m1"]
-    make_pruner().prune()
+    make_pruner().do()
     assert keys(engine) == []
     assert warnings(caplog) == []
 

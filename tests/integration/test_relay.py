@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.slot as slot_module
+import outboxq.claims as claims_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
 from outboxq.errors import ConfigError, RegistryError, SchemaError
 from outboxq.events import (
@@ -80,7 +80,7 @@ def test_neither_ready_nor_due_jobs_starve_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot takes turns between the two indexes of each of its queues, whatever the others hold."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: -1.0)  # its turns are over at once
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)  # its turns are over at once
     jobs, order = ordering_jobs()
     normal = external("normal", queue="normal")
     with sessions.begin() as session:

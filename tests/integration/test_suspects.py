@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.slot as slot_module
+import outboxq.claims as claims_module
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.claim import ClaimRequest, claim
 from outboxq.events import Event, JobDone, JobsSuspected
@@ -152,7 +152,7 @@ def test_accounting_for_crashes_costs_the_happy_path_no_statement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Per job in transaction mode: the handler's own, and one for all the rest; no row of a lease is written."""
-    monkeypatch.setattr(slot_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     counts = {}
     for jobs in (50, 150):
         enqueue(sessions, jobs)

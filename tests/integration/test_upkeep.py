@@ -100,7 +100,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def looking(upkeep: Upkeep) -> Iterator[Callable[[], None]]:
     """A look in a thread; what is yielded waits for its end."""
     with ThreadPoolExecutor(1) as pool:
-        looked = pool.submit(upkeep.look)
+        looked = pool.submit(upkeep.do)
         yield lambda: looked.result(60)
         looked.result(60)
 
@@ -118,7 +118,7 @@ def test_an_index_of_nothing_is_built_again(engine: Engine, drained: Database, m
     events: list[Event] = []
     upkeep = make_upkeep(events)
     for number in (1, 2, 2):
-        upkeep.look()
+        upkeep.do()
         assert len(rebuilt(events)) == number
     assert sorted(rebuilt(events)) == ["job_pkey", "job_ready"]
     after = sizes(engine)
@@ -134,9 +134,9 @@ def test_an_index_that_is_full_stays(engine: Engine, outboxq_database: Database,
     events: list[Event] = []
     for vacuum in ("SELECT 1", "VACUUM outboxq.job"):
         execute(outboxq_database.url, vacuum, FILL, FLUSH)
-        make_upkeep(events).look()
+        make_upkeep(events).do()
     execute(outboxq_database.url, "VACUUM outboxq.job", FLUSH)
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert rebuilt(events) == []
 
 
@@ -144,7 +144,7 @@ def test_counts_that_were_lost_cost_no_rebuild(engine: Engine, drained: Database
     """A crash of the server forgets what came since vacuum: before anything is built, the jobs are counted."""
     events: list[Event] = []
     execute(drained.url, FILL, FLUSH, "SELECT pg_stat_reset_single_table_counters('outboxq.job'::regclass)")
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert rebuilt(events) == []
 
 
@@ -152,7 +152,7 @@ def test_an_index_of_dead_entries_waits_for_vacuum(outboxq_database: Database, m
     """While vacuum is held back the dead entries would be built in again."""
     events: list[Event] = []
     execute(outboxq_database.url, "VACUUM outboxq.job", FILL, "DELETE FROM outboxq.job", FLUSH)
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert rebuilt(events) == []
 
 
@@ -166,7 +166,7 @@ def test_an_index_of_the_user_is_the_users(engine: Engine, drained: Database, ma
     assert before > MIN_BYTES
     upkeep = make_upkeep()
     for _ in range(3):
-        upkeep.look()
+        upkeep.do()
     assert sizes(engine)["mine"] == before
 
 
@@ -198,8 +198,8 @@ def test_a_role_that_only_works_on_jobs_is_not_disturbed(
     try:
         before = sizes(engine)
         upkeep = make_upkeep(url=make_url(drained.url).set(username=name).render_as_string(hide_password=False))
-        upkeep.look()
-        upkeep.look()
+        upkeep.do()
+        upkeep.do()
         assert sizes(engine) == before
     finally:
         execute(drained.url, f"DROP OWNED BY {name}", f"DROP ROLE {name}")
@@ -212,9 +212,9 @@ def test_two_relays_do_not_build_at_once(engine: Engine, drained: Database, make
     """One keeps up, the others pass by: an advisory lock, held as long as the session."""
     events: list[Event] = []
     with open_session(drained.url, "SELECT pg_advisory_lock(hashtext('outboxq upkeep'), hashtext('outboxq'))"):
-        make_upkeep(events).look()
+        make_upkeep(events).do()
         assert rebuilt(events) == []
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert len(rebuilt(events)) == 1
 
 
@@ -229,9 +229,9 @@ def test_somebody_who_works_on_the_table_is_not_waited_for(
     caplog.set_level(logging.INFO, "outboxq.upkeep")
     events: list[Event] = []
     with open_session(drained.url, statement):
-        make_upkeep(events).look()
+        make_upkeep(events).do()
     assert (rebuilt(events), said(caplog)) == ([], [])
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert len(rebuilt(events)) == 1
 
 
@@ -244,7 +244,7 @@ def test_an_old_transaction_is_not_waited_for(
     events: list[Event] = []
     pinned = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT count(*) FROM pg_class")
     with open_session(drained.url, *pinned):
-        make_upkeep(events).look()
+        make_upkeep(events).do()
     assert (rebuilt(events), said(caplog)) == ([], [])
 
 
@@ -271,7 +271,7 @@ def test_a_pooler_is_left_alone(
 
     with psycopg.connect(libpq_url(drained.url), autocommit=True) as connection:
         pooled = SimpleNamespace(pgconn=Pooled(connection.pgconn))
-        make_upkeep(connect=lambda: pooled).look()
+        make_upkeep(connect=lambda: pooled).do()
     assert sent == ["SELECT pg_backend_pid()::text"]
     assert "pooler" in said(caplog)[0]
 
@@ -294,7 +294,7 @@ def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_a
     assert rebuilt(events) == []
     (left,) = invalid(engine)
     assert left.endswith("_ccnew")
-    make_upkeep(events).look()
+    make_upkeep(events).do()
     assert invalid(engine) == []
     assert "mine_ccnew" in sizes(engine)
     assert len(rebuilt(events)) == 1
@@ -311,10 +311,10 @@ def test_one_that_failed_is_not_tried_with_each_look(
     events: list[Event] = []
     upkeep = make_upkeep(events)
     with open_session(drained.url, "UPDATE outboxq.job SET kind = kind WHERE false"):
-        upkeep.look()
+        upkeep.do()
     (message,) = said(caplog)
     assert "55P03" in message
-    upkeep.look()
+    upkeep.do()
     assert (rebuilt(events), len(invalid(engine))) == ([], 1)
 
 
@@ -326,10 +326,10 @@ def test_no_connection_and_no_tables_are_no_matter(
     def refuse() -> DriverConnection:
         raise OSError("nobody there")
 
-    make_upkeep(connect=refuse).look()
+    make_upkeep(connect=refuse).do()
     with engine.begin() as connection:
         connection.execute(text("DROP SCHEMA outboxq CASCADE"))
-    make_upkeep().look()
+    make_upkeep().do()
 
 
 @pytest.mark.parametrize(("reindex", "indexes"), [(True, 1), (False, 0)])

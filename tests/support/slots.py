@@ -11,7 +11,7 @@ from outboxq.engines import Engines
 from outboxq.events import Emitter
 from outboxq.lease import Lease, Suspects
 from outboxq.lookout import Lookout
-from outboxq.slot import Shared, Tally
+from outboxq.relay_state import Shared, Tally
 from tests.support import app
 
 

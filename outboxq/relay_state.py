@@ -1,0 +1,58 @@
+"""What the slots of a relay share, and what they have done."""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from outboxq.callers import Callers
+from outboxq.cursors import Sweeps
+from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried
+from outboxq.lease import Lease, Suspects
+from outboxq.listener import Listener
+from outboxq.lookout import Lookout
+from outboxq.progress import BatchReport
+from outboxq.registry import Registry
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a relay has done so far. Slots add under the lock."""
+
+    claimed: int = 0
+    done: int = 0
+    failed: int = 0
+    died: int = 0
+    leases_lost: int = 0
+
+    def add(self, report: BatchReport) -> None:
+        """Count the events of one committed batch."""
+        of = Counter(map(type, report.events))
+        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
+        self.claimed += report.claimed
+        self.done += of[JobDone]
+        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed]
+        self.died += of[JobDied] + sum(event.died for event in crashes)
+        self.leases_lost += of[JobLeaseLost]
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What all slots of a relay share."""
+
+    registry: Registry
+    state: object
+    schema: str
+    batch_size: int
+    poll_seconds: float
+    until_empty: bool
+    emit: Emitter
+    listener: Listener | None
+    lookout: Lookout
+    lease: Lease
+    suspects: Suspects
+    sweeps: Sweeps
+    max_crashes: int
+    callers: Callers
+    stopping: threading.Event
+    tally: Tally
+    lock: threading.Lock

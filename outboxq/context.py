@@ -10,13 +10,14 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
-from outboxq.deferred import Statement, defer
+from outboxq.deferred import defer
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.effect_request import Classify
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import EffectRefused
 from outboxq.job import Job
 from outboxq.once import LookUp
+from outboxq.set_based import Statement
 
 S = TypeVar("S", default=Any)
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Context(_JobContext[S]):
     permit: Permit[Caller] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Have a Core statement sent after the flush and before COMMIT, in one executemany with its equals.
+        """Have a Core statement sent after the flush and before COMMIT, together with its equals.
 
         Does no I/O. The jobs of a batch whose handlers defer the same statement send it once, with the parameters of
         all. Statements of one job keep their order; between two jobs it is kept per statement alone. A savepoint of the

@@ -1,28 +1,24 @@
 """Deferred writes: Core statements that handlers leave behind, sent together after the flush and before COMMIT.
 
-Equal statements go to the driver as one executemany, which psycopg pipelines: many jobs of one UPDATE each cost about
-one round trip.
+Equal ones go together, as one statement over arrays or as one executemany, which psycopg pipelines: many jobs of one
+UPDATE each cost about one round trip.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
 from sqlalchemy.orm import Session, SessionTransaction
-from sqlalchemy.sql.elements import ClauseElement
 
-from outboxq.codec import entity_state
+from outboxq.codec import PLAIN, entity_state, is_expression
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import DeferError
-
-Statement: TypeAlias = Insert | Update | Delete | TextClause
+from outboxq.set_based import Statement, executions
 
 _WAITING = "outboxq.deferred"
 _FAILED = "outboxq.deferred.failed"
-_PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 _WRITES = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*(?:INSERT|UPDATE|DELETE|MERGE|WITH)\b", re.DOTALL | re.IGNORECASE)
 
 
@@ -78,7 +74,8 @@ class Deferred:
         """Send and forget what was added."""
         runs, self._runs, self._places = self._runs, [], {}
         for run in runs:
-            connection.execute(run.statement, run.parameters)
+            for statement, parameters in executions(run.statement, run.parameters):
+                connection.execute(statement, parameters)
 
     def _key(self, statement: Statement) -> int:
         known = self._keys.get(id(statement))
@@ -190,10 +187,10 @@ def _checked_parameters(parameters: object) -> dict[str, object]:
     for name, value in parameters.items():
         if not isinstance(name, str):
             raise DeferError(f"ctx.defer takes parameters by name, got a {type(name).__name__} for a name")
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             continue
         if entity_state(value) is not None:
             raise DeferError(f"parameter {name!r} is a {type(value).__name__} object: pass its key, or a column of it")
-        if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):
+        if is_expression(value):
             raise DeferError(f"parameter {name!r} is an SQL expression: put it into the statement")
     return dict(parameters)

@@ -35,7 +35,7 @@ def _lines(bench: Bench, figures: Peers, processes: int) -> list[Comparison | Un
         ("one UPDATE deferred", "deferred", ("defer",), 2.0),
     ):
         problem = missing(app, *methods)
-        ours = _ours(what, RelayOptions(app, 100, processes=processes), updates=True)
+        ours = _ours(what, RelayOptions(app, 100, slots=2, processes=processes), updates=True)
         if problem:
             lines.append(Unsupported(10, "peers", ours.what, problem))
         else:

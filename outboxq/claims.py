@@ -82,6 +82,10 @@ class Claims:
         self._due_first[name] = not self._due_first[name]
         return (due, ready) if self._due_first[name] else (ready, due)
 
+    def expect_ready(self) -> None:
+        """The next walk asks for ready jobs first: it is these that wake a slot."""
+        self._due_first = dict.fromkeys(self._due_first, True)
+
     def suspects(self, name: str) -> ClaimScript:
         """For the suspects of a queue, which run one by one under the lease."""
         return self._statements[name].lease_suspect

@@ -304,6 +304,7 @@ class Slot:
 
     def fall_asleep(self) -> "concurrent.futures.Future[bool] | None":
         """Ask for the sleep flags; None where this relay does not listen."""
+        self._claims.expect_ready()
         if self.shared.listener is None:
             return None
         self._asleep = True

@@ -23,6 +23,7 @@ from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.lease import Suspects
 from outboxq.postgres import Database
 from outboxq.progress import Progress
+from outboxq.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.listen import calls_away
 from outboxq.statements.session import BEGIN
@@ -93,6 +94,19 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
     finally:
         shared.callers.dispose(lambda _: None)
     assert len(limits) <= 10
+
+
+def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None:
+    """It is these that wake it; awake, it takes turns."""
+    shared = shared_by_slots(engine, ("ledger",))
+    slot, firsts = Slot(shared, "sync", ("ledger",), lambda: None), []
+    try:
+        for turns in (1, 2, 3):
+            slot.fall_asleep()
+            firsts.append([slot._claims.sorts("ledger")[0].is_keyed for _ in range(turns)])
+    finally:
+        shared.callers.dispose(lambda _: None)
+    assert firsts == [[True], [True, False], [True, False, True]]
 
 
 def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(

@@ -60,14 +60,13 @@ def listening(database: Database) -> Iterator[Callable[[], list[str]]]:
         yield collect
 
 
-def seconds_until_done(running: RunningRelay, count: int = 1) -> float:
-    begun = time.monotonic()
-    wait_until(lambda: len(running.of(JobDone)) >= count, f"{count} jobs done")
-    return time.monotonic() - begun
+def wait_until_done(running: RunningRelay, count: int = 1) -> None:
+    # Whoever is not woken looks after 24 s at the earliest.
+    wait_until(lambda: len(running.of(JobDone)) >= count, f"{count} jobs done", seconds=15.0)
 
 
 @pytest.mark.parametrize(("kind", "queue"), [(app.record, "ledger"), (app.record_async, "ledger-async")])
-def test_a_sleeping_relay_starts_a_job_within_a_second_of_its_commit(
+def test_a_sleeping_relay_is_woken_by_a_commit(
     kind: object, queue: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
     """The trigger notifies because the sleep flag is up."""
@@ -77,7 +76,7 @@ def test_a_sleeping_relay_starts_a_job_within_a_second_of_its_commit(
             wait_until_asleep(engine, queue)
             with sessions.begin() as session:
                 session.add_job(kind, name=f"job {count}")
-            assert seconds_until_done(running, count) < 1
+            wait_until_done(running, count)
 
 
 def test_a_relay_sleeps_on_a_queue_by_its_name_whatever_encoding_clients_have(
@@ -95,7 +94,7 @@ def test_a_relay_sleeps_on_a_queue_by_its_name_whatever_encoding_clients_have(
         wait_until_asleep(engine, queue)
         with sessions.begin() as session:
             session.add_job(greet)
-        assert seconds_until_done(running) < 1
+        wait_until_done(running)
 
 
 def test_a_relay_on_an_async_engine_alone_is_woken_too(
@@ -109,7 +108,7 @@ def test_a_relay_on_an_async_engine_alone_is_woken_too(
         wait_until_asleep(engine, "ledger-async")
         with sessions.begin() as session:
             session.add_job(app.record_async, name="job")
-        assert seconds_until_done(running) < 1
+        wait_until_done(running)
 
 
 def test_a_producer_whose_transaction_is_open_while_the_relay_falls_asleep_loses_nothing(
@@ -125,7 +124,7 @@ def test_a_producer_whose_transaction_is_open_while_the_relay_falls_asleep_loses
             time.sleep(0.5)
             assert not sleeps(engine)
             session.commit()
-            assert seconds_until_done(running) < 2
+            wait_until_done(running)
 
 
 def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
@@ -147,7 +146,7 @@ def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
     monkeypatch.setattr(Listener, "fall_asleep", insert_then_raise_flag)
     with start_relay(config=PATIENT) as running:
         wait_until(lambda: inserted, "the moment in between")
-        assert seconds_until_done(running) < 1
+        wait_until_done(running)
 
 
 def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
@@ -170,7 +169,7 @@ def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
         with start_relay(jobs, PATIENT) as running:
             try:
                 release.set()
-                seconds_until_done(running, 1)
+                wait_until_done(running, 1)
                 wait_until_asleep(engine)
                 release.clear()
                 add_block()
@@ -181,7 +180,7 @@ def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
                 assert heard() == ["ledger"]
             finally:
                 release.set()
-            seconds_until_done(running, 22)
+            wait_until_done(running, 22)
 
 
 def waiting(engine: Engine) -> bool:
@@ -211,7 +210,7 @@ def test_a_relay_whose_listener_was_cut_listens_again(
             wait_until_asleep(engine)
             with sessions.begin() as session:
                 session.add_job(app.record, name="job")
-            assert seconds_until_done(running, count) < 1
+            wait_until_done(running, count)
 
 
 def test_a_second_relay_takes_the_flag_over_from_one_that_stopped(
@@ -224,7 +223,7 @@ def test_a_second_relay_takes_the_flag_over_from_one_that_stopped(
         wait_until_asleep(engine)
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        assert seconds_until_done(survivor) < 1
+        wait_until_done(survivor)
 
 
 def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
@@ -235,7 +234,9 @@ def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
         wait_until_asleep(engine)
         with sessions.begin() as session:
             session.add_job(app.record.options(delay=timedelta(seconds=1)), name="job")
-        assert 0.8 < seconds_until_done(running) < 2.5
+            committed = time.monotonic()
+        wait_until_done(running)
+        assert time.monotonic() - committed > 0.8
 
 
 def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay) -> None:
@@ -281,8 +282,9 @@ def test_every_slot_of_a_queue_is_woken_by_one_commit_of_many_jobs(
     with start_relay(config=config) as running:
         wait_until_asleep(engine)
         with sessions.begin() as session:
-            session.add_jobs(app.record_slowly.job(name=f"job {n}", seconds=0.5) for n in range(4))
-        assert seconds_until_done(running, 4) < 1.7
+            session.add_jobs(app.record_slowly.job(name=f"job {n}", seconds=2) for n in range(4))
+        wait_until(lambda: not waiting(engine), "the start of all four")
+        assert not running.of(JobDone)
 
 
 def test_blocking_sync_handlers_do_not_delay_async_ones(
@@ -298,7 +300,7 @@ def test_blocking_sync_handlers_do_not_delay_async_ones(
         wait_until(lambda: not waiting(engine), "the blocking handlers' start")
         with sessions.begin() as session:
             session.add_jobs(app.record_async.job(name=f"async {n}") for n in range(10))
-        assert seconds_until_done(running, 10) < 1.5
+        wait_until_done(running, 10)
         done = [event.job.kind for event in running.of(JobDone)]
         assert done == ["record_async"] * 10
 
@@ -311,7 +313,7 @@ def test_a_relay_without_listening_finds_jobs_by_polling(
         wait_until(lambda: running.of(RelayStarted), "the relay's start")
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        assert seconds_until_done(running) < 2
+        wait_until_done(running)
         assert not sleeps(engine)
 
 
@@ -332,5 +334,5 @@ def test_a_listen_url_is_used_for_listening(
             assert "outboxq listener" in list(names)
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        assert seconds_until_done(running) < 1
+        wait_until_done(running)
     own.dispose()

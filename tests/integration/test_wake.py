@@ -16,7 +16,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import JobDone, RelayStarted
 from outboxq.invoke import SyncInvoker
 from outboxq.listener import Listener, Sleeper
@@ -278,13 +278,18 @@ def test_every_slot_of_a_queue_is_woken_by_one_commit_of_many_jobs(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
     """Notifications of one transaction are folded into one, so it wakes all sleepers."""
+    jobs, together = Jobs(), threading.Barrier(4)
+
+    @jobs.handler(queue="ledger", retry=Backoff(max_attempts=1))
+    def meet(ctx: Context) -> None:
+        together.wait(15.0)
+
     config = RelayConfig(groups=(SlotGroup(("ledger",), 4),), poll_seconds=30)
-    with start_relay(config=config) as running:
+    with start_relay(jobs, config) as running:
         wait_until_asleep(engine)
         with sessions.begin() as session:
-            session.add_jobs(app.record_slowly.job(name=f"job {n}", seconds=2) for n in range(4))
-        wait_until(lambda: not waiting(engine), "the start of all four")
-        assert not running.of(JobDone)
+            session.add_jobs(meet.job() for _ in range(4))
+        wait_until_done(running, 4)
 
 
 def test_blocking_sync_handlers_do_not_delay_async_ones(

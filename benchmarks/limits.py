@@ -27,6 +27,17 @@ def claim_and_update_one() -> str:
     return f"BEGIN;\n{claim} \\gset\n{_ADD}:account;\nCOMMIT;\n"
 
 
+def update_and_claim_the_next(jobs: int, accounts: int) -> str:
+    """One job a transaction in two round trips: the UPDATE, and COMMIT with the next claim; `jobs` of them.
+
+    A script may not end within a transaction: the last COMMIT has a round trip of its own. Nor does a pipeline give
+    values to the statements behind it: the accounts are drawn.
+    """
+    claim = f"BEGIN;\n{claim_and_delete(1)}\\endpipeline\n"
+    update = f"\\set account random(1, {accounts})\n{_ADD}:account;\n"
+    return f"\\startpipeline\n{claim}" + f"\\startpipeline\nCOMMIT;\n{claim}".join([update] * jobs) + "COMMIT;\n"
+
+
 def claim_and_update_each(batch: int, accounts: int, *, pipelined: bool) -> str:
     """`batch` jobs a transaction and an UPDATE each, every one its own statement.
 

@@ -1,11 +1,17 @@
 """Rows 1 to 7: how many jobs a second a relay works off, beside pgbench with the same statements."""
 
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from sqlalchemy import create_engine, select
+from sqlalchemy.orm import Session
+
 from benchmarks import limits
-from benchmarks.bench import ACCOUNTS, Bench, Workbench
+from benchmarks.apps.accounts import Account
+from benchmarks.bench import ACCOUNTS, CENTS, Bench, Workbench
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.relays import RelayOptions, drain
 from benchmarks.support import missing
@@ -49,6 +55,8 @@ _PIPELINED = Limit(
     limits.claim_and_update_each(100, ACCOUNTS, pipelined=True),
     100,
 )
+_ENTITIES = 50
+_ORM = f"SQLAlchemy alone: {_ENTITIES} entities loaded and changed a transaction"
 
 
 def noop(bench: Bench) -> Lines:
@@ -71,11 +79,29 @@ def entity(bench: Bench) -> Lines:
         return [Unsupported(3, "orm", what, problem)]
     shared = Ours(what, RelayOptions("entity", 50), _PIPELINED, 0.25, updates=True)
     alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, 0.0, 0.1, updates=True)
-    found = measure(bench, [shared, alone])
+    with bench.database() as workbench:
+        each = _measures(bench, workbench, [shared, alone])
+        found = bench.alternate({**each, _ORM: partial(_orm_alone, workbench, bench.size.seconds)}, "jobs/s")
     return [
         _line(3, "orm", shared, found),
         Comparison(3, "orm", what, found[shared.what], found[alone.what], alone.what, 10.0),
+        Comparison(3, "orm", what, found[shared.what], found[_ORM], _ORM),
     ]
+
+
+def _orm_alone(workbench: Workbench, seconds: float) -> float:
+    """The rows of a batch, loaded, changed and flushed by a program that has no jobs."""
+    engine = create_engine(workbench.url)
+    begun, transactions = time.perf_counter(), 0
+    while time.perf_counter() - begun < seconds:
+        with Session(engine) as session, session.begin():
+            keys = random.sample(range(1, ACCOUNTS + 1), _ENTITIES)
+            for account in session.scalars(select(Account).where(Account.id.in_(keys))):
+                account.balance += CENTS
+        transactions += 1
+    rate = transactions * _ENTITIES / (time.perf_counter() - begun)
+    engine.dispose()
+    return rate
 
 
 def core(bench: Bench) -> Lines:

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from benchmarks import limits
 from benchmarks.apps.accounts import Account
+from benchmarks.apps.update import ADD
 from benchmarks.bench import ACCOUNTS, CENTS, Bench, Workbench
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.relays import RelayOptions, drain
@@ -55,8 +56,9 @@ _PIPELINED = Limit(
     limits.claim_and_update_each(100, ACCOUNTS, pipelined=True),
     100,
 )
-_ENTITIES = 50
-_ORM = f"SQLAlchemy alone: {_ENTITIES} entities loaded and changed a transaction"
+_BATCH = 50
+_ORM = f"SQLAlchemy alone: {_BATCH} entities loaded and changed a transaction"
+_CORE = f"SQLAlchemy alone: {_BATCH} UPDATEs executed a transaction"
 
 
 def noop(bench: Bench) -> Lines:
@@ -81,7 +83,9 @@ def entity(bench: Bench) -> Lines:
     alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, 0.0, 0.1, updates=True)
     with bench.database() as workbench:
         each = _measures(bench, workbench, [shared, alone])
-        found = bench.alternate({**each, _ORM: partial(_orm_alone, workbench, bench.size.seconds)}, "jobs/s")
+        found = bench.alternate(
+            {**each, _ORM: partial(_alone, workbench, bench.size.seconds, _change_entities)}, "jobs/s"
+        )
     return [
         _line(3, "orm", shared, found),
         Comparison(3, "orm", what, found[shared.what], found[alone.what], alone.what, 10.0),
@@ -89,19 +93,27 @@ def entity(bench: Bench) -> Lines:
     ]
 
 
-def _orm_alone(workbench: Workbench, seconds: float) -> float:
-    """The rows of a batch, loaded, changed and flushed by a program that has no jobs."""
+def _alone(workbench: Workbench, seconds: float, change: Callable[[Session, list[int]], None]) -> float:
+    """What a program without jobs does to the accounts of a batch, a transaction each."""
     engine = create_engine(workbench.url)
     begun, transactions = time.perf_counter(), 0
     while time.perf_counter() - begun < seconds:
         with Session(engine) as session, session.begin():
-            keys = random.sample(range(1, ACCOUNTS + 1), _ENTITIES)
-            for account in session.scalars(select(Account).where(Account.id.in_(keys))):
-                account.balance += CENTS
+            change(session, random.sample(range(1, ACCOUNTS + 1), _BATCH))
         transactions += 1
-    rate = transactions * _ENTITIES / (time.perf_counter() - begun)
+    rate = transactions * _BATCH / (time.perf_counter() - begun)
     engine.dispose()
     return rate
+
+
+def _change_entities(session: Session, keys: list[int]) -> None:
+    for account in session.scalars(select(Account).where(Account.id.in_(keys))):
+        account.balance += CENTS
+
+
+def _execute_updates(session: Session, keys: list[int]) -> None:
+    for key in keys:
+        session.execute(ADD, {"account": key, "cents": CENTS})
 
 
 def core(bench: Bench) -> Lines:
@@ -116,9 +128,15 @@ def core(bench: Bench) -> Lines:
     )
     deferred = Ours("Core UPDATE deferred, batches of 50", RelayOptions("deferred", 50), _PIPELINED, 0.45, updates=True)
     problem = missing("deferred", "defer")
-    if problem:
-        return [*compare(bench, 4, "core", [executed]), Unsupported(4, "core", deferred.what, problem)]
-    return compare(bench, 4, "core", [executed, deferred])
+    wanted = [executed] if problem else [executed, deferred]
+    with bench.database() as workbench:
+        each = _measures(bench, workbench, wanted)
+        found = bench.alternate(
+            {**each, _CORE: partial(_alone, workbench, bench.size.seconds, _execute_updates)}, "jobs/s"
+        )
+    lines: Lines = [_line(4, "core", ours, found) for ours in wanted]
+    lines.append(Comparison(4, "core", executed.what, found[executed.what], found[_CORE], _CORE))
+    return [*lines, Unsupported(4, "core", deferred.what, problem)] if problem else lines
 
 
 def set_based(bench: Bench) -> Lines:

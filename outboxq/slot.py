@@ -178,6 +178,10 @@ class Slot:
             report = self._settle_doubt(connection, work, error)
             if report is None:
                 raise
+        if report is not None and self.held is not None:
+            # Told now: settling the others may fail.
+            self.tell(replace(report, claimed=0))
+            report = replace(report, events=())
         self._relieve(connection)
         if report is None:
             self._claims.found_nothing(name, script)

@@ -28,8 +28,10 @@ from outboxq.events import (
     JobSnoozed,
     JobsParked,
 )
+from outboxq.held import Held
 from outboxq.lease import Lease
 from outboxq.postgres import Database
+from outboxq.progress import BatchReport
 from outboxq.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
@@ -444,6 +446,68 @@ def test_a_next_claim_that_fails_undoes_no_removal_for_good(
     assert max(Counter(work.ran).values()) == 1
     assert not running.of(JobLeaseLost)
     assert rows(engine) == []
+
+
+@pytest.mark.usefixtures("patient")
+def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_lost(
+    engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """COMMIT's answer was lost; what stands is asked with the next try, and not in a question that may be lost too."""
+    original = held_module.run_script
+    answered: list[str] = []
+
+    def losing(connection: Connection, script: str) -> list[ScriptResult]:
+        is_question = "DELETE" not in script and "oq_held" in script
+        if not is_question:
+            results = original(connection, script)
+        if "oq_held" in script and (is_question or not answered):
+            answered.append(script)
+            with engine.connect() as other:
+                pid = connection.connection.driver_connection.info.backend_pid
+                assert other.scalar(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
+            results = original(connection, script)
+        return results
+
+    monkeypatch.setattr(held_module, "run_script", losing)
+    work.enqueue("first", "second", "third")
+    config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
+    with start_relay(work.jobs, config, engine=engine) as running:
+        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 3, "every job", 20)
+    assert len(running.of(JobDone)) == BEFORE_EIGHT + 3
+    assert max(Counter(work.ran).values()) == 1
+    assert not running.of(JobLeaseLost)
+    assert rows(engine) == []
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_settled(
+    engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is settled later; what was committed is told at once."""
+    original = held_module.relieve
+    failed: list[bool] = []
+
+    def failing(connection: Connection, held: Held, schema: str) -> BatchReport:
+        if not failed:
+            failed.append(True)
+            connection.connection.driver_connection.close()
+        return original(connection, held, schema)
+
+    def escape(ctx: Context) -> None:
+        ctx.session.add(Effect(name="never"))
+        ctx.session.flush()
+        ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
+
+    monkeypatch.setattr("outboxq.slot.relieve", failing)
+    work.tasks = {"escapes": escape}
+    work.enqueue("escapes", "behind", "last")
+    config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
+    with start_relay(work.jobs, config, engine=engine) as running:
+        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 2, "the others", 20)
+    assert failed
+    assert [event.job.args for event in running.of(JobRetried)] == ['{"name": "escapes"}']
+    assert len(running.of(JobDone)) == BEFORE_EIGHT + 2
+    assert effects(engine) == []
 
 
 @pytest.mark.usefixtures("patient")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from psycopg.pq.abc import PGconn
 
 from outboxq.driver import DriverConnection
+from outboxq.events import Emitter, Event
 
 logger = logging.getLogger("outboxq.chores")
 
@@ -23,6 +24,7 @@ class Chore:
     Args:
         name: As in the name of its thread.
         connect: Opens a connection outside a transaction.
+        emit: Is told what was done, with the connection closed again.
         stopping: Set when the relay stops.
         seconds: From one time to the next, at most; the pause is drawn, so that many relays take turns.
         first_seconds: The same for the first time.
@@ -32,12 +34,14 @@ class Chore:
         self,
         name: str,
         connect: Callable[[], DriverConnection],
+        emit: Emitter,
         stopping: threading.Event,
         seconds: float,
         first_seconds: float,
     ) -> None:
         self._name = name
         self._connect = connect
+        self._emit = emit
         self._stopping = stopping
         self._seconds = seconds
         self._first_seconds = first_seconds
@@ -60,12 +64,14 @@ class Chore:
             logger.debug("no connection for the %s", self._name, extra={"error_type": type(error).__name__})
             return
         try:
-            self._do(connection.pgconn)
+            done = self._do(connection.pgconn)
         finally:
             connection.pgconn.finish()
+        if done is not None:
+            self._emit(done)
 
-    def _do(self, connection: PGconn) -> None:
-        """What it is about. Raises nothing."""
+    def _do(self, connection: PGconn) -> Event | None:
+        """What it is about, and what is to be told of it. Raises nothing."""
         raise NotImplementedError
 
     def _run(self) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from outboxq.codec import PLAIN, entity_state, is_expression
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import DeferError
-from outboxq.set_based import Statement, executions
+from outboxq.set_based import Statement, executions, single_executions
 
 _WAITING = "outboxq.deferred"
 _FAILED = "outboxq.deferred.failed"
@@ -70,11 +70,16 @@ class Deferred:
             self._runs[place].parameters.append(write.parameters)
             reached = place
 
-    def send(self, connection: Connection) -> None:
-        """Send and forget what was added."""
+    def send(self, connection: Connection, *, one_by_one: bool = False) -> None:
+        """Send and forget what was added.
+
+        Args:
+            one_by_one: Each row by its own execution: where nobody tries again with fewer.
+        """
         runs, self._runs, self._places = self._runs, [], {}
         for run in runs:
-            for statement, parameters in executions(run.statement, run.parameters):
+            execute_all = single_executions if one_by_one else executions
+            for statement, parameters in execute_all(run.statement, run.parameters):
                 connection.execute(statement, parameters)
 
     def _key(self, statement: Statement) -> int:
@@ -136,7 +141,7 @@ def _before_commit(session: Session) -> None:
     deferred.add_job(take_writes(session))
     # Until it is sent: a handler that commits may swallow the error.
     session.info[_FAILED] = True
-    deferred.send(session.connection())
+    deferred.send(session.connection(), one_by_one=True)
     del session.info[_FAILED]
 
 

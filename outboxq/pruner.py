@@ -51,17 +51,15 @@ class Pruner(Chore):
         *,
         prune_seconds: float,
     ) -> None:
-        super().__init__("pruner", connect, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
+        super().__init__("pruner", connect, emit, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
         self._messages = _batch(statements.delete_messages(schema, BATCH_ROWS))
         self._effects = _batch(statements.delete_effects(schema, BATCH_ROWS))
-        self._emit = emit
         self._warned: set[tuple[str, str]] = set()
 
-    def _do(self, connection: PGconn) -> None:
+    def _do(self, connection: PGconn) -> Pruned | None:
         messages = self._delete_all(connection, "messages", self._messages)
         effects = self._delete_all(connection, "effects", self._effects)
-        if messages or effects:
-            self._emit(Pruned(messages, effects))
+        return Pruned(messages, effects) if messages or effects else None
 
     def _delete_all(self, connection: PGconn, what: str, deletion: str) -> int:
         """Batch after batch, while they are full; how many rows went."""

@@ -4,36 +4,45 @@ Only where PostgreSQL does the same for both: each execution changes at most one
 a row becomes depends on nothing but itself and the parameters. Whatever else is deferred stays an executemany.
 """
 
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
-from uuid import UUID
 
 from sqlalchemy import (
     ARRAY,
+    BIGINT,
+    INTEGER,
+    SMALLINT,
+    TEXT,
+    UUID,
+    VARCHAR,
+    BigInteger,
     BinaryExpression,
     BindParameter,
     Boolean,
     Case,
     Cast,
+    ClauseElement,
     Column,
     Date,
     DateTime,
     Delete,
-    Enum,
-    Float,
     Insert,
     Integer,
-    LargeBinary,
     Null,
     Numeric,
+    SmallInteger,
     String,
     Table,
+    Text,
     TextClause,
     UnaryExpression,
+    Unicode,
+    UnicodeText,
     Update,
     Uuid,
     any_,
@@ -50,12 +59,21 @@ Row: TypeAlias = dict[str, object]
 
 # With fewer rows there is nothing to win.
 _LEAST_ROWS = 4
-# Of these an array holds what each value would be by itself.
-_TYPES = (Boolean, Date, DateTime, Float, Integer, LargeBinary, Numeric, String, Uuid)
-_VALUES = frozenset({bool, bytes, date, datetime, Decimal, float, int, str, UUID, type(None)})
-# Keys that Python and the server find equal alike; texts depend on a collation.
-_KEYS: dict[type[TypeEngine[Any]], type[object]] = {Integer: int, Uuid: UUID}
-# These compute a value from the row and the parameters: no other table, and no function but SQLAlchemy's own.
+# What SQLAlchemy and psycopg make of a value of the second type by itself, they make of each in an array of the third.
+# Exactly these: a precision, a length or a type of the user's may make something else of it.
+_Element: TypeAlias = tuple[type[object], Callable[[Any], TypeEngine[Any]]]
+_ELEMENTS: dict[type[TypeEngine[Any]], _Element] = {
+    **dict.fromkeys((SmallInteger, Integer, BigInteger, SMALLINT, INTEGER, BIGINT), (int, lambda same: same)),
+    **dict.fromkeys((String, Text, Unicode, UnicodeText, VARCHAR, TEXT), (str, lambda _: String())),
+    Boolean: (bool, lambda same: same),
+    Date: (date, lambda same: same),
+    DateTime: (datetime, lambda same: same),
+    Numeric: (Decimal, lambda _: Numeric()),
+    **dict.fromkeys((Uuid, UUID), (uuid.UUID, lambda same: same)),
+}
+# Their equality is the same in Python and on the server; that of texts depends on a collation.
+_KEYS = (int, uuid.UUID)
+# These compute a value from the row and the parameters.
 _COMPUTING = (
     BinaryExpression,
     BindParameter,
@@ -68,63 +86,76 @@ _COMPUTING = (
     TypeClause,
     UnaryExpression,
 )
+_FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 # What an UPDATE may say besides which rows become what.
-_MORE = ("_independent_ctes", "_prefixes", "_hints", "_with_options", "_returning", "_ordered_values", "_multi_values")
+_MORE = ("_independent_ctes", "_prefixes", "_hints", "_with_options", "_returning", "_ordered_values")
 
 
 @dataclass(frozen=True, slots=True)
 class _SetBased:
-    """An UPDATE over an array for each of `names`; the values of `key` are primary keys."""
+    """An UPDATE over an array for each parameter, by name with the type of its values; those of `key` are keys."""
 
     statement: Update
     key: str
-    key_type: type[object]
-    names: tuple[str, ...]
+    values: Mapping[str, type[object]]
 
 
 def executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same."""
-    if len(rows) > 1 and _takes_lists(statement):
-        # SQLAlchemy writes them out, and refuses an executemany.
-        for row in rows:
-            yield statement, row
-        return
-    if type(statement) is not Update or len(rows) < _LEAST_ROWS:
-        yield statement, rows
-        return
-    set_based = _set_based(statement, frozenset(rows[0]))
-    if set_based is None:
-        yield statement, rows
+    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same.
+
+    It may fail where single executions would not: rows are changed in the server's order, and a unique key that one
+    gives up is not free for another in the same statement.
+    """
+    set_based = _set_based(statement, frozenset(rows[0])) if type(statement) is Update else None
+    if set_based is None or len(rows) < _LEAST_ROWS:
+        yield from single_executions(statement, rows)
         return
     # Who changes a row again finds what the first one made of it: these come behind, in their order.
     first: dict[object, Row] = {}
     again = [row for row in rows if first.setdefault(row[set_based.key], row) is not row]
-    arrays = {name: [row[name] for row in first.values()] for name in set_based.names}
-    fits = all(type(key) is set_based.key_type for key in first) and all(map(_is_uniform, arrays.values()))
+    arrays = {name: [row[name] for row in first.values()] for name in set_based.values}
+    fits = None not in first and all(_is_uniform(arrays[name], type_) for name, type_ in set_based.values.items())
     if len(first) < max(_LEAST_ROWS, len(again)) or not fits:
-        yield statement, rows
+        yield from single_executions(statement, rows)
         return
     yield set_based.statement, {_array(name): values for name, values in arrays.items()}
     if again:
-        yield statement, again
+        yield from single_executions(statement, again)
+
+
+def single_executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
+    """The same with an execution for each row, one after the other."""
+    if _takes_lists(statement):
+        # SQLAlchemy writes them out, and refuses an executemany.
+        for row in rows:
+            yield statement, row
+    else:
+        yield statement, rows
 
 
 def _array(name: str) -> str:
     return f"oq_{name}"
 
 
-def _is_uniform(values: list[Any]) -> bool:
+def _is_uniform(values: list[Any], type_: type[object]) -> bool:
     """Whether the driver makes of each in an array what it makes of it alone."""
-    types = set(map(type, values))
-    if not types <= _VALUES or len(types - {type(None)}) > 1:
+    if not set(map(type, values)) <= {type_, type(None)}:
         return False
-    return datetime not in types or len({value.tzinfo is None for value in values if value is not None}) == 1
+    return type_ is not datetime or len({value.tzinfo is None for value in values if value is not None}) <= 1
 
 
 @lru_cache(256)
 def _takes_lists(statement: Statement) -> bool:
+    mapper = _mapper(statement)
+    if mapper is not None and mapper._single_table_criterion is not None:  # noqa: SLF001  # it adds an IN of its own
+        return True
     binds = (element for element in visitors.iterate(statement) if isinstance(element, BindParameter))
     return any(bind.expanding or bind.literal_execute for bind in binds)
+
+
+def _mapper(statement: Statement) -> Any:
+    """Of the class that is updated, if it is one."""
+    return statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001  # SQLAlchemy has no other name for it
 
 
 @lru_cache(256)
@@ -133,21 +164,26 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
         return None
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     elements = [element for element in visitors.iterate(statement) if element is not statement]
-    if len(table.primary_key.columns) != 1 or not all(_only_computes(element, table) for element in elements):
+    # Called, or computed, for each execution.
+    onupdates = [column.onupdate.arg for column in table.columns if column.onupdate is not None]
+    if not all(isinstance(each, ClauseElement) for each in onupdates):
         return None
-    if any(column.onupdate is not None and not _is_computed(column.onupdate.arg) for column in table.columns):
-        # Called for each execution.
+    computed = [*elements, *(part for each in onupdates for part in visitors.iterate(each))]
+    if len(table.primary_key.columns) != 1 or not all(_only_computes(element, table) for element in computed):
+        return None
+    if _takes_lists(statement) or not names.isdisjoint(table.columns.keys()):
+        # SQLAlchemy takes a parameter that is named as a column for the value of that column.
         return None
     primary_key = table.primary_key.columns[0]
     assigned, key = _assigned(statement, table), _key(statement, primary_key, names)
     types = _types(assigned, elements, names)
     if types is None or key is None or primary_key in assigned:
         return None
-    for sql_type, python_type in _KEYS.items():
-        if isinstance(types[key], sql_type) and isinstance(primary_key.type, sql_type):
-            over_arrays = _over_arrays(statement, primary_key, key, types)
-            return _SetBased(over_arrays, key, python_type, tuple(types))
-    return None
+    values = {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in types.items()}
+    own = _ELEMENTS.get(type(primary_key.type))
+    if own is None or own[0] is not values[key] or values[key] not in _KEYS:
+        return None
+    return _SetBased(_over_arrays(statement, primary_key, key, types), key, values)
 
 
 def _only_computes(element: Any, table: Table) -> bool:
@@ -155,48 +191,43 @@ def _only_computes(element: Any, table: Table) -> bool:
         return element._deannotate() is table  # noqa: SLF001  # as above
     if isinstance(element, Column):
         return element.table is not None and element.table._deannotate() is table  # noqa: SLF001  # as above
-    return isinstance(element, _COMPUTING) or _is_computed(element)
-
-
-def _is_computed(element: object) -> bool:
-    """Whether it is a function that SQLAlchemy knows: now, coalesce and their like read no table."""
-    is_function = isinstance(element, functions.FunctionElement) and type(element) is not functions.Function
-    return is_function and type(element).__module__ == functions.__name__
+    return isinstance(element, _COMPUTING) or type(element) in _FUNCTIONS
 
 
 def _assigned(statement: Update, table: Table) -> dict[Any, object]:
     """What is assigned to each column; to None where the column is not known."""
     # By name it is an attribute, where a mapped class is updated.
-    mapper = statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001  # as below
+    mapper = _mapper(statement)
     columns = table.columns if mapper is None else mapper.columns
-    values: Any = statement._values or {}  # noqa: SLF001  # SQLAlchemy has no other name for it
+    values: Any = statement._values or {}  # noqa: SLF001  # as above
     named = {columns.get(column) if isinstance(column, str) else column: value for column, value in values.items()}
     return {table.columns.get(getattr(column, "key", "")): value for column, value in named.items()}
 
 
-def _types(assigned: dict[Any, object], elements: list[Any], names: frozenset[str]) -> dict[str, Any] | None:
+def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset[str]) -> dict[str, Any] | None:
     """The type of each parameter; None where one has none or several, cannot be in an array, or is not given."""
     if None in assigned:
         return None
     binds = [element for element in elements if isinstance(element, BindParameter)]
-    types = [(bind.key, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
-    types += [(bind.key, column.type) for column, bind in assigned.items() if isinstance(bind, BindParameter)]
-    given = {(key, repr(sql_type)): sql_type for key, sql_type in types if key in names}
-    found = {key: _element(sql_type) for (key, _), sql_type in given.items()}
-    is_clear = len(given) == len(names) and None not in found.values()
-    is_complete = names == set(found) and not any(bind.required and bind.key not in names for bind in binds)
-    return found if is_clear and is_complete else None
+    # Without a type of its own a parameter has its column's, where it is the value of one, and nowhere else.
+    typed = [(bind, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
+    typed += [
+        (bind, column.type)
+        for column, bind in assigned.items()
+        if isinstance(bind, BindParameter) and isinstance(bind.type, NullType)
+    ]
+    types = {(bind.key, repr(sql_type)): sql_type for bind, sql_type in typed if bind.key in names}
+    found = {key: sql_type for (key, _), sql_type in types.items()}
+    is_clear = len(typed) == len(binds) and len(types) == len(names) and names == set(found)
+    is_given = all(bind.callable is None and (bind.key in names or not bind.required) for bind in binds)
+    return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else None
 
 
-def _element(sql_type: TypeEngine[Any]) -> TypeEngine[Any] | None:
-    """Of an array that means the same; None where there is none."""
-    is_known = isinstance(sql_type, _TYPES) and not isinstance(sql_type, Enum)
-    if not is_known or not type(sql_type).__module__.startswith("sqlalchemy."):
-        return None
-    if not isinstance(sql_type, String):
-        return sql_type
-    # Cast to a length, a text would be cut off. A collation is no longer explicit in an array.
-    return None if sql_type.collation else String() if sql_type.length else sql_type
+def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:
+    # A variant is another type; a collation is no longer explicit; a UUID may be kept as text.
+    if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # as above
+        return False
+    return not isinstance(sql_type, Uuid) or (sql_type.as_uuid and sql_type.native_uuid)
 
 
 def _key(statement: Update, primary_key: Column[Any], names: frozenset[str]) -> str | None:
@@ -220,8 +251,9 @@ def _conjuncts(where: Any) -> Iterator[Any]:
 
 
 def _over_arrays(statement: Update, primary_key: Column[Any], key: str, types: dict[str, Any]) -> Update:
-    arrays = {name: bindparam(_array(name), type_=ARRAY(sql_type)) for name, sql_type in types.items()}
-    columns = (column(name, sql_type) for name, sql_type in types.items())
+    elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in types.items()}
+    arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
+    columns = (column(name, element) for name, element in elements.items())
     rows = func.unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
 
     def replace(element: Any, **_: Any) -> Any:

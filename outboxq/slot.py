@@ -308,7 +308,6 @@ class Slot:
 
     def fall_asleep(self) -> "concurrent.futures.Future[bool] | None":
         """Ask for the sleep flags; None where this relay does not listen."""
-        self._claims.expect_ready()
         if self.shared.listener is None:
             return None
         self._asleep = True
@@ -336,6 +335,7 @@ class Slot:
     def pause_seconds(self, *, flagged: bool) -> float:
         """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last look."""
         shared = self.shared
+        self._claims.expect_ready()
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, shared.poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, shared.poll_seconds)
         self._looked = shared.lookout.latest

@@ -57,29 +57,30 @@ class Upkeep(Chore):
         look_seconds: float = LOOK_SECONDS,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        super().__init__("upkeep", connect, stopping, look_seconds, look_seconds)
+        super().__init__("upkeep", connect, emit, stopping, look_seconds, look_seconds)
         self._schema = schema
-        self._emit = emit
         self._min_bytes = min_bytes
         self._rests_until = 0.0
         self._warned: set[str] = set()
 
-    def _do(self, connection: PGconn) -> None:
+    def _do(self, connection: PGconn) -> IndexRebuilt | None:
         """One look, and what it leads to: at most one index."""
         try:
-            self._look(connection)
+            return self._look(connection)
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
             self._report(error)
+            return None
 
-    def _look(self, connection: PGconn) -> None:
+    def _look(self, connection: PGconn) -> IndexRebuilt | None:
         if _value(connection, statements.backend_pid()) != str(connection.backend_pid):
             self._say_once("the URL leads to a pooler, through which no index can be built again")
-            return
+            return None
         run_on_libpq(connection, statements.settings())
         if _value(connection, statements.owns_jobs(self._schema)) != "true":
             self._advise(connection)
         elif _value(connection, statements.lock_upkeep(self._schema)) == "true":
-            self._keep_up(connection)
+            return self._keep_up(connection)
+        return None
 
     def _advise(self, connection: PGconn) -> None:
         """For the normal case: a role that may work on the jobs, and not on the table."""
@@ -89,31 +90,31 @@ class Upkeep(Chore):
                 "see `outboxq doctor`"
             )
 
-    def _keep_up(self, connection: PGconn) -> None:
+    def _keep_up(self, connection: PGconn) -> IndexRebuilt | None:
         if time.monotonic() < self._rests_until or _value(connection, statements.obstacle(self._schema, OLD_SECONDS)):
-            return
+            return None
         left_over = [name for (name,) in run_on_libpq(connection, statements.left_over_indexes(self._schema)) if name]
         wasted = self._wasted(connection)
         # Should this fail, it is not tried again with each look.
         self._rests_until = time.monotonic() + RETRY_SECONDS
         for name in left_over:
             self._run_long(connection, statements.drop_index(self._schema, name))
-        for name, size in wasted[:1]:
-            self._rebuild(connection, name, size)
+        rebuilt = self._rebuild(connection, *wasted[0]) if wasted else None
         self._rests_until = 0.0
+        return rebuilt
 
     def _wasted(self, connection: PGconn) -> list[tuple[str, int]]:
         """Names and sizes, the largest first."""
         found = run_on_libpq(connection, statements.wasted_indexes(self._schema, self._min_bytes, BYTES_PER_ENTRY))
         return [(str(name), int(size or 0)) for name, size in found]
 
-    def _rebuild(self, connection: PGconn, name: str, size: int) -> None:
+    def _rebuild(self, connection: PGconn, name: str, size: int) -> IndexRebuilt | None:
         needed = size // BYTES_PER_ENTRY
         if int(_value(connection, statements.count_jobs(self._schema, needed)) or 0) >= needed:
-            return
+            return None
         self._run_long(connection, statements.reindex(self._schema, name))
         after = int(_value(connection, statements.index_bytes(self._schema, name)) or 0)
-        self._emit(IndexRebuilt(name, size, after))
+        return IndexRebuilt(name, size, after)
 
     def _run_long(self, connection: PGconn, statement: str) -> None:
         """Run what may take a minute, and cancel it when the relay stops."""

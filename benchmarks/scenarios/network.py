@@ -15,9 +15,9 @@ from benchmarks.scenarios.throughput import UPDATE
 
 _ONE_WAY_SECONDS = 0.001
 _STATEMENTS = 1
-_LIMIT = "pgbench, the same two round trips through the same proxy, 1 client"
+_LIMIT = "pgbench through the same proxy, 41 round trips for 20 jobs, 1 client"
 # In one script of pgbench, which prepares each statement of it by itself.
-_JOBS = 10
+_JOBS = 20
 
 
 def network(bench: Bench) -> list[Comparison | Unsupported]:

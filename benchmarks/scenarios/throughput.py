@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import create_engine, select
+from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session
 
 from benchmarks import limits
@@ -83,9 +83,7 @@ def entity(bench: Bench) -> Lines:
     alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, 0.0, 0.1, updates=True)
     with bench.database() as workbench:
         each = _measures(bench, workbench, [shared, alone])
-        found = bench.alternate(
-            {**each, _ORM: partial(_alone, workbench, bench.size.seconds, _change_entities)}, "jobs/s"
-        )
+        found = bench.alternate({**each, _ORM: partial(_alone, bench, workbench, _change_entities)}, "jobs/s")
     return [
         _line(3, "orm", shared, found),
         Comparison(3, "orm", what, found[shared.what], found[alone.what], alone.what, 10.0),
@@ -93,17 +91,23 @@ def entity(bench: Bench) -> Lines:
     ]
 
 
-def _alone(workbench: Workbench, seconds: float, change: Callable[[Session, list[int]], None]) -> float:
+def _alone(bench: Bench, workbench: Workbench, change: Callable[[Session, list[int]], None]) -> float:
     """What a program without jobs does to the accounts of a batch, a transaction each."""
+    workbench.fill(0)
     engine = create_engine(workbench.url)
+    _change_for(bench.size.warm_up_seconds, engine, change)
+    rate = _change_for(bench.size.seconds, engine, change)
+    engine.dispose()
+    return rate
+
+
+def _change_for(seconds: float, engine: Engine, change: Callable[[Session, list[int]], None]) -> float:
     begun, transactions = time.perf_counter(), 0
     while time.perf_counter() - begun < seconds:
         with Session(engine) as session, session.begin():
             change(session, random.sample(range(1, ACCOUNTS + 1), _BATCH))
         transactions += 1
-    rate = transactions * _BATCH / (time.perf_counter() - begun)
-    engine.dispose()
-    return rate
+    return transactions * _BATCH / (time.perf_counter() - begun)
 
 
 def _change_entities(session: Session, keys: list[int]) -> None:
@@ -131,9 +135,7 @@ def core(bench: Bench) -> Lines:
     wanted = [executed] if problem else [executed, deferred]
     with bench.database() as workbench:
         each = _measures(bench, workbench, wanted)
-        found = bench.alternate(
-            {**each, _CORE: partial(_alone, workbench, bench.size.seconds, _execute_updates)}, "jobs/s"
-        )
+        found = bench.alternate({**each, _CORE: partial(_alone, bench, workbench, _execute_updates)}, "jobs/s")
     lines: Lines = [_line(4, "core", ours, found) for ours in wanted]
     lines.append(Comparison(4, "core", executed.what, found[executed.what], found[_CORE], _CORE))
     return [*lines, Unsupported(4, "core", deferred.what, problem)] if problem else lines

@@ -102,7 +102,7 @@ def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None
     slot, firsts = Slot(shared, "sync", ("ledger",), lambda: None), []
     try:
         for turns in (1, 2, 3):
-            slot.fall_asleep()
+            slot.pause_seconds(flagged=True)
             firsts.append([slot._claims.sorts("ledger")[0].is_keyed for _ in range(turns)])
     finally:
         shared.callers.dispose(lambda _: None)

@@ -277,9 +277,11 @@ def test_a_pooler_is_left_alone(
 
 
 def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_away(
-    engine: Engine, drained: Database, make_upkeep: MakeUpkeep
+    engine: Engine, drained: Database, make_upkeep: MakeUpkeep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A REINDEX that waits is cancelled; the invalid index that it leaves is dropped by the next look, and only it."""
+    patient = outboxq.upkeep.statements.settings().replace("'5s'", "'10min'").replace("'60s'", "'10min'")
+    monkeypatch.setattr(outboxq.upkeep.statements, "settings", lambda: patient)
     stopping = threading.Event()
     events: list[Event] = []
     # A writer whose transaction is young: the REINDEX begins, and waits for it.

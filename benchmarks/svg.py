@@ -1,6 +1,6 @@
 """Plots: one SVG per scenario, a bar for each figure, drawn by hand so that they need no library."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -42,14 +42,13 @@ def _units(bars: Mapping[str, tuple[Series, str]]) -> Iterable[str]:
     return {series.unit for series, _ in bars.values()}
 
 
-def _bars(lines: Iterable[Comparison]) -> dict[str, tuple[Series, str]]:
-    bars: dict[str, tuple[Series, str]] = {}
-    for line in lines:
-        bars[line.what] = (line.ours, _OURS)
-        if line.limit is not None:
-            bars.setdefault(line.limit_name, (line.limit, _LIMIT))
-        for name, series in sorted(line.others, key=lambda other: -other[1].median):
-            bars.setdefault(name, (series, _LIMIT))
+def _bars(lines: Sequence[Comparison]) -> dict[str, tuple[Series, str]]:
+    """Ours first, then everything that it is held against, the largest first."""
+    bars = {line.what: (line.ours, _OURS) for line in lines}
+    others = [(line.limit_name, line.limit) for line in lines if line.limit is not None]
+    others += [other for line in lines for other in line.others]
+    for name, series in sorted(others, key=lambda other: -other[1].median):
+        bars.setdefault(name, (series, _LIMIT))
     return bars
 
 

@@ -106,8 +106,9 @@ def executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Stat
     It may fail where single executions would not: rows are changed in the server's order, and a unique key that one
     gives up is not free for another in the same statement.
     """
-    set_based = _set_based(statement, frozenset(rows[0])) if type(statement) is Update else None
-    if set_based is None or len(rows) < _LEAST_ROWS:
+    is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
+    set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
+    if set_based is None:
         yield from single_executions(statement, rows)
         return
     # Who changes a row again finds what the first one made of it: these come behind, in their order.
@@ -125,7 +126,7 @@ def executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Stat
 
 def single_executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
     """The same with an execution for each row, one after the other."""
-    if _takes_lists(statement):
+    if len(rows) > 1 and _takes_lists(statement):
         # SQLAlchemy writes them out, and refuses an executemany.
         for row in rows:
             yield statement, row

@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "the row that is changed again, behind a set-based update",
         "outboxq/set_based.py",
-        "    if again:\n        yield statement, again\n",
+        "    if again:\n        yield from single_executions(statement, again)\n",
         "",
         ("tests/integration/test_set_based.py",),
     ),

@@ -7,6 +7,7 @@ UPDATE each cost about one round trip.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import lru_cache
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
@@ -97,12 +98,17 @@ def _key_of(statement: Statement) -> object:
         return id(statement)
     # Where it leads to is no part of SQLAlchemy's key: schema_translate_map.
     options = tuple(sorted(statement.get_execution_options().items()))
-    values = (options, *((type(bind.effective_value), bind.effective_value) for bind in key.bindparams))
+    values = (options, *map(_literal, (bind.effective_value for bind in key.bindparams)))
     try:
         hash(values)
     except TypeError:
         return id(statement)
     return key.key, values
+
+
+def _literal(value: object) -> tuple[type[object], object]:
+    # 0.0 and -0.0, or 1.0 and 1.00, are equal, and not the same.
+    return type(value), repr(value) if isinstance(value, float | Decimal) else value
 
 
 def defer(session: Session, statement: object, parameters: object) -> None:

@@ -140,7 +140,9 @@ def _array(name: str) -> str:
 
 def _is_uniform(values: list[Any], type_: type[object]) -> bool:
     """Whether the driver makes of each in an array what it makes of it alone."""
-    if not set(map(type, values)) <= {type_, type(None)}:
+    # Of these two SQLAlchemy does not say what they are: by itself, None is of an unknown type.
+    allowed = {type_} if type_ in (bool, Decimal) else {type_, type(None)}
+    if not set(map(type, values)) <= allowed:
         return False
     return type_ is not datetime or len({value.tzinfo is None for value in values if value is not None}) <= 1
 
@@ -166,13 +168,16 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     elements = [element for element in visitors.iterate(statement) if element is not statement]
     # Called, or computed, for each execution.
-    onupdates = [column.onupdate.arg for column in table.columns if column.onupdate is not None]
+    onupdates = [getattr(column.onupdate, "arg", None) for column in table.columns if column.onupdate is not None]
     if not all(isinstance(each, ClauseElement) for each in onupdates):
         return None
-    computed = [*elements, *(part for each in onupdates for part in visitors.iterate(each))]
+    by_itself = [part for each in onupdates for part in visitors.iterate(each)]
+    if any(isinstance(part, BindParameter) and (part.callable or part.key in names) for part in by_itself):
+        return None
+    computed = [*elements, *by_itself]
     if len(table.primary_key.columns) != 1 or not all(_only_computes(element, table) for element in computed):
         return None
-    if _takes_lists(statement) or not names.isdisjoint(table.columns.keys()):
+    if _takes_lists(statement) or not names.union(map(_array, names)).isdisjoint(table.columns.keys()):
         # SQLAlchemy takes a parameter that is named as a column for the value of that column.
         return None
     primary_key = table.primary_key.columns[0]

@@ -38,7 +38,8 @@ def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
             small, here = found[f"small {job}"], found[f"{case} {job}"]
             what = f"{ours.what}: {title}"
             others = _peers_behind_a_snapshot(peers) if (case, job) == ("snapshot", "noop") else ()
-            lines.append(Comparison(12, "large", what, here, small, "itself, small and fresh", _TARGET, others=others))
+            itself, plot = f"{ours.what}: small and fresh", f"large-{job}"
+            lines.append(Comparison(12, "large", what, here, small, itself, _TARGET, others=others, plot=plot))
     return lines
 
 

@@ -97,7 +97,27 @@ looked_up = Table(
     Column("n", Integer, default=0),
     Column("most", Integer, onupdate=func.coalesce(select(func.max(sample.c.n)).scalar_subquery(), 0)),
 )
-Sequence("numbers", metadata=metadata)
+named = Table(
+    "named",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("n", Integer, default=0),
+    Column("also", Integer, onupdate=bindparam("value", 7, type_=Integer)),
+)
+numbered = Table(
+    "numbered",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("n", Integer, default=0),
+    Column("number", Integer, onupdate=Sequence("numbers", metadata=metadata)),
+)
+odd = Table(
+    "odd",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("n", Integer, default=0),
+    Column("oq_value", Integer, default=0),
+)
 by_uuid = Table("by_uuid", metadata, Column("id", Uuid, primary_key=True), Column("n", Integer, default=0))
 by_name = Table("by_name", metadata, Column("id", String, primary_key=True), Column("n", Integer, default=0))
 pair = Table(
@@ -161,7 +181,8 @@ def _fill(connection: Any) -> None:
     connection.exec_driver_sql("ALTER SEQUENCE numbers RESTART")
     for table in metadata.sorted_tables:
         connection.execute(delete(table))
-    connection.execute(insert(looked_up), [{"id": n} for n in range(ROWS)])
+    for table in (looked_up, named, numbered, odd):
+        connection.execute(insert(table), [{"id": n} for n in range(ROWS)])
     connection.execute(insert(sample), [{"id": n, "n": n, "name": str(n)} for n in range(ROWS)])
     connection.execute(insert(by_uuid), [{"id": key} for key in KEYS])
     connection.execute(insert(by_name), [{"id": str(n)} for n in range(ROWS)])
@@ -203,9 +224,9 @@ def _rows(values: list[Any], keys: Any = range(ROWS)) -> list[dict[str, Any]]:
 
 VALUES: dict[str, list[Any]] = {
     "n": [1, None, -(2**31), 2**31 - 1, 0],
-    "price": [Decimal("1.005"), Decimal("-0.014"), None, Decimal("NaN"), Decimal("12345678.9")],
+    "price": [Decimal("1.005"), Decimal("-0.014"), Decimal("NaN"), Decimal("12345678.9")],
     "name": ["", "NULL", None, "{a,b}", "q\"\\,'", "  x ", "ü€"],
-    "flag": [True, False, None, True, False],
+    "flag": [True, False, True, False],
     "at": [
         datetime(2020, 1, 1, tzinfo=UTC),
         None,
@@ -261,7 +282,7 @@ def test_amounts_are_not_rounded_before_they_are_computed_with(engine: Engine) -
     """To the two digits of their column they are when the row is written, and no earlier."""
     with engine.begin() as connection:
         connection.execute(update(sample).values(price=100))
-    factors = [Decimal("0.195"), Decimal("1.005"), None, Decimal("0.333"), Decimal(2)]
+    factors = [Decimal("0.195"), Decimal("1.005"), Decimal("0.333"), Decimal(2)]
     for value in (sample.c.price * bindparam("value"), case((sample.c.price >= bindparam("value"), 1), else_=0)):
         assert _both_ways(engine, BY_KEY.values(price=value), _rows(factors), "UPDATE sample SET price = 100") == [1]
 
@@ -312,6 +333,9 @@ PLAIN: dict[str, Any] = {
     "a-sequence": BY_KEY.values(n=Sequence("numbers").next_value() + N * 0),
     "concat": BY_KEY.values(n=N, name=func.concat(N)),
     "a-type-for-one-use-only": BY_KEY.values(price=case((sample.c.n > N, N), else_=0)),
+    "onupdate-with-the-same-name": update(named).where(named.c.id == KEY).values(n=N),
+    "onupdate-of-a-sequence": update(numbered).where(numbered.c.id == KEY).values(n=N),
+    "a-column-named-as-an-array": update(odd).where(odd.c.id == KEY).values(n=N),
     "onupdate-with-a-subquery": update(looked_up).where(looked_up.c.id == KEY).values(n=N),
     "single-precision": BY_KEY.values(short=N),
     "one-letter": BY_KEY.values(letter=cast(N, String)),
@@ -353,6 +377,8 @@ ODD: dict[str, tuple[Any, list[dict[str, Any]]]] = {
         BY_KEY.values(price=bindparam("value", type_=Numeric) / bindparam("by", 2, type_=Numeric)),
         _rows([5, 6, 7, 9]),
     ),
+    "no-amount": (BY_KEY.values(price=N), _rows([Decimal(1), None, Decimal(2), Decimal(3)])),
+    "no-flag": (BY_KEY.values(flag=N), _rows([True, None, False, True])),
     "floats": (BY_KEY.values(ratio=N), _rows([0.1, float("inf"), float("nan"), None, -0.0])),
     "bytes": (BY_KEY.values(data=N), _rows([b"", b"\\x00\x00\xff", None, b"{}", b"'"])),
     "durations": (BY_KEY.values(lasts=N), _rows([timedelta(days=n) for n in range(4)])),
@@ -391,6 +417,21 @@ def test_lists_are_sent_one_by_one(statement: Any, engine: Engine) -> None:
         deferred.send(connection)
         found = set(connection.scalars(select(sample.c.id).where(sample.c.n == sample.c.id).where(sample.c.id < 5)))
     assert found == {0, 1}
+
+
+def test_literals_that_are_equal_and_not_the_same_are_kept_apart(engine: Engine) -> None:
+    """A negative zero, and an amount with two digits."""
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE sample ALTER price TYPE numeric"))
+        deferred = Deferred()
+        for key, ratio, price in ((1, 0.0, Decimal("1.0")), (2, -0.0, Decimal("1.00"))):
+            at = update(sample).where(sample.c.id == KEY)
+            deferred.add_job([Write(at.values(ratio=ratio), {"key": key}), Write(at.values(price=price), {"key": key})])
+        deferred.send(connection)
+        found = connection.execute(
+            text("SELECT ratio::text, price::text FROM sample WHERE id IN (1, 2) ORDER BY id")
+        ).all()
+    assert [tuple(row) for row in found] == [("0", "1.0"), ("-0", "1.00")]
 
 
 def test_a_row_that_is_changed_again_finds_what_the_first_one_made_of_it(engine: Engine) -> None:

@@ -238,7 +238,9 @@ def clear_marks(schema: str, job_ids: list[str]) -> str:
 def park_head(schema: str, queue: str, state: str, known_kinds: tuple[str, ...], limit: int) -> str:
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
-    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold.
+    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold. By
+    arrays of keys: joined, where statistics know of no such job, each of them may be compared with each. And by the
+    primary key: the state is asked for so that the planner cannot take the claim's index for it.
     """
     order, due = ("run_at", "AND run_at <= statement_timestamp()") if state == "scheduled" else ("(-priority), seq", "")
     return (
@@ -247,11 +249,12 @@ def park_head(schema: str, queue: str, state: str, known_kinds: tuple[str, ...],
 WITH head AS MATERIALIZED (
   SELECT id FROM {job} WHERE queue = {queue} AND state = {state} {due} ORDER BY {order} LIMIT {limit}
 ), picked AS MATERIALIZED (
-  SELECT job.id FROM {job} AS job JOIN head USING (id)
-  WHERE job.state = {state} AND NOT job.kind = ANY ({known}) FOR UPDATE OF job SKIP LOCKED
+  SELECT id FROM {job} AS job
+  WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
+  FOR UPDATE SKIP LOCKED
 ), parked AS (
   UPDATE {job} AS job SET state = 'scheduled', parked = least(job.parked + 1, 32767), run_at = {later}
-  FROM picked WHERE job.id = picked.id RETURNING job.id
+  WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
 )
 SELECT count(*) FROM parked"""
         )

@@ -159,7 +159,8 @@ def test_a_relay_stopped_past_its_lease_begins_nothing_more_of_its_claim(
     with RelayProcess(TARGET, outboxq_database.url, config()) as stalled:
         wait_until((tmp_path / "met stands").exists, "the handler to run")
         stalled.pause()
-        with start_relay(held_app.jobs, config()) as running:
+        # Its own lease lasts longer: on a busy machine it must not run out.
+        with start_relay(held_app.jobs, config(lease_seconds=10)) as running:
             wait_until(lambda: waiting(engine) == 0, "the other relay to do it")
         assert {event.crashes for event in running.of(JobCrashed)} <= {0}
         (tmp_path / "gate").touch()

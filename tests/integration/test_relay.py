@@ -28,6 +28,7 @@ from outboxq.events import (
     RelayStopping,
 )
 from outboxq.postgres import Database, Server, start_embedded
+from outboxq.statements.claim import park_head
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
@@ -191,6 +192,28 @@ def test_200_000_jobs_of_an_unknown_kind_at_the_head_hold_the_queue_up_only_whil
     parked = [event for event in events if isinstance(event, JobsParked)]
     assert len(parked) <= 100
     assert sum(event.count for event in parked) >= 200_000
+
+
+@pytest.mark.parametrize("state", ["ready", "scheduled"])
+def test_parking_finds_its_jobs_by_their_keys_whatever_statistics_say(state: str, engine: Engine) -> None:
+    """Analyzed when no such job was there: a join of ten thousand with all of them took minutes."""
+    fill = (
+        "INSERT INTO outboxq.job (id, queue, kind, args, state, run_at) "
+        "SELECT gen_random_uuid(), 'ledger', 'stranger', '{{}}', '{}', now() - interval '1 hour' "
+        "FROM generate_series(1, {})"
+    )
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)")
+        connection.exec_driver_sql(fill.format("scheduled" if state == "ready" else "ready", 5_000))
+        connection.exec_driver_sql("ANALYZE outboxq.job")
+        connection.exec_driver_sql(fill.format(state, 50_000))
+        question = f"EXPLAIN {park_head('outboxq', 'ledger', state, ('record',), 10_000)}"
+        plan = "\n".join(row[0] for row in connection.exec_driver_sql(question))
+    head, _, rest = plan.partition("CTE picked")
+    assert f"job_{state}" in head
+    assert f"job_{state}" not in rest
+    assert rest.count("Index Cond: (id = ANY") == 2
+    assert "Seq Scan" not in plan
 
 
 def test_lifespan_state_reaches_sync_and_async_handlers(

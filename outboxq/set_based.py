@@ -150,7 +150,7 @@ def _is_uniform(values: list[Any], type_: type[object]) -> bool:
 @lru_cache(256)
 def _takes_lists(statement: Statement) -> bool:
     mapper = _mapper(statement)
-    if mapper is not None and mapper._single_table_criterion is not None:  # noqa: SLF001  # it adds an IN of its own
+    if mapper is not None and mapper._single_table_criterion is not None:  # noqa: SLF001  # nothing public says that SQLAlchemy adds an IN
         return True
     binds = (element for element in visitors.iterate(statement) if isinstance(element, BindParameter))
     return any(bind.expanding or bind.literal_execute for bind in binds)
@@ -194,9 +194,9 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
 
 def _only_computes(element: Any, table: Table) -> bool:
     if isinstance(element, Table):
-        return element._deannotate() is table  # noqa: SLF001  # as above
+        return element._deannotate() is table  # noqa: SLF001  # of a mapped class it is another object
     if isinstance(element, Column):
-        return element.table is not None and element.table._deannotate() is table  # noqa: SLF001  # as above
+        return element.table is not None and element.table._deannotate() is table  # noqa: SLF001  # of a mapped class it is another object
     return isinstance(element, _COMPUTING) or type(element) in _FUNCTIONS
 
 
@@ -205,7 +205,7 @@ def _assigned(statement: Update, table: Table) -> dict[Any, object]:
     # By name it is an attribute, where a mapped class is updated.
     mapper = _mapper(statement)
     columns = table.columns if mapper is None else mapper.columns
-    values: Any = statement._values or {}  # noqa: SLF001  # as above
+    values: Any = statement._values or {}  # noqa: SLF001  # SQLAlchemy has no other name for it
     named = {columns.get(column) if isinstance(column, str) else column: value for column, value in values.items()}
     return {table.columns.get(getattr(column, "key", "")): value for column, value in named.items()}
 
@@ -231,7 +231,7 @@ def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:
     # A variant is another type; a collation is no longer explicit; a UUID may be kept as text.
-    if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # as above
+    if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # a variant shows nowhere else
         return False
     return not isinstance(sql_type, Uuid) or (sql_type.as_uuid and sql_type.native_uuid)
 

@@ -21,6 +21,8 @@ from benchmarks.svg import write_plots
 from outboxq.errors import OutboxqError
 
 _ROOT = Path(__file__).parent.parent
+# What is asked of the other queues for a scenario of ours.
+_OF_PEERS = {"peers": ("noop", "update"), "latency": ("latency",), "large": ("noop", "snapshot")}
 # What cannot be measured costs its own line, and no other.
 _EXPECTED = (MeasurementFailed, PgbenchFailed, OutboxqError, subprocess.SubprocessError)
 
@@ -108,11 +110,13 @@ def _peers(options: argparse.Namespace, server_url: str, names: set[str]) -> Pee
     """The other queues' figures: from a file, measured now on the same server, or none."""
     if options.peers_file is not None:
         return Peers.read(options.peers_file)
-    if not options.peers or not names & {"peers", "latency", "large"}:
+    wanted = sorted({scenario for name in names for scenario in _OF_PEERS.get(name, ())})
+    if not options.peers or not wanted:
         return Peers([])
     with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as directory:
         path = Path(directory) / "peers.json"
         command = [sys.executable, "-m", "benchmarks.peers", "run", "--json", str(path), "--server", server_url]
+        command += [f"--scenario={scenario}" for scenario in wanted]
         subprocess.run(command, cwd=_ROOT, check=True, stdout=sys.stderr)
         return Peers.read(path)
 

@@ -10,10 +10,11 @@ from benchmarks.figures import Series
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A peer in something."""
+    """A peer in something, with so many jobs enqueued before."""
 
     name: str
     series: Series
+    jobs: int
 
 
 class Peers:
@@ -39,7 +40,7 @@ class Peers:
     def rates(self, scenario: str, processes: int, language: str | None = None) -> list[Figure]:
         """Jobs a second of each: median, lowest and highest."""
         return [
-            Figure(_name(figure), Series(tuple(float(value) for value in figure["jobs_per_second"].values()), "jobs/s"))
+            _figure(figure, Series(tuple(float(value) for value in figure["jobs_per_second"].values()), "jobs/s"))
             for figure in self._of(scenario, "jobs_per_second")
             if figure["processes"] == processes and language in (None, figure["language"])
         ]
@@ -51,7 +52,7 @@ class Peers:
     def latencies(self, percent: int) -> list[Figure]:
         """A percentile of each, in milliseconds."""
         return [
-            Figure(_name(figure), Series((float(figure["latency"][f"p{percent}_ms"]),), "ms"))
+            _figure(figure, Series((float(figure["latency"][f"p{percent}_ms"]),), "ms"))
             for figure in self._of("latency", "latency")
         ]
 
@@ -59,5 +60,5 @@ class Peers:
         return [each for each in self._figures if each["scenario"] == scenario and each.get(key) is not None]
 
 
-def _name(figure: dict[str, Any]) -> str:
-    return f"{figure['peer']} {figure['version']}"
+def _figure(figure: dict[str, Any], series: Series) -> Figure:
+    return Figure(f"{figure['peer']} {figure['version']}", series, int(figure["jobs"]))

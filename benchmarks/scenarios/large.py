@@ -16,18 +16,20 @@ _TARGET = 0.9
 # Of the jobs that are drained behind a snapshot: the last part, whose claims have the most dead rows before them.
 _END = 0.8
 
+# Measures jobs that do nothing, then one UPDATE a transaction: each by its name, jobs a second.
+_Case = Callable[[], Iterator[tuple[str, float]]]
+
 
 def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
     """Many waiting, many scheduled, and a snapshot that keeps vacuum from its work."""
     size = bench.size
     with bench.database() as workbench:
-        cases: dict[str, Callable[[], Iterator[tuple[str, float]]]] = {
-            "small": partial(_filled, bench, workbench, 0, 0),
+        cases: dict[str, _Case] = {
             "waiting": partial(_filled, bench, workbench, size.waiting, 0),
             "scheduled": partial(_filled, bench, workbench, 0, size.scheduled),
             "snapshot": partial(_behind_a_snapshot, bench, workbench),
         }
-        found = _alternate(bench, cases)
+        found = _alternate(bench, cases, small=partial(_filled, bench, workbench, 0, 0))
     lines: list[Comparison | Unsupported] = []
     for case, title in (
         ("waiting", f"{size.waiting:,} waiting"),
@@ -35,30 +37,33 @@ def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
         ("snapshot", f"behind a held snapshot, after {int(size.drained * _END):,} of {size.drained:,}"),
     ):
         for job, ours in (("noop", NOOP), ("update", UPDATE)):
-            small, here = found[f"small {job}"], found[f"{case} {job}"]
+            small, here = found[f"small beside {case} {job}"], found[f"{case} {job}"]
             what = f"{ours.what}: {title}"
             others = _peers_behind_a_snapshot(peers) if (case, job) == ("snapshot", "noop") else ()
-            itself, plot = f"{ours.what}: small and fresh", f"large-{job}"
+            itself, plot = f"{ours.what}: small and fresh, right before {title}", f"large-{job}"
             lines.append(Comparison(12, "large", what, here, small, itself, _TARGET, others=others, plot=plot))
     return lines
 
 
 def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
     fresh = {each.name: each.series.median for each in peers.rates("noop", 1)}
-    return tuple(
-        (f"{each.name} ({each.series.median / fresh[each.name]:.2f} of its own, fresh)", each.series)
-        for each in peers.rates("snapshot", 1)
-        if each.name in fresh
-    )
+    found: list[tuple[str, Series]] = []
+    for each in peers.rates("snapshot", 1):
+        if each.name in fresh:
+            share = f"{each.series.median / fresh[each.name]:.2f} of its own, fresh"
+            found.append((f"{each.name} behind a snapshot, at the end of {each.jobs:,} ({share})", each.series))
+    return tuple(found)
 
 
-def _alternate(bench: Bench, cases: dict[str, Callable[[], Iterator[tuple[str, float]]]]) -> dict[str, Series]:
+def _alternate(bench: Bench, cases: dict[str, _Case], small: _Case) -> dict[str, Series]:
+    """Each case right behind the small table: filling the large ones takes minutes, in which a machine changes."""
     values: dict[str, list[float]] = {}
     for repeat in range(1, bench.repeats + 1):
         for case, measure in cases.items():
-            for job, rate in measure():
-                values.setdefault(f"{case} {job}", []).append(rate)
-                bench.say(f"  {repeat} of {bench.repeats}  {case} {job}: {rate:,.4g} jobs/s")
+            for title, measured in ((f"small beside {case}", small), (case, measure)):
+                for job, rate in measured():
+                    values.setdefault(f"{title} {job}", []).append(rate)
+                    bench.say(f"  {repeat} of {bench.repeats}  {title} {job}: {rate:,.4g} jobs/s")
     return {name: Series(tuple(found), "jobs/s") for name, found in values.items()}
 
 

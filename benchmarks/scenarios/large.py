@@ -1,8 +1,10 @@
-"""Row 12: scenarios 1 and 6 where the table is large, against themselves on a small one."""
+"""Row 12: scenarios 1 and 6 where the table is large, against themselves on a small one.
 
-from collections.abc import Callable, Iterator
+The two are databases of one server, worked off by turns: filling a large one takes minutes, in which a machine changes.
+"""
+
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import psycopg
 
@@ -15,34 +17,50 @@ from benchmarks.scenarios.throughput import NOOP, UPDATE
 _TARGET = 0.9
 # Of the jobs that are drained behind a snapshot: the last part, whose claims have the most dead rows before them.
 _END = 0.8
+_RELAYS = {"noop": NOOP, "update": UPDATE}
 
-# Measures jobs that do nothing, then one UPDATE a transaction: each by its name, jobs a second.
-_Case = Callable[[], Iterator[tuple[str, float]]]
+# What was measured, and its jobs a second in the small table and in the large one.
+_Pair = tuple[str, float, float]
 
 
 def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
     """Many waiting, many scheduled, and a snapshot that keeps vacuum from its work."""
     size = bench.size
-    with bench.database() as workbench:
-        cases: dict[str, _Case] = {
-            "waiting": partial(_filled, bench, workbench, size.waiting, 0),
-            "scheduled": partial(_filled, bench, workbench, 0, size.scheduled),
-            "snapshot": partial(_behind_a_snapshot, bench, workbench),
-        }
-        found = _alternate(bench, cases, small=partial(_filled, bench, workbench, 0, 0))
+    behind = f"behind a held snapshot, after {int(size.drained * _END):,} of {size.drained:,}"
     lines: list[Comparison | Unsupported] = []
-    for case, title in (
-        ("waiting", f"{size.waiting:,} waiting"),
-        ("scheduled", f"{size.scheduled:,} scheduled of higher priority"),
-        ("snapshot", f"behind a held snapshot, after {int(size.drained * _END):,} of {size.drained:,}"),
-    ):
-        for job, ours in (("noop", NOOP), ("update", UPDATE)):
-            small, here = found[f"small beside {case} {job}"], found[f"{case} {job}"]
-            what = f"{ours.what}: {title}"
-            others = _peers_behind_a_snapshot(peers) if (case, job) == ("snapshot", "noop") else ()
-            itself, plot = f"{ours.what}: small and fresh, right before {title}", f"large-{job}"
-            lines.append(Comparison(12, "large", what, here, small, itself, _TARGET, others=others, plot=plot))
+    with bench.database() as small, bench.database() as big:
+        for measure, title in (
+            (_waiting, f"{size.waiting:,} waiting"),
+            (_scheduled, f"{size.scheduled:,} scheduled of higher priority"),
+            (_behind_a_snapshot, behind),
+        ):
+            others = _peers_behind_a_snapshot(peers) if measure is _behind_a_snapshot else ()
+            lines += _measured(bench, title, measure(bench, small, big), others)
     return lines
+
+
+def _measured(
+    bench: Bench, title: str, pairs: Iterator[_Pair], others: tuple[tuple[str, Series], ...]
+) -> Iterator[Comparison]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for job, there, here in pairs:
+        found.setdefault(job, []).append((there, here))
+        done = f"{len(found[job])} of {bench.repeats}"
+        bench.say(f"  {done}  {title}, {job}: {there:,.4g} small, {here:,.4g} jobs/s here")
+    for job, rates in found.items():
+        small, here = (Series(tuple(values), "jobs/s") for values in zip(*rates, strict=True))
+        what = _RELAYS[job].what
+        yield Comparison(
+            12,
+            "large",
+            f"{what}: {title}",
+            here,
+            small,
+            f"{what}: small and fresh, beside: {title}",
+            _TARGET,
+            others=others if job == "noop" else (),
+            plot=f"large-{job}",
+        )
 
 
 def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
@@ -55,45 +73,50 @@ def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
     return tuple(found)
 
 
-def _alternate(bench: Bench, cases: dict[str, _Case], small: _Case) -> dict[str, Series]:
-    """Each case right behind the small table: filling the large ones takes minutes, in which a machine changes."""
-    values: dict[str, list[float]] = {}
-    for repeat in range(1, bench.repeats + 1):
-        for case, measure in cases.items():
-            for title, measured in ((f"small beside {case}", small), (case, measure)):
-                for job, rate in measured():
-                    values.setdefault(f"{title} {job}", []).append(rate)
-                    bench.say(f"  {repeat} of {bench.repeats}  {title} {job}: {rate:,.4g} jobs/s")
-    return {name: Series(tuple(found), "jobs/s") for name, found in values.items()}
+def _waiting(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
+    big.fill(max(bench.size.waiting, _few(bench)))
+    for _ in range(bench.repeats):
+        small.fill(_few(bench))
+        yield _pair(bench, small, big, "noop")
+        yield _pair(bench, small, big, "update")
 
 
-def _filled(bench: Bench, workbench: Workbench, waiting: int, scheduled: int) -> Iterator[tuple[str, float]]:
-    size, small = bench.size, _small(bench)
-    workbench.fill(max(waiting, small), scheduled=scheduled)
-    for job, relay in (("noop", NOOP.relay), ("update", UPDATE.relay)):
-        ready = max(waiting, small) if job == "noop" else _ready(workbench)
-        drained = drain(
-            workbench,
-            relay,
-            ready,
-            seconds=size.seconds,
-            warm_up_seconds=size.warm_up_seconds,
-            updates=job == "update",
-            enough=None if waiting else ready // 2,
-        )
-        yield job, drained.rate()
+def _scheduled(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
+    for _ in range(bench.repeats):
+        small.fill(_few(bench))
+        big.fill(_few(bench), scheduled=bench.size.scheduled)
+        yield _pair(bench, small, big, "noop")
+        yield _pair(bench, small, big, "update")
 
 
-def _behind_a_snapshot(bench: Bench, workbench: Workbench) -> Iterator[tuple[str, float]]:
-    size, rest = bench.size, _small(bench) // 10
-    rows = size.drained + rest
-    workbench.fill(rows)
-    with _held_snapshot(workbench):
-        drained = drain(workbench, NOOP.relay, rows, seconds=600.0, enough=size.drained)
-        yield "noop", drained.rate(_END, 1.0)
-        left = _ready(workbench)
-        alone = drain(workbench, UPDATE.relay, left, seconds=size.seconds, updates=True)
-        yield "update", alone.rate()
+def _behind_a_snapshot(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
+    rows = bench.size.drained + _few(bench)
+    for _ in range(bench.repeats):
+        small.fill(_few(bench))
+        big.fill(rows)
+        with _held_snapshot(big):
+            fresh = _rate(bench, small, "noop")
+            drained = drain(big, NOOP.relay, rows, seconds=600.0, enough=bench.size.drained)
+            yield "noop", fresh, drained.rate(_END, 1.0)
+            yield _pair(bench, small, big, "update")
+
+
+def _pair(bench: Bench, small: Workbench, big: Workbench, job: str) -> _Pair:
+    return job, _rate(bench, small, job), _rate(bench, big, job)
+
+
+def _rate(bench: Bench, workbench: Workbench, job: str) -> float:
+    """Of what is ready, half at the most: there is another measurement behind this one."""
+    size, ready = bench.size, _ready(workbench)
+    return drain(
+        workbench,
+        _RELAYS[job].relay,
+        ready,
+        seconds=size.seconds,
+        warm_up_seconds=size.warm_up_seconds,
+        updates=job == "update",
+        enough=ready // 2,
+    ).rate()
 
 
 @contextmanager
@@ -105,7 +128,7 @@ def _held_snapshot(workbench: Workbench) -> Iterator[None]:
         connection.rollback()
 
 
-def _small(bench: Bench) -> int:
+def _few(bench: Bench) -> int:
     return 6_000 if bench.size.name == "quick" else 150_000
 
 
@@ -113,5 +136,5 @@ def _ready(workbench: Workbench) -> int:
     with workbench.connected() as connection:
         row = connection.execute("SELECT count(*) FROM outboxq.job WHERE state = 'ready'").fetchone()
     if row is None or row[0] == 0:
-        raise MeasurementFailed("nothing is left for the jobs that run one by one")
+        raise MeasurementFailed("nothing is left to be worked off")
     return int(row[0])

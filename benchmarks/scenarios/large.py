@@ -11,12 +11,14 @@ import psycopg
 from benchmarks.bench import Bench, MeasurementFailed, Workbench, conninfo
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.peers_figures import Peers
+from benchmarks.pgbench import run_pgbench
 from benchmarks.relays import drain
-from benchmarks.scenarios.throughput import NOOP, UPDATE
+from benchmarks.scenarios.throughput import NOOP, NOOP_LIMIT, UPDATE
 
 _TARGET = 0.9
-# Of the jobs that are drained behind a snapshot: the last part, whose claims have the most dead rows before them.
-_END = 0.8
+_DRAIN_SECONDS = 600.0
+# Twice what a slot does on the machines that we know.
+_JOBS_A_SECOND = 80_000
 _RELAYS = {"noop": NOOP, "update": UPDATE}
 
 # What was measured, and its jobs a second in the small table and in the large one.
@@ -26,13 +28,12 @@ _Pair = tuple[str, float, float]
 def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
     """Many waiting, many scheduled, and a snapshot that keeps vacuum from its work."""
     size = bench.size
-    behind = f"behind a held snapshot, after {int(size.drained * _END):,} of {size.drained:,}"
     lines: list[Comparison | Unsupported] = []
     with bench.database() as small, bench.database() as big:
         for measure, title in (
             (_waiting, f"{size.waiting:,} waiting"),
             (_scheduled, f"{size.scheduled:,} scheduled of higher priority"),
-            (_behind_a_snapshot, behind),
+            (_behind_a_snapshot, f"after {size.drained:,} behind a held snapshot"),
         ):
             others = _peers_behind_a_snapshot(peers) if measure is _behind_a_snapshot else ()
             lines += _measured(bench, title, measure(bench, small, big), others)
@@ -43,23 +44,23 @@ def _measured(
     bench: Bench, title: str, pairs: Iterator[_Pair], others: tuple[tuple[str, Series], ...]
 ) -> Iterator[Comparison]:
     found: dict[str, list[tuple[float, float]]] = {}
-    for job, there, here in pairs:
-        found.setdefault(job, []).append((there, here))
-        done = f"{len(found[job])} of {bench.repeats}"
-        bench.say(f"  {done}  {title}, {job}: {there:,.4g} small, {here:,.4g} jobs/s here")
-    for job, rates in found.items():
+    for what, there, here in pairs:
+        found.setdefault(what, []).append((there, here))
+        done = f"{len(found[what])} of {bench.repeats}"
+        bench.say(f"  {done}  {title}, {what}: {there:,.4g} small, {here:,.4g} jobs/s here")
+    for what, rates in found.items():
         small, here = (Series(tuple(values), "jobs/s") for values in zip(*rates, strict=True))
-        what = _RELAYS[job].what
+        name = NOOP_LIMIT.name if what == "limit" else _RELAYS[what].what
         yield Comparison(
             12,
             "large",
-            f"{what}: {title}",
+            f"{name}: {title}",
             here,
             small,
-            f"{what}: small and fresh, beside: {title}",
-            _TARGET,
-            others=others if job == "noop" else (),
-            plot=f"large-{job}",
+            f"{name}: small and fresh, beside: {title}",
+            None if what == "limit" else _TARGET,
+            others=others if what == "noop" else (),
+            plot="large-update" if what == "update" else "large-noop",
         )
 
 
@@ -77,45 +78,48 @@ def _waiting(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
     big.fill(max(bench.size.waiting, _few(bench)))
     for _ in range(bench.repeats):
         small.fill(_few(bench))
-        yield _pair(bench, small, big, "noop")
-        yield _pair(bench, small, big, "update")
+        yield from _pairs(bench, small, big, "noop", "limit", "update")
 
 
 def _scheduled(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
     for _ in range(bench.repeats):
         small.fill(_few(bench))
         big.fill(_few(bench), scheduled=bench.size.scheduled)
-        yield _pair(bench, small, big, "noop")
-        yield _pair(bench, small, big, "update")
+        yield from _pairs(bench, small, big, "noop", "update")
 
 
 def _behind_a_snapshot(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
-    rows = bench.size.drained + _few(bench)
-    for _ in range(bench.repeats):
-        small.fill(_few(bench))
-        big.fill(rows)
-        with _held_snapshot(big):
-            fresh = _rate(bench, small, "noop")
-            drained = drain(big, NOOP.relay, rows, seconds=600.0, enough=bench.size.drained)
-            yield "noop", fresh, drained.rate(_END, 1.0)
-            yield _pair(bench, small, big, "update")
+    rows = bench.size.drained + _few(bench) * (bench.repeats + 1)
+    big.fill(rows)
+    with _held_snapshot(big):
+        drain(big, NOOP.relay, rows, seconds=_DRAIN_SECONDS, enough=bench.size.drained)
+        for _ in range(bench.repeats):
+            small.fill(_few(bench))
+            yield from _pairs(bench, small, big, "noop", "update")
 
 
-def _pair(bench: Bench, small: Workbench, big: Workbench, job: str) -> _Pair:
-    return job, _rate(bench, small, job), _rate(bench, big, job)
+def _pairs(bench: Bench, small: Workbench, big: Workbench, *what: str) -> Iterator[_Pair]:
+    for each in what:
+        yield each, _rate(bench, small, each), _rate(bench, big, each)
 
 
-def _rate(bench: Bench, workbench: Workbench, job: str) -> float:
-    """Of what is ready, half at the most: there is another measurement behind this one."""
+def _rate(bench: Bench, workbench: Workbench, what: str) -> float:
+    """Of what is ready, half at the most: there are other measurements behind this one."""
     size, ready = bench.size, _ready(workbench)
+    jobs = min(ready, _few(bench)) // 2
+    if what == "limit":
+        transactions = jobs // NOOP_LIMIT.batch
+        return NOOP_LIMIT.batch * run_pgbench(
+            bench.pgbench, workbench.url, NOOP_LIMIT.script, clients=1, transactions=transactions
+        )
     return drain(
         workbench,
-        _RELAYS[job].relay,
+        _RELAYS[what].relay,
         ready,
         seconds=size.seconds,
         warm_up_seconds=size.warm_up_seconds,
-        updates=job == "update",
-        enough=ready // 2,
+        updates=what == "update",
+        enough=jobs,
     ).rate()
 
 
@@ -129,7 +133,8 @@ def _held_snapshot(workbench: Workbench) -> Iterator[None]:
 
 
 def _few(bench: Bench) -> int:
-    return 6_000 if bench.size.name == "quick" else 150_000
+    """Enough for each measurement to have half of what the one before it left."""
+    return max(6_000, int(_JOBS_A_SECOND * bench.size.seconds))
 
 
 def _ready(workbench: Workbench) -> int:

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="how long one repeat measures, about")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, and nothing else")
-    sizes.add_argument("--full", action="store_true", help="the large tables in their full size: takes hours")
+    sizes.add_argument("--full", action="store_true", help="the large tables in their full size")
     parser.add_argument("--peers", action="store_true", help="measure the other queues too, in the same run")
     parser.add_argument("--peers-file", type=Path, metavar="FILE", help="take their figures from an earlier run's JSON")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")

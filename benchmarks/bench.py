@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +100,14 @@ class Workbench:
             self._insert(connection, scheduled, "scheduled", 9, "1 day")
             connection.execute("VACUUM (ANALYZE) outboxq.job")
             connection.execute("VACUUM (ANALYZE) account")
+
+    def write_out(self) -> None:
+        """Have the pages of what was filled on the disk, where they would be written while something is measured.
+
+        Left out where the role may not; pg_checkpoint is the right to it.
+        """
+        with self.connected() as connection, suppress(psycopg.errors.InsufficientPrivilege):
+            connection.execute("CHECKPOINT")
 
     def count_jobs(self) -> int:
         """How many there are, of any state; the dead are an error.

@@ -99,6 +99,7 @@ def _behind_a_snapshot(bench: Bench, small: Workbench, big: Workbench) -> Iterat
 
 
 def _pairs(bench: Bench, small: Workbench, big: Workbench, *what: str) -> Iterator[_Pair]:
+    big.write_out()
     for each in what:
         yield each, _rate(bench, small, each), _rate(bench, big, each)
 

@@ -59,6 +59,7 @@ class Comparison:
         notes: What a reader must know: sizes that were run, settings, round trips that were seen.
         others: What else is like the limit, by name: other queues that were slower.
         plot: In which picture it is drawn, by default the scenario's.
+        is_reference: Whether `ours` is no figure of ours, but what another program does there.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, Series], ...] = ()
     plot: str = ""
+    is_reference: bool = False
 
     @property
     def ratio(self) -> float | None:

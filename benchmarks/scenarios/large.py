@@ -61,6 +61,7 @@ def _measured(
             None if what == "limit" else _TARGET,
             others=others if what == "noop" else (),
             plot="large-update" if what == "update" else "large-noop",
+            is_reference=what == "limit",
         )
 
 

@@ -59,7 +59,7 @@ class Comparison:
         notes: What a reader must know: sizes that were run, settings, round trips that were seen.
         others: What else is like the limit, by name: other queues that were slower.
         plot: In which picture it is drawn, by default the scenario's.
-        is_reference: Whether `ours` is no figure of ours, but what another program does there.
+        is_paired: Whether each repeat of ours was made by turns with the limit's of the same place.
     """
 
     number: int
@@ -73,14 +73,21 @@ class Comparison:
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, Series], ...] = ()
     plot: str = ""
-    is_reference: bool = False
+    is_paired: bool = False
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Ours by the limit: of each pair, else of the two medians. None without a limit, or with one of zero."""
+        if self.limit is None:
+            return ()
+        medians = ((self.ours.median, self.limit.median),)
+        pairs = zip(self.ours.values, self.limit.values, strict=True) if self.is_paired else medians
+        return tuple(ours / limit for ours, limit in pairs if limit)
 
     @property
     def ratio(self) -> float | None:
-        """The median of ours by the median of the limit; None without a limit, or with one of zero."""
-        if self.limit is None or self.limit.median == 0:
-            return None
-        return self.ours.median / self.limit.median
+        """The median of the ratios, where there are any."""
+        return statistics.median(self.ratios) if self.ratios else None
 
     @property
     def is_met(self) -> bool | None:

@@ -19,6 +19,8 @@ _ROOT = Path(__file__).parent.parent
 _START_SECONDS = 60.0
 _STOP_SECONDS = 45.0
 _LOOK_SECONDS = 0.01
+# A process that stood still is at work again, with what it needs back in the caches.
+_SETTLE_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,28 @@ class RelayOptions:
         return self.batch_size * self.slots * self.processes
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Jobs that were done, and the seconds that they took."""
+
+    jobs: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Counted") -> "Counted":
+        return Counted(self.jobs + other.jobs, self.seconds + other.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Jobs a second.
+
+        Raises:
+            MeasurementFailed: none was done.
+        """
+        if self.jobs == 0:
+            raise MeasurementFailed(f"no job was done in {self.seconds:.2f} s: ask for more seconds")
+        return self.jobs / self.seconds
+
+
 class RunningRelay:
     """Relay processes at work, and how many jobs they have run."""
 
@@ -63,21 +87,36 @@ class RunningRelay:
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+            os.killpg(self.process.pid, signal.SIGCONT)
         code = self.process.wait(_STOP_SECONDS)
         if code != 0:
             raise MeasurementFailed(f"the relay ended with {code}: {self.log()[-2000:]}")
+
+    def stand_still(self) -> None:
+        """All its processes, in the middle of whatever they do, until its next turn or its stop."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def take_turn(self, seconds: float) -> Counted:
+        """Let it go on for so long, and stand still again."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        time.sleep(_SETTLE_SECONDS)
+        begun, before = time.monotonic(), sum(self.counts())
+        time.sleep(seconds)
+        found = Counted(sum(self.counts()) - before, time.monotonic() - begun)
+        self.stand_still()
+        return found
 
     def log(self) -> str:
         """What it said."""
         return (self._directory / "log").read_text()
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_so: Callable[[], bool], what: str, timeout_seconds: float = _START_SECONDS) -> None:
         """Look often.
 
         Raises:
-            MeasurementFailed: the relay ended, or a minute has passed.
+            MeasurementFailed: the relay ended, or it took too long.
         """
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + timeout_seconds
         while not is_so():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise MeasurementFailed(f"waited for {what}, but: {self.log()[-2000:] or 'nothing was said'}")
@@ -106,24 +145,30 @@ def running_relay(
                 process.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """How the count grew while a queue was worked off: pairs of seconds and jobs."""
+@contextmanager
+def working_relay(
+    bench: Workbench, options: RelayOptions, rows: int, *, url: str | None = None, updates: bool = False
+) -> Iterator[RunningRelay]:
+    """A relay whose processes are all at work on a queue of `rows` jobs; what it did is checked at the end.
 
-    looks: Sequence[tuple[float, int]]
+    Args:
+        url: The way to the database, where it is not the direct one.
+        updates: Whether each job adds its cents to an account, which is then held against the jobs that are gone.
 
-    def rate(self, first_share: float = 0.0, last_share: float = 1.0) -> float:
-        """Jobs a second, of all or of a part of the jobs that were counted.
-
-        Raises:
-            MeasurementFailed: too few were counted.
-        """
-        begin, end = self.looks[0][1], self.looks[-1][1]
-        wanted = [begin + (end - begin) * share for share in (first_share, last_share)]
-        inside = [look for look in self.looks if wanted[0] <= look[1] <= wanted[1]]
-        if len(inside) < 2 or inside[0][1] == inside[-1][1]:
-            raise MeasurementFailed(f"only {end - begin} jobs were seen: ask for more seconds")
-        return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+    Raises:
+        MeasurementFailed: jobs failed, or are not as many fewer as were counted.
+    """
+    jobs, balance = bench.count_jobs(), bench.balance() if updates else 0
+    with running_relay(url or bench.url, options) as relay:
+        relay.wait_until(lambda: _all_work(relay.counts(), options.processes, rows), "the first job")
+        yield relay
+        relay.stop()
+        counted = sum(relay.counts())
+    gone = jobs - bench.count_jobs()
+    if abs(gone - counted) > options.claimable:
+        raise MeasurementFailed(f"{counted} jobs were counted, and {gone} are gone")
+    if updates and bench.balance() - balance != gone * CENTS:
+        raise MeasurementFailed(f"{gone} jobs are gone, and the accounts have {bench.balance() - balance} more")
 
 
 def drain(
@@ -135,44 +180,27 @@ def drain(
     warm_up_seconds: float = 0.0,
     url: str | None = None,
     updates: bool = False,
-    enough: int | None = None,
-) -> Drained:
-    """Work off a queue of `rows` jobs, and note how the count grows; the start of the processes is not in it.
+) -> Counted:
+    """Work off a queue of `rows` jobs; the start of the processes is not in it.
 
     Args:
         seconds: Stop then, if the queue is not nearly empty before.
-        url: The way to the database, where it is not the direct one.
-        updates: Whether each job adds its cents to an account, which is then held against the jobs that are gone.
-        enough: Stop after so many jobs, by default when the queue is nearly empty.
+        url: As of `working_relay`.
+        updates: As of `working_relay`.
 
     Raises:
-        MeasurementFailed: jobs failed, or are not as many fewer as were counted.
+        MeasurementFailed: as of `working_relay`.
     """
-    jobs, balance = bench.count_jobs(), bench.balance() if updates else 0
-    with running_relay(url or bench.url, options) as relay:
-        relay.wait_until(lambda: _all_work(relay.counts(), options.processes, rows), "the first job")
+    with working_relay(bench, options, rows, url=url, updates=updates) as relay:
         time.sleep(warm_up_seconds)
-        looks = list(_looks(relay, rows - options.claimable if enough is None else enough, seconds))
-        relay.stop()
-        counted = sum(relay.counts())
-    gone = jobs - bench.count_jobs()
-    if abs(gone - counted) > options.claimable:
-        raise MeasurementFailed(f"{counted} jobs were counted, and {gone} are gone")
-    if updates and bench.balance() - balance != gone * CENTS:
-        raise MeasurementFailed(f"{gone} jobs are gone, and the accounts have {bench.balance() - balance} more")
-    return Drained(looks)
+        begun, before = time.monotonic(), sum(relay.counts())
+        while time.monotonic() - begun < seconds and relay.process.poll() is None:
+            if sum(relay.counts()) >= rows - options.claimable:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return Counted(sum(relay.counts()) - before, time.monotonic() - begun)
 
 
 def _all_work(counts: Sequence[int], processes: int, rows: int) -> bool:
     # A late process is not waited for until nothing is left to measure.
     return (len(counts) >= processes and all(counts)) or sum(counts) > rows / 4
-
-
-def _looks(relay: RunningRelay, enough: int, seconds: float) -> Iterator[tuple[float, int]]:
-    begun = time.monotonic()
-    while True:
-        now, count = time.monotonic(), sum(relay.counts())
-        yield now, count
-        if now - begun > seconds or count >= enough or relay.process.poll() is not None:
-            return
-        time.sleep(_LOOK_SECONDS)

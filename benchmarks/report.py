@@ -48,8 +48,7 @@ def _row(line: Comparison | Unsupported) -> str:
     if isinstance(line, Unsupported):
         return f"| {line.number} | {line.what} | {line.reason} | | | |"
     limit = "" if line.limit is None else f"{_series(line.limit)}: {line.limit_name}"
-    ratio = "" if line.ratio is None else f"{line.ratio:.2f}"
-    return f"| {line.number} | {line.what} | {_series(line.ours)} | {limit} | {ratio} | {_target(line)} |"
+    return f"| {line.number} | {line.what} | {_series(line.ours)} | {limit} | {_ratio(line)} | {_target(line)} |"
 
 
 def _notes(line: Comparison) -> Sequence[str]:
@@ -60,6 +59,13 @@ def _notes(line: Comparison) -> Sequence[str]:
 def _series(series: Series) -> str:
     spread = f" ({shown(series.lowest)} to {shown(series.highest)})" if len(series.values) > 1 else ""
     return f"{shown(series.median)} {series.unit}{spread}"
+
+
+def _ratio(line: Comparison) -> str:
+    if line.ratio is None:
+        return ""
+    spread = f" ({min(line.ratios):.2f} to {max(line.ratios):.2f})" if len(line.ratios) > 1 else ""
+    return f"{line.ratio:.2f}{spread}"
 
 
 def _target(line: Comparison) -> str:
@@ -79,6 +85,7 @@ def _line(line: Comparison | Unsupported) -> dict[str, Any]:
         "ours": _figures(line.ours),
         "limit": None if line.limit is None else {"name": line.limit_name, **_figures(line.limit)},
         "ratio": line.ratio,
+        "ratios": list(line.ratios),
         "target": line.target,
         "better": line.better.value,
         "met": line.is_met,

@@ -44,7 +44,7 @@ def _units(bars: Mapping[str, tuple[Series, str]]) -> Iterable[str]:
 
 def _bars(lines: Sequence[Comparison]) -> dict[str, tuple[Series, str]]:
     """Ours first, then everything that it is held against, the largest first."""
-    bars = {line.what: (line.ours, _LIMIT if line.is_reference else _OURS) for line in lines}
+    bars = {line.what: (line.ours, _OURS) for line in lines}
     others = [(line.limit_name, line.limit) for line in lines if line.limit is not None]
     others += [other for line in lines for other in line.others]
     for name, series in sorted(others, key=lambda other: -other[1].median):

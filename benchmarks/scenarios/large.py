@@ -1,68 +1,135 @@
 """Row 12: scenarios 1 and 6 where the table is large, against themselves on a small one.
 
-The two are databases of one server, worked off by turns: filling a large one takes minutes, in which a machine changes.
+The two tables are in databases of one server, and so are two relays, of which one stands still while the other goes on.
+They change places twice a second, so that a machine that is slow for a while, or busy with its disk, is slow for both.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import psycopg
 
 from benchmarks.bench import Bench, MeasurementFailed, Workbench, conninfo
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.peers_figures import Peers
-from benchmarks.pgbench import run_pgbench
-from benchmarks.relays import drain
-from benchmarks.scenarios.throughput import NOOP, NOOP_LIMIT, UPDATE
+from benchmarks.relays import Counted, RunningRelay, working_relay
+from benchmarks.scenarios.throughput import NOOP, UPDATE, Ours
 
 _TARGET = 0.9
 _DRAIN_SECONDS = 600.0
 # Twice what a slot does on the machines that we know.
 _JOBS_A_SECOND = 80_000
-_RELAYS = {"noop": NOOP, "update": UPDATE}
+_TURN_SECONDS = 0.5
+# A relay sweeps by the clock, which goes on while it stands still. Where sweeps cost something, the other one's turns
+# are so much shorter, and hardly more sweeps fall into a turn than into as much time of a relay that always goes on.
+_SHORT = 0.25
 
-# What was measured, and its jobs a second in the small table and in the large one.
-_Pair = tuple[str, float, float]
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """A small and a large table, each in a database of its own, and how they are measured against each other."""
+
+    bench: Bench
+    small: Workbench
+    large: Workbench
+
+    @property
+    def few(self) -> int:
+        """More jobs than are done in a repeat."""
+        size = self.bench.size
+        return max(6_000, int(_JOBS_A_SECOND * (size.seconds + size.warm_up_seconds)))
+
+    @property
+    def enough(self) -> int:
+        """More jobs than are done in the large table in all repeats: no-op, and UPDATEs, which are far fewer."""
+        return self.few * (self.bench.repeats + 1)
+
+    def compare(
+        self, title: str, ours: Ours, *, short: float = 1.0, drained: int = 0, others: Sequence[tuple[str, Series]] = ()
+    ) -> Comparison:
+        """The same relay on both; the large table's is one relay in all repeats, and does `drained` jobs before."""
+        what, found = f"{ours.what}: {title}", list[tuple[float, float]]()
+        for small, large in self._pairs(ours, short, drained):
+            found.append((small, large))
+            done = f"{len(found)} of {self.bench.repeats}"
+            self.bench.say(f"  {done}  {what}: {small:,.4g} small, {large:,.4g} jobs/s here: {large / small:.2f}")
+        small_rates, large_rates = (Series(tuple(rates), "jobs/s") for rates in zip(*found, strict=True))
+        return Comparison(
+            12,
+            "large",
+            what,
+            large_rates,
+            small_rates,
+            f"{ours.what}: small and fresh, beside: {title}",
+            _TARGET,
+            others=tuple(others),
+            plot="large-update" if ours is UPDATE else "large-noop",
+            is_paired=True,
+        )
+
+    def _pairs(self, ours: Ours, short: float, drained: int) -> Iterator[tuple[float, float]]:
+        rows = _ready(self.large)
+        with working_relay(self.large, ours.relay, rows, updates=ours.updates) as there:
+            there.wait_until(lambda: sum(there.counts()) >= drained, f"{drained:,} jobs", _DRAIN_SECONDS)
+            there.stand_still()
+            for _ in range(self.bench.repeats):
+                self.small.fill(self.few)
+                # Both: rows that were just inserted would be written back while something is measured, and the first
+                # change of a page after a checkpoint costs more than others.
+                self.small.write_out()
+                with working_relay(self.small, ours.relay, self.few, updates=ours.updates) as here:
+                    yield self._by_turns(here, there, short)
+                    _check_that_some_are_left(here, self.few)
+            _check_that_some_are_left(there, rows)
+
+    def _by_turns(self, here: RunningRelay, there: RunningRelay, short: float) -> tuple[float, float]:
+        size = self.bench.size
+        time.sleep(size.warm_up_seconds)
+        here.stand_still()
+        # It has stood still for seconds, and makes up now for what it does by the clock.
+        there.take_turn(size.warm_up_seconds)
+        seconds = min(_TURN_SECONDS, size.seconds)
+        small = large = Counted()
+        for turn in range(max(1, round(size.seconds / seconds))):
+            # Neither is always the one that comes first.
+            if turn % 2:
+                large += there.take_turn(seconds)
+            small += here.take_turn(seconds * short)
+            if not turn % 2:
+                large += there.take_turn(seconds)
+        return small.rate, large.rate
 
 
 def large(bench: Bench, peers: Peers) -> list[Comparison | Unsupported]:
     """Many waiting, many scheduled, and a snapshot that keeps vacuum from its work."""
-    size = bench.size
-    lines: list[Comparison | Unsupported] = []
     with bench.database() as small, bench.database() as big:
-        for measure, title in (
-            (_waiting, f"{size.waiting:,} waiting"),
-            (_scheduled, f"{size.scheduled:,} scheduled of higher priority"),
-            (_behind_a_snapshot, f"after {size.drained:,} behind a held snapshot"),
-        ):
-            others = _peers_behind_a_snapshot(peers) if measure is _behind_a_snapshot else ()
-            lines += _measured(bench, title, measure(bench, small, big), others)
-    return lines
+        tables = _Tables(bench, small, big)
+        return [*_waiting(tables), *_scheduled(tables), *_behind_a_snapshot(tables, _peers_behind_a_snapshot(peers))]
 
 
-def _measured(
-    bench: Bench, title: str, pairs: Iterator[_Pair], others: tuple[tuple[str, Series], ...]
-) -> Iterator[Comparison]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for what, there, here in pairs:
-        found.setdefault(what, []).append((there, here))
-        done = f"{len(found[what])} of {bench.repeats}"
-        bench.say(f"  {done}  {title}, {what}: {there:,.4g} small, {here:,.4g} jobs/s here")
-    for what, rates in found.items():
-        small, here = (Series(tuple(values), "jobs/s") for values in zip(*rates, strict=True))
-        name = NOOP_LIMIT.name if what == "limit" else _RELAYS[what].what
-        yield Comparison(
-            12,
-            "large",
-            f"{name}: {title}",
-            here,
-            small,
-            f"{name}: small and fresh, beside: {title}",
-            None if what == "limit" else _TARGET,
-            others=others if what == "noop" else (),
-            plot="large-update" if what == "update" else "large-noop",
-            is_reference=what == "limit",
-        )
+def _waiting(tables: _Tables) -> Iterator[Comparison]:
+    waiting = tables.bench.size.waiting
+    tables.large.fill(waiting + tables.enough)
+    for ours in (NOOP, UPDATE):
+        yield tables.compare(f"{waiting:,} waiting", ours)
+
+
+def _scheduled(tables: _Tables) -> Iterator[Comparison]:
+    scheduled = tables.bench.size.scheduled
+    tables.large.fill(tables.enough, scheduled=scheduled)
+    for ours in (NOOP, UPDATE):
+        yield tables.compare(f"{scheduled:,} scheduled of higher priority", ours)
+
+
+def _behind_a_snapshot(tables: _Tables, others: Sequence[tuple[str, Series]]) -> Iterator[Comparison]:
+    drained = tables.bench.size.drained
+    title = f"after {drained:,} behind a held snapshot"
+    tables.large.fill(drained + tables.enough)
+    with _held_snapshot(tables.large):
+        yield tables.compare(title, NOOP, short=_SHORT, drained=drained, others=others)
+        yield tables.compare(title, UPDATE, short=_SHORT)
 
 
 def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
@@ -75,56 +142,6 @@ def _peers_behind_a_snapshot(peers: Peers) -> tuple[tuple[str, Series], ...]:
     return tuple(found)
 
 
-def _waiting(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
-    big.fill(max(bench.size.waiting, _few(bench)))
-    for _ in range(bench.repeats):
-        small.fill(_few(bench))
-        yield from _pairs(bench, small, big, "noop", "limit", "update")
-
-
-def _scheduled(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
-    for _ in range(bench.repeats):
-        small.fill(_few(bench))
-        big.fill(_few(bench), scheduled=bench.size.scheduled)
-        yield from _pairs(bench, small, big, "noop", "update")
-
-
-def _behind_a_snapshot(bench: Bench, small: Workbench, big: Workbench) -> Iterator[_Pair]:
-    rows = bench.size.drained + _few(bench) * (bench.repeats + 1)
-    big.fill(rows)
-    with _held_snapshot(big):
-        drain(big, NOOP.relay, rows, seconds=_DRAIN_SECONDS, enough=bench.size.drained)
-        for _ in range(bench.repeats):
-            small.fill(_few(bench))
-            yield from _pairs(bench, small, big, "noop", "update")
-
-
-def _pairs(bench: Bench, small: Workbench, big: Workbench, *what: str) -> Iterator[_Pair]:
-    big.write_out()
-    for each in what:
-        yield each, _rate(bench, small, each), _rate(bench, big, each)
-
-
-def _rate(bench: Bench, workbench: Workbench, what: str) -> float:
-    """Of what is ready, half at the most: there are other measurements behind this one."""
-    size, ready = bench.size, _ready(workbench)
-    jobs = min(ready, _few(bench)) // 2
-    if what == "limit":
-        transactions = jobs // NOOP_LIMIT.batch
-        return NOOP_LIMIT.batch * run_pgbench(
-            bench.pgbench, workbench.url, NOOP_LIMIT.script, clients=1, transactions=transactions
-        )
-    return drain(
-        workbench,
-        _RELAYS[what].relay,
-        ready,
-        seconds=size.seconds,
-        warm_up_seconds=size.warm_up_seconds,
-        updates=what == "update",
-        enough=jobs,
-    ).rate()
-
-
 @contextmanager
 def _held_snapshot(workbench: Workbench) -> Iterator[None]:
     with psycopg.connect(conninfo(workbench.url)) as connection:
@@ -134,14 +151,13 @@ def _held_snapshot(workbench: Workbench) -> Iterator[None]:
         connection.rollback()
 
 
-def _few(bench: Bench) -> int:
-    """Enough for each measurement to have half of what the one before it left."""
-    return max(6_000, int(_JOBS_A_SECOND * bench.size.seconds))
+def _check_that_some_are_left(relay: RunningRelay, rows: int) -> None:
+    if sum(relay.counts()) > rows * 0.99:
+        raise MeasurementFailed(f"all {rows:,} jobs were done before the measurement was: ask for fewer seconds")
 
 
 def _ready(workbench: Workbench) -> int:
     with workbench.connected() as connection:
         row = connection.execute("SELECT count(*) FROM outboxq.job WHERE state = 'ready'").fetchone()
-    if row is None or row[0] == 0:
-        raise MeasurementFailed("nothing is left to be worked off")
+    assert row is not None
     return int(row[0])

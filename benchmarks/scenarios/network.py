@@ -54,7 +54,7 @@ def _rate(bench: Bench, workbench: Workbench, url: str, best: float) -> float:
         warm_up_seconds=size.warm_up_seconds,
         url=url,
         updates=True,
-    ).rate()
+    ).rate
 
 
 def _round_trip_ms(url: str, rest_seconds: float = 0.0) -> float:

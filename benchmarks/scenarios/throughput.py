@@ -207,7 +207,7 @@ def _ours(bench: Bench, workbench: Workbench, ours: Ours, rates: Mapping[str, fl
     drained = drain(
         workbench, ours.relay, rows, seconds=size.seconds, warm_up_seconds=size.warm_up_seconds, updates=ours.updates
     )
-    return drained.rate()
+    return drained.rate
 
 
 def _line(number: int, scenario: str, ours: Ours, found: Mapping[str, Series]) -> Comparison:

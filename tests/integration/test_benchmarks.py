@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,9 @@ from benchmarks.__main__ import main
 from benchmarks.bench import ACCOUNTS, CENTS, QUICK, Bench, MeasurementFailed
 from benchmarks.pgbench import PgbenchFailed, find_pgbench, run_pgbench
 from benchmarks.proxy import running_proxy
-from benchmarks.relays import RelayOptions, drain
+from benchmarks.relays import RelayOptions, RunningRelay, drain, working_relay
 from outboxq.postgres import Server
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,28 @@ def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
             drain(workbench, RelayOptions("noop", 5), 200, seconds=30, updates=True)
         workbench.fill(200)
         drained = drain(workbench, RelayOptions("update", 5), 200, seconds=30, updates=True)
-        assert drained.rate() > 0
+        assert drained.rate > 0
         assert workbench.balance() % CENTS == 0
+
+
+def test_a_relay_works_in_its_turns_and_in_no_others(bench) -> None:
+    """What stands still does nothing, and is stopped well from there: every job that is gone was counted."""
+    with bench.database() as workbench:
+        workbench.fill(50_000)
+        with working_relay(workbench, RelayOptions("noop", 5), 50_000) as relay:
+            relay.stand_still()
+            wait_until(lambda: _stands_still(relay), "it stands still")
+            before = sum(relay.counts())
+            assert relay.take_turn(0.5).jobs > 0
+            wait_until(lambda: _stands_still(relay), "it stands still again")
+        assert workbench.count_jobs() < 50_000 - before
+
+
+def _stands_still(relay: RunningRelay) -> bool:
+    pid = relay.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    stats = [Path(f"/proc/{each}/stat").read_text() for each in (pid, *children)]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def test_the_proxy_passes_a_session_on_and_counts_it(bench) -> None:

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.bench import MeasurementFailed
 from benchmarks.figures import Better, Comparison, Run, Series, Surroundings, Unsupported, drift_percent
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.definitions import PEERS, Scenario
@@ -12,7 +13,7 @@ from benchmarks.peers.report import Finding, Spread
 from benchmarks.peers.statistics import Percentiles
 from benchmarks.peers_figures import Peers
 from benchmarks.proxy import Statements
-from benchmarks.relays import Drained
+from benchmarks.relays import Counted
 from benchmarks.report import as_json, as_markdown
 from benchmarks.scenarios.latency import percentile
 from benchmarks.svg import write_plots
@@ -31,6 +32,23 @@ def test_a_ratio_is_of_medians_and_not_of_extremes() -> None:
     """One slow or fast repeat does not move a ratio."""
     assert FASTER.ratio == 0.5
     assert (FASTER.ours.lowest, FASTER.ours.median, FASTER.ours.highest) == (40.0, 50.0, 60.0)
+
+
+def test_the_ratio_of_pairs_is_the_median_of_their_ratios() -> None:
+    """A slow minute of the machine slows both of a pair, and moves no ratio."""
+    ours, limit = Series((45.0, 90.0, 10.0), "jobs/s"), Series((50.0, 100.0, 20.0), "jobs/s")
+    paired = Comparison(12, "large", "no-op", ours, limit, "small", 0.9, is_paired=True)
+    assert paired.ratios == (0.9, 0.9, 0.5)
+    assert (paired.ratio, paired.is_met) == (0.9, True)
+    assert Comparison(12, "large", "no-op", ours, Series((5.0, 100.0, 50.0), "jobs/s")).ratio == 0.9
+    assert "| 0.90 (0.50 to 0.90) | at least 0.9, met |" in as_markdown(run_of(paired))
+
+
+def test_turns_add_up_and_without_a_job_there_is_no_rate() -> None:
+    """A relay that did nothing in its turns is an error, and no zero in the table."""
+    assert (Counted(10, 0.5) + Counted(20, 1.0)).rate == 20.0
+    with pytest.raises(MeasurementFailed, match=r"no job was done in 1\.50 s"):
+        _ = (Counted(0, 0.5) + Counted(0, 1.0)).rate
 
 
 @pytest.mark.parametrize(
@@ -58,13 +76,6 @@ def test_a_series_without_measurements_is_refused() -> None:
 def test_drift_is_the_last_limit_by_the_first() -> None:
     """A machine that became slower has a negative drift."""
     assert drift_percent((Series((100.0,), "jobs/s"), Series((90.0,), "jobs/s"))) == pytest.approx(-10.0)
-
-
-def test_a_rate_is_of_the_part_that_was_asked_for() -> None:
-    """The end of a long drain is not hidden in its average."""
-    drained = Drained([(0.0, 0), (1.0, 800), (2.0, 900), (3.0, 1_000)])
-    assert drained.rate() == pytest.approx(1_000 / 3)
-    assert drained.rate(0.8, 1.0) == pytest.approx(100.0)
 
 
 def test_a_percentile_is_the_nearest_rank() -> None:

@@ -23,6 +23,10 @@ from outboxq.statements.session import local_timeouts
 # So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
 # its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
 _FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
+# Nor longer than this, whatever the other queues hold. The server takes what a session has counted (rows changed and
+# deleted, which is what autovacuum goes by) only between its transactions, and here one begins in the string that
+# commits the last.
+COUNTS_SECONDS = 10.0
 _NO_LIMIT = 1_000_000
 
 
@@ -50,6 +54,7 @@ class Claims:
         self._positions = {name: Position(name, shared.sweeps) for name in queues}
         self._prepared: PreparedClaims | None = None
         self._follow_until = 0.0
+        self._counts_due_at = 0.0
         self._is_called_away = False
         self._walks_since: float | None = None
 
@@ -107,8 +112,10 @@ class Claims:
         """The last claim took these, and moved so many to the suspects."""
         assert self.request is not None
         if self._walks_since is not None:
+            walk_seconds = _now() - self._walks_since
             self._is_called_away = False
-            self._follow_until = _now() + follow_seconds(_now() - self._walks_since)
+            self._follow_until = _now() + follow_seconds(walk_seconds)
+            self._counts_due_at = _now() + max(COUNTS_SECONDS, walk_seconds / _WALK_SHARE)
             self._walks_since = None
         if self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)
@@ -141,7 +148,7 @@ class Claims:
         return self._ask_on(held.queue, request.script) if is_full else None
 
     def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
-        if self._shared.stopping.is_set():
+        if self._shared.stopping.is_set() or _now() > self._counts_due_at:
             return None
         if _now() <= self._follow_until:
             return self.ask(name, script)

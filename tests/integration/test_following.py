@@ -1,6 +1,8 @@
 """The next claim goes with the COMMIT of the jobs before it, and starts behind them: nothing is passed over."""
 
+import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +16,7 @@ from sqlalchemy.orm import sessionmaker
 import outboxq.batch as batch_module
 import outboxq.claims as claims_module
 import outboxq.cursors as cursors_module
-from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.claim import ClaimRequest
 from outboxq.claims import Claims
 from outboxq.cursors import Position, Sweeps
@@ -28,10 +30,12 @@ from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.listen import calls_away
 from outboxq.statements.session import BEGIN
 from outboxq.testing import _unit_test_job
+from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.slots import shared_by_slots
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -414,3 +418,35 @@ def buffers(connection: Connection, script: ClaimScript, cursor: Cursor | None) 
         transaction.rollback()
     assert isinstance(plan, list)
     return int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_the_server_hears_of_finished_jobs_while_a_slot_never_rests(
+    flavour: str,
+    sessions: sessionmaker[OutboxSession],
+    engine: Engine,
+    start_relay: StartRelay,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autovacuum goes by counts that a session gives away only between transactions."""
+    monkeypatch.setattr(claims_module, "COUNTS_SECONDS", 0.5)
+    jobs = Jobs()
+
+    def rest(ctx: Context) -> None:
+        time.sleep(0.01)
+
+    async def rest_async(ctx: AsyncContext) -> None:
+        await asyncio.sleep(0.01)
+
+    handler: Any = jobs.handler(kind="rest")(rest if flavour == "sync" else rest_async)
+    with sessions.begin() as session:
+        session.add_jobs(handler.job() for _ in range(1_500))
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)):
+        wait_until(lambda: _deleted(engine) > 0, "the server has counted deleted jobs")
+        assert waiting(engine) > 0
+
+
+def _deleted(engine: Engine) -> int:
+    query = text("SELECT n_tup_del FROM pg_stat_all_tables WHERE relid = 'outboxq.job'::regclass")
+    with engine.connect() as connection:
+        return connection.execute(query).scalar_one()

@@ -67,6 +67,13 @@ MUTANTS = (
         ("tests/integration/test_following.py",),
     ),
     Mutant(
+        "the breaks of a busy slot, in which the server takes its counts",
+        "outboxq/claims.py",
+        " or _now() > self._counts_due_at:\n",
+        ":\n",
+        ("tests/integration/test_following.py",),
+    ),
+    Mutant(
         "the question whether COMMIT came before the error",
         "outboxq/batch.py",
         "        return gone.sqlstate == settle.NO_SUCH_SAVEPOINT\n",

@@ -77,12 +77,12 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Ours by the limit: of each pair, else of the two medians. None without a limit, or with one of zero."""
+        """Ours by the limit: of each pair, else of the two medians; none without a limit, or with one of zero."""
         if self.limit is None:
             return ()
-        medians = ((self.ours.median, self.limit.median),)
-        pairs = zip(self.ours.values, self.limit.values, strict=True) if self.is_paired else medians
-        return tuple(ours / limit for ours, limit in pairs if limit)
+        if self.is_paired:
+            return tuple(ours / limit for ours, limit in zip(self.ours.values, self.limit.values, strict=True))
+        return (self.ours.median / self.limit.median,) if self.limit.median else ()
 
     @property
     def ratio(self) -> float | None:

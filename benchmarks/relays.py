@@ -63,7 +63,7 @@ class Counted:
             MeasurementFailed: none was done.
         """
         if self.jobs == 0:
-            raise MeasurementFailed(f"no job was done in {self.seconds:.2f} s: ask for more seconds")
+            raise MeasurementFailed(f"no job was seen done in {self.seconds:.2f} s: ask for more seconds")
         return self.jobs / self.seconds
 
 
@@ -87,18 +87,19 @@ class RunningRelay:
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            os.killpg(self.process.pid, signal.SIGCONT)
+            # Where it stands still it notices nothing else.
+            self.process.send_signal(signal.SIGCONT)
         code = self.process.wait(_STOP_SECONDS)
         if code != 0:
             raise MeasurementFailed(f"the relay ended with {code}: {self.log()[-2000:]}")
 
     def stand_still(self) -> None:
-        """All its processes, in the middle of whatever they do, until its next turn or its stop."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
+        """In the middle of whatever it does, until its next turn or its stop. Not for several processes."""
+        self.process.send_signal(signal.SIGSTOP)
 
     def take_turn(self, seconds: float) -> Counted:
         """Let it go on for so long, and stand still again."""
-        os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)
         time.sleep(_SETTLE_SECONDS)
         begun, before = time.monotonic(), sum(self.counts())
         time.sleep(seconds)
@@ -194,8 +195,8 @@ def drain(
     with working_relay(bench, options, rows, url=url, updates=updates) as relay:
         time.sleep(warm_up_seconds)
         begun, before = time.monotonic(), sum(relay.counts())
-        while time.monotonic() - begun < seconds and relay.process.poll() is None:
-            if sum(relay.counts()) >= rows - options.claimable:
+        while time.monotonic() - begun < seconds and sum(relay.counts()) < rows - options.claimable:
+            if relay.process.poll() is not None:
                 break
             time.sleep(_LOOK_SECONDS)
         return Counted(sum(relay.counts()) - before, time.monotonic() - begun)

@@ -29,7 +29,8 @@ def as_markdown(run: Run) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in sorted(around.settings.items()))
     where = (
         f"outboxq {around.outboxq}, Python {around.python}, SQLAlchemy {around.sqlalchemy}, {around.server}, "
-        f"{around.cores} cores. Medians of {run.repeats} repeats, with the lowest and the highest. Size {around.size}."
+        f"{around.cores} cores. Medians of {run.repeats} repeats, with the lowest and the highest; a "
+        f"ratio with these is the median of the repeats' own. Size {around.size}."
     )
     parts = [where, f"Server: {settings}.", "\n".join([_HEAD, *(_row(line) for line in lines)])]
     measured = [line for line in lines if isinstance(line, Comparison)]

@@ -23,9 +23,8 @@ from outboxq.statements.session import local_timeouts
 # So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
 # its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
 _FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
-# Nor longer than this, whatever the other queues hold. The server takes what a session has counted (rows changed and
-# deleted, which is what autovacuum goes by) only between its transactions, and here one begins in the string that
-# commits the last.
+# Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the session is idle outside
+# of a transaction. Only then does the server take its counts of changed and deleted rows, by which autovacuum goes.
 COUNTS_SECONDS = 10.0
 _NO_LIMIT = 1_000_000
 
@@ -112,10 +111,9 @@ class Claims:
         """The last claim took these, and moved so many to the suspects."""
         assert self.request is not None
         if self._walks_since is not None:
-            walk_seconds = _now() - self._walks_since
             self._is_called_away = False
-            self._follow_until = _now() + follow_seconds(walk_seconds)
-            self._counts_due_at = _now() + max(COUNTS_SECONDS, walk_seconds / _WALK_SHARE)
+            self._follow_until = _now() + follow_seconds(_now() - self._walks_since)
+            self._counts_due_at = _now() + COUNTS_SECONDS
             self._walks_since = None
         if self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)

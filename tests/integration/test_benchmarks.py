@@ -9,9 +9,12 @@ import pytest
 from benchmarks import limits
 from benchmarks.__main__ import main
 from benchmarks.bench import ACCOUNTS, CENTS, QUICK, Bench, MeasurementFailed
+from benchmarks.figures import Comparison
+from benchmarks.peers_figures import Peers
 from benchmarks.pgbench import PgbenchFailed, find_pgbench, run_pgbench
 from benchmarks.proxy import running_proxy
 from benchmarks.relays import RelayOptions, RunningRelay, drain, working_relay
+from benchmarks.scenarios.large import large
 from outboxq.postgres import Server
 from tests.support.waiting import wait_until
 
@@ -75,11 +78,11 @@ def test_a_failing_script_is_no_figure(bench) -> None:
 def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
     """Handlers that run and write nothing where they should are not taken for fast ones."""
     with bench.database() as workbench:
-        workbench.fill(200)
+        workbench.fill(2_000)
         with pytest.raises(MeasurementFailed, match="the accounts have 0 more"):
-            drain(workbench, RelayOptions("noop", 5), 200, seconds=30, updates=True)
-        workbench.fill(200)
-        drained = drain(workbench, RelayOptions("update", 5), 200, seconds=30, updates=True)
+            drain(workbench, RelayOptions("noop", 5), 2_000, seconds=30, updates=True)
+        workbench.fill(2_000)
+        drained = drain(workbench, RelayOptions("update", 5), 2_000, seconds=30, updates=True)
         assert drained.rate > 0
         assert workbench.balance() % CENTS == 0
 
@@ -90,18 +93,28 @@ def test_a_relay_works_in_its_turns_and_in_no_others(bench) -> None:
         workbench.fill(50_000)
         with working_relay(workbench, RelayOptions("noop", 5), 50_000) as relay:
             relay.stand_still()
-            wait_until(lambda: _stands_still(relay), "it stands still")
-            before = sum(relay.counts())
-            assert relay.take_turn(0.5).jobs > 0
-            wait_until(lambda: _stands_still(relay), "it stands still again")
-        assert workbench.count_jobs() < 50_000 - before
+            for _ in range(2):
+                wait_until(lambda: _stands_still(relay), "it stands still")
+                before = sum(relay.counts())
+                time.sleep(0.2)
+                assert sum(relay.counts()) == before
+                assert relay.take_turn(0.5).jobs > 0
 
 
 def _stands_still(relay: RunningRelay) -> bool:
-    pid = relay.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    stats = [Path(f"/proc/{each}/stat").read_text() for each in (pid, *children)]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+    return Path(f"/proc/{relay.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_large_tables_are_measured_beside_small_ones(bench) -> None:
+    """Waiting, scheduled, behind a snapshot; no-op and UPDATE: rates of both, and their ratio."""
+    lines = large(bench, Peers([]))
+    assert len(lines) == 6
+    for line in lines:
+        assert isinstance(line, Comparison)
+        assert line.limit is not None
+        assert len(line.ours.values) == len(line.limit.values) == len(line.ratios) == 1
+        assert line.ratios[0] == line.ours.values[0] / line.limit.values[0]
+    assert {line.plot for line in lines} == {"large-noop", "large-update"}
 
 
 def test_the_proxy_passes_a_session_on_and_counts_it(bench) -> None:

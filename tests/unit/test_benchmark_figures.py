@@ -47,7 +47,7 @@ def test_the_ratio_of_pairs_is_the_median_of_their_ratios() -> None:
 def test_turns_add_up_and_without_a_job_there_is_no_rate() -> None:
     """A relay that did nothing in its turns is an error, and no zero in the table."""
     assert (Counted(10, 0.5) + Counted(20, 1.0)).rate == 20.0
-    with pytest.raises(MeasurementFailed, match=r"no job was done in 1\.50 s"):
+    with pytest.raises(MeasurementFailed, match=r"no job was seen done in 1\.50 s"):
         _ = (Counted(0, 0.5) + Counted(0, 1.0)).rate
 
 

@@ -21,7 +21,8 @@ _TARGET = 0.9
 _DRAIN_SECONDS = 600.0
 # Twice what a slot does on the machines that we know, no-op and one UPDATE a transaction.
 _MOST_NOOPS_A_SECOND, _MOST_UPDATES_A_SECOND = 100_000, 4_000
-_LEAST_TURN_SECONDS = 0.1
+# However short a repeat is: a write to the disk that takes long must not be all of a turn.
+_LEAST_TURN_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class _Tables:
         small = large = Counted()
         for _ in range(max(1, round(seconds / turns.large_seconds))):
             small += on_small.take_turn(max(turns.small_seconds * scale, _LEAST_TURN_SECONDS))
-            large += on_large.take_turn(turns.large_seconds * scale)
+            large += on_large.take_turn(max(turns.large_seconds * scale, _LEAST_TURN_SECONDS))
         return small.rate, large.rate
 
     def _small_rows(self, ours: Ours, turns: _Turns) -> int:

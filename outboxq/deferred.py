@@ -4,7 +4,6 @@ Equal ones go together, as one statement over arrays or as one executemany, whic
 UPDATE each cost about one round trip.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -17,10 +16,11 @@ from outboxq.codec import PLAIN, entity_state, is_expression
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import DeferError
 from outboxq.set_based import Statement, executions, single_executions
+from outboxq.sql_words import first_word
 
 _WAITING = "outboxq.deferred"
 _FAILED = "outboxq.deferred.failed"
-_WRITES = re.compile(r"(?:\s+|--[^\n]*\n|/\*.*?\*/)*(?:INSERT|UPDATE|DELETE|MERGE|WITH)\b", re.DOTALL | re.IGNORECASE)
+_WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _checked(statement: object) -> Statement:
 @lru_cache(256)
 def _check_writes(statement: Statement) -> None:
     if isinstance(statement, TextClause):
-        if not _WRITES.match(statement.text):
+        if first_word(statement.text) not in _WRITING_VERBS:
             raise DeferError(
                 "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: nobody would read "
                 "what another one returns, so execute it in the handler"

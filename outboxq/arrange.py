@@ -84,5 +84,5 @@ def _in_parts(given: list[_Given], size: int) -> list[list[_Given]]:
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
     try:
         return handler.signature().decode(job.args)
-    except Exception:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
+    except BaseException:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
         return None

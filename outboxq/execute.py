@@ -80,7 +80,11 @@ Result: TypeAlias = Outcome | Failed | Unknown
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What executing needs besides the job, fixed for the life of a slot's connection."""
+    """What executing needs besides the job, fixed for the life of a slot's connection.
+
+    Args:
+        is_interruption: Whether an error that came out of a handler was put there by the caller of the handlers.
+    """
 
     registry: Registry
     state: object
@@ -91,6 +95,15 @@ class Work:
     epoch: str
     caller: Caller | AsyncCaller | None
     sharing_queues: frozenset[str]
+    is_interruption: Callable[[BaseException], bool]
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether an error that came out of a handler is a failed attempt of its job.
+
+        It is, whatever the handler raised, KeyboardInterrupt and other BaseExceptions included: a job must not be able
+        to end its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
+        """
+        return not (isinstance(error, Abandoned) or self.is_interruption(error))
 
     def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:
         """Leave for this run to call the outside, or why it has none."""
@@ -232,16 +245,12 @@ def _attempt(
             fault_point("after-handler")
             # Last: an error behind it would be a failure whose rows stand.
             kept = True
-    except asyncio.CancelledError as error:
-        if being_cancelled():
-            raise
-        result = describe_failure(error, job)
-    except Abandoned:
-        raise
     except EffectInProgress as busy:
         # Nobody's fault: counting it could bury a job because its predecessor was killed.
         result = Snooze(timedelta(seconds=max(busy.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; the error is recorded with the job
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
         work.guard.let_go()
@@ -360,8 +369,10 @@ def _is_still(connection: Connection, shared_xid: str | None) -> bool:
     return shared_xid is None or current_xid(connection) == shared_xid
 
 
-def being_cancelled() -> bool:
-    """Whether it is the slot's own task that is cancelled, and not something that a handler awaits."""
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the running task is cancelled, and the error is not one that a handler raised or met in an await."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -85,7 +85,7 @@ def _described(describe: Callable[[], str]) -> str:
     """A storable text, whatever users' values do to our description of it: a job must always be settled."""
     try:
         return storable(describe())
-    except Exception:  # noqa: BLE001  # the error is recorded all the same, by its type and place
+    except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
         return "(text withheld: it could not be redacted)"
 
 
@@ -155,14 +155,17 @@ def _original(error: BaseException) -> BaseException:
 
 def _sqlstate(error: BaseException) -> str | None:
     """As psycopg, psycopg2 and asyncpg call it."""
-    sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    try:
+        sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    except BaseException:  # noqa: BLE001  # users' code, as a property
+        return None
     return sqlstate if isinstance(sqlstate, str) else None
 
 
 def _text_of(value: object) -> str:
     try:
         return str(value)
-    except Exception:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
+    except BaseException:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
         return f"(the text of this {type(value).__name__} cannot be read)"
 
 

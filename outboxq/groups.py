@@ -1,6 +1,5 @@
 """Groups: the jobs of one batch handler, in one call, one session and one savepoint."""
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +10,7 @@ from sqlalchemy.orm import Session
 from outboxq.context import BatchItem
 from outboxq.driver import transaction_status
 from outboxq.errors import HandlerError, HandlerRolledBack
-from outboxq.execute import Abandoned, Work, being_cancelled
+from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
 from outboxq.invoke import LazySession, Run
@@ -41,13 +40,10 @@ def run_group(
         returned = _call(connection, batch, work, places, arguments, session, place)
         # However it goes: what stands is the certificate's to say.
         _close(session)
-    except asyncio.CancelledError as error:
-        if being_cancelled():
+    except BaseException as error:
+        if not work.is_failure(error):
             raise
-        failed: BaseException = error
-    except Abandoned:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; it will show again when each runs alone
+        # It will show again when each runs alone.
         failed = error
     else:
         batch.together = 1

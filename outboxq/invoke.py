@@ -197,8 +197,9 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     try:
         async with deadline:
             returned = await running
-    except Exception as error:
-        if not deadline.expired():
+    except BaseException as error:
+        # A cancellation that the timeout let through is another one than its own.
+        if not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
         # asyncio's own error was raised by us, and its cause where the handler stood.
         stood = error.__cause__ or error

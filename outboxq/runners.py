@@ -96,6 +96,7 @@ class SlotTask:
         self._loop_thread: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._answered = threading.Event()
+        self._is_abandoned = False
         self._failed = failed
         self._connection: Connection | None = None
         self.slot = Slot(shared, "async", group.queues, self._wake)
@@ -127,9 +128,10 @@ class SlotTask:
         event.listen(engine.sync_engine, "handle_error", self._keep_connection)
         try:
             await serve_in_loop(self.slot, engine, self._bell)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001  # raised again by the relay
+        except BaseException as error:
+            if self._is_abandoned and isinstance(error, asyncio.CancelledError):
+                raise
+            # Raised again by the relay.
             self._failed(error)
         finally:
             event.remove(engine.sync_engine, "handle_error", self._keep_connection)
@@ -151,6 +153,7 @@ class SlotTask:
     def abandon(self) -> None:
         """Cancel the handler; its transaction is rolled back as the task ends."""
         # Not the future: cancelled, it would be done at once, whatever the task does.
+        self._is_abandoned = True
         if self._task is not None:
             self._call_soon(self._task.cancel)
 

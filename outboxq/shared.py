@@ -4,7 +4,6 @@ Whatever goes wrong, or ends otherwise than done, takes all of them back to the 
 where a failure is its own.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, 
 from outboxq.enqueue import OURS, WAITING
 from outboxq.errors import HandlerError, HandlerRolledBack, SharedRunEnded, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execute import Abandoned, ConnectionLost, TransactionEscaped, Work, being_cancelled
+from outboxq.execute import ConnectionLost, TransactionEscaped, Work
 from outboxq.failure import describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Savepoint
@@ -137,13 +136,10 @@ def run_shared(
     run = _SharedRun(connection, batch, work, jobs, arguments)
     try:
         run.run()
-    except asyncio.CancelledError as error:
-        if being_cancelled():
+    except BaseException as error:
+        if not work.is_failure(error):
             raise
-        failed: BaseException = error
-    except Abandoned:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code ends here; it will show again when each runs alone
+        # It will show again when each runs alone.
         failed = error
     else:
         return True

@@ -28,7 +28,7 @@ from outboxq.events import (
     JobLeaseLost,
     JobsParked,
 )
-from outboxq.execute import ConnectionLost, TransactionEscaped, Work
+from outboxq.execute import ConnectionLost, TransactionEscaped, Work, is_cancellation
 from outboxq.failure import describe_failure
 from outboxq.guard import Guard
 from outboxq.handlers import Flavour
@@ -113,7 +113,14 @@ class Slot:
             epoch,
             caller,
             sharing_queues=self._claims.sharing_queues,
+            is_interruption=self._is_interruption,
         )
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. And a handler can cancel
+        # the slot's task too.
+        is_over = self.shared.stopping.is_set() or self.is_seized()
+        return is_over and is_cancellation(error)
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""

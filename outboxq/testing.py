@@ -3,6 +3,7 @@
 The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (see `outboxq.pytest_plugin`).
 """
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -24,7 +25,7 @@ from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.effect_transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execute import Work
+from outboxq.execute import Work, is_cancellation
 from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
@@ -155,6 +156,7 @@ def _drain(
         epoch="",
         caller=caller,
         sharing_queues=frozenset(),
+        is_interruption=_is_for_the_test,
     )
     queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
     # Around everything: each look at an empty queue leaves a savepoint of its own.
@@ -172,6 +174,11 @@ def _drain(
         raise AssertionError("handlers failed:\n" + "\n".join(f"  {_described(event)}" for event in failures))
     done = sum(isinstance(event, JobDone) for event in events)
     return DrainReport(done, tuple(event for event in events if not isinstance(event, JobDone)))
+
+
+def _is_for_the_test(error: BaseException) -> bool:
+    # A Ctrl-C, or pytest.fail() in a handler.
+    return is_cancellation(error) or not isinstance(error, Exception | SystemExit | asyncio.CancelledError)
 
 
 def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:

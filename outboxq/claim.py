@@ -24,6 +24,8 @@ _END_OF_JOB = 1 + len(RETURNED) + 1
 # Of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported, "cached
 # plan must not change result type".
 _NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
+# A backend keeps about 200 kB for each. A relay needs a few for each limit of its claims.
+PREPARED_MOST = 32
 # More than one claim in twenty that is lost for its preparation, and none is prepared for a minute.
 _CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 
@@ -68,11 +70,12 @@ class PreparedClaims:
 
     The driver lets go of all prepared statements when it sees a rollback, and behind a transaction pooler each
     transaction may come to another session. A claim that fails for this costs a round trip and nothing else; where it
-    happens often, claims are sent as plain text for a while.
+    happens often, claims are sent as plain text for a while. The one that was not used for longest makes room.
     """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        # In the order of their last use.
+        self._names: dict[str, None] = {}
         self._credit = _CREDIT
         self._plain_until = 0.0
 
@@ -82,11 +85,16 @@ class PreparedClaims:
             return script.text(limit, cursor)
         prepared = script.prepared(limit, behind=cursor is not None)
         execution = prepared.execution(cursor)
-        return execution if prepared.name in self._names else f"{prepared.definition}; {execution}"
+        if prepared.name in self._names:
+            return execution
+        gone = self._to_let_go()
+        return f"{f'DEALLOCATE {gone}; ' if gone else ''}{prepared.definition}; {execution}"
 
     def succeeded(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> None:
         """What was not prepared before is now."""
-        self._names.add(script.prepared(limit, behind=cursor is not None).name)
+        if self._is_plain():
+            return
+        self._use(script.prepared(limit, behind=cursor is not None).name)
         self._credit = min(self._credit + 1, _CREDIT)
 
     def failed(self, error: BaseException, name: str) -> bool:
@@ -96,13 +104,24 @@ class PreparedClaims:
             return False
         if sqlstate == _THERE_ALREADY:
             # Forgotten with another one that was lost. It is not lost itself.
-            self._names.add(name)
+            self._use(name)
             return True
         self._names.clear()
         self._credit -= _LOSS
         if self._credit < 0:
             self._credit, self._plain_until = _CREDIT, time.monotonic() + _PLAIN_SECONDS
         return True
+
+    def _use(self, name: str) -> None:
+        gone = self._to_let_go()
+        if name in self._names:
+            del self._names[name]
+        elif gone is not None:
+            del self._names[gone]
+        self._names[name] = None
+
+    def _to_let_go(self) -> str | None:
+        return next(iter(self._names)) if len(self._names) >= PREPARED_MOST else None
 
     def _is_plain(self) -> bool:
         return time.monotonic() < self._plain_until

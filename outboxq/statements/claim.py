@@ -44,9 +44,11 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
 _PICKED = """\
 WITH picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
-  WHERE queue = {queue} AND {eligible}"""
-_LIMITED = """
-    AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
+  WHERE queue = """
+_ELIGIBLE = """ AND {eligible}"""
+_NOT_PAUSED = """
+    AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = """
+_LIMITED = """ AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT """
 
@@ -89,50 +91,76 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimShape:
+    """A claim's text around the name of its queue, which stands in it twice, its start and its limit.
+
+    One for all queues of a relay: so many as a connection has prepared, whatever the number of its queues.
+    """
+
+    parts: tuple[str, str, str, str, str]
+    is_keyed: bool
+    leased: bool
+
+    def text(self, queue: str, start: str, limit: int) -> str:
+        """The claim of up to `limit` jobs."""
+        picked, eligible, not_paused, limited, action = self.parts
+        # The limit stands in the text: the planner is to know how few rows are wanted.
+        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"
+
+    @lru_cache(1024)  # noqa: B019  # a few for each limit
+    def prepared(self, limit: int, *, behind: bool) -> tuple[str, str]:
+        """Its name as a prepared statement, and what prepares it; `behind` a cursor that comes with each execution."""
+        text = self.text("$1", _start("$2", "$3") if behind else "", limit)
+        # One name for one text: should a pooler show us another client's statement, it is the same one.
+        name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return name, f"PREPARE {name} (text{', int, bigint' if behind else ''}) AS {text}"
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimScript:
-    """A claim's text around the place where it starts and its limit.
+    """The claim of one sort of jobs of a queue, whose name is given as a literal.
 
     `is_keyed` where it may start behind a cursor, so that it need not walk over what was claimed before it and is not
     vacuumed yet; `leased` where it takes a lease instead of deleting.
     """
 
-    head: str
-    middle: str
-    tail: str
-    is_keyed: bool = False
-    leased: bool = False
+    shape: ClaimShape
+    queue: str
+
+    @property
+    def is_keyed(self) -> bool:
+        """See the class."""
+        return self.shape.is_keyed
+
+    @property
+    def leased(self) -> bool:
+        """See the class."""
+        return self.shape.leased
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
-        return self._from(_start(*cursor.key) if cursor else "", limit)
+        return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit)
 
-    @lru_cache(1024)  # noqa: B019  # a few for each queue
     def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
         """The same claim to be prepared; `behind` a cursor that is given at each execution."""
-        text = self._from(_start("$1", "$2") if behind else "", limit)
-        # One name for one text: should a pooler show us another client's statement, it is the same one.
-        name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-        return PreparedClaim(name, f"PREPARE {name}{' (int, bigint)' if behind else ''} AS {text}")
-
-    def _from(self, start: str, limit: int) -> str:
-        # The limit stands in the text: the planner is to know how few rows are wanted.
-        return f"{self.head}{start}{self.middle}{int(limit)}{self.tail}"
+        return PreparedClaim(*self.shape.prepared(limit, behind=behind), self.queue)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A claim's name on a connection, and the statement that gives it this name."""
+    """A claim's name on a connection, the statement that gives it this name, and the queue to execute it for."""
 
     name: str
     definition: str
+    queue: str
 
     def execution(self, cursor: Cursor | None) -> str:
         """The statements that execute it, whatever the table's statistics are.
 
         The planner is left as the role and the database have it; what a SET of the session's had changed is not.
         """
-        arguments = "({}, {})".format(*cursor.key) if cursor else ""
-        return f"{_BY_INDEX}EXECUTE {self.name}{arguments}; {_AS_EVERYWHERE}"
+        arguments = "{}, {}, {}".format(self.queue, *cursor.key) if cursor else self.queue
+        return f"{_BY_INDEX}EXECUTE {self.name}({arguments}); {_AS_EVERYWHERE}"
 
 
 # Planned once, and perhaps while the table was empty: without these the planner can choose nothing but the walk of the
@@ -148,52 +176,63 @@ def _start(priority: object, seq: object) -> str:
 
 
 class ClaimStatements:
-    """The claims of one queue, formatted once for a schema.
+    """The claims of one queue.
 
     Args:
         owner: The relay's lease; None where only transaction mode is asked for.
     """
 
     def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
-        self._schema = schema
-        self._queue = queue
-        self._owner = owner
-        ready = ("state = 'ready'", _BY_PRIORITY)
-        due = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
-        # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
-        self.ready = self._format(_TRANSACTION, *ready)
-        # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike
-        # clock_timestamp(), is stable and can bound the index.
-        self.due = self._format(_TRANSACTION, *due)
+        name = sql.Literal(queue).as_string(None)
+        self.ready, self.due = (ClaimScript(shape, name) for shape in _transaction_shapes(schema))
         if owner is not None:
-            self.lease_ready = self._format(_LEASE, *ready)
-            self.lease_due = self._format(_LEASE, *due)
-            # Index job_suspect (queue, seq) WHERE state = 'suspect'.
-            self.lease_suspect = self._format(_LEASE, "state = 'suspect'", "seq", crash=1)
+            leases = (ClaimScript(shape, name) for shape in _lease_shapes(schema, owner))
+            self.lease_ready, self.lease_due, self.lease_suspect = leases
 
-    def _format(
-        self, action: LiteralString, eligible: LiteralString, order: LiteralString, crash: int = 0
-    ) -> ClaimScript:
-        leased = action is _LEASE
-        # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
-        alive: LiteralString = (
-            " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""
-        )
-        names = {
-            "job": sql.Identifier(self._schema, "job"),
-            "queue_table": sql.Identifier(self._schema, "queue"),
-            "relay": sql.Identifier(self._schema, "relay"),
-            "queue": sql.Literal(self._queue),
-            "owner": sql.Literal(self._owner),
-            "also": sql.SQL("" if leased else f", {_DIED} AS died"),
-            "order": sql.SQL(order),
-            "crash": sql.Literal(crash),
-            "columns": sql.SQL(_counted(crash) if leased else _COLUMNS),
-            "anchor": sql.SQL(ANCHOR),
-        }
-        names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
-        head, middle, tail = (sql.SQL(part).format(**names).as_string(None) for part in (_PICKED, _LIMITED, action))
-        return ClaimScript(head, middle, tail, is_keyed=order is _BY_PRIORITY, leased=leased)
+
+# Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
+_READY: tuple[LiteralString, LiteralString] = ("state = 'ready'", _BY_PRIORITY)
+# Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
+# stable and can bound the index.
+_DUE: tuple[LiteralString, LiteralString] = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
+# Index job_suspect (queue, seq) WHERE state = 'suspect'.
+_SUSPECT: tuple[LiteralString, LiteralString] = ("state = 'suspect'", "seq")
+
+
+@lru_cache(64)
+def _transaction_shapes(schema: str) -> tuple[ClaimShape, ClaimShape]:
+    return _shape(schema, None, *_READY), _shape(schema, None, *_DUE)
+
+
+@lru_cache(64)
+def _lease_shapes(schema: str, owner: UUID) -> tuple[ClaimShape, ClaimShape, ClaimShape]:
+    return _shape(schema, owner, *_READY), _shape(schema, owner, *_DUE), _shape(schema, owner, *_SUSPECT, crash=1)
+
+
+def _shape(
+    schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, crash: int = 0
+) -> ClaimShape:
+    leased = owner is not None
+    # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
+    alive: LiteralString = (
+        " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""
+    )
+    names = {
+        "job": sql.Identifier(schema, "job"),
+        "queue_table": sql.Identifier(schema, "queue"),
+        "relay": sql.Identifier(schema, "relay"),
+        "owner": sql.Literal(owner),
+        "also": sql.SQL("" if leased else f", {_DIED} AS died"),
+        "order": sql.SQL(order),
+        "crash": sql.Literal(crash),
+        "columns": sql.SQL(_counted(crash) if leased else _COLUMNS),
+        "anchor": sql.SQL(ANCHOR),
+    }
+    names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
+    action = _LEASE if leased else _TRANSACTION
+    parts = (_PICKED, _ELIGIBLE, _NOT_PAUSED, _LIMITED, action)
+    picked, wanted, not_paused, limited, acting = (sql.SQL(part).format(**names).as_string(None) for part in parts)
+    return ClaimShape((picked, wanted, not_paused, limited, acting), is_keyed=order is _BY_PRIORITY, leased=leased)
 
 
 def _counted(crash: int) -> LiteralString:
@@ -217,7 +256,7 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
         .as_string(None)
         for part in (picked, _TRANSACTION)
     )
-    return ClaimScript(head, "", tail)
+    return ClaimScript(ClaimShape((head, "", "", "", tail), is_keyed=False, leased=False), "")
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:

@@ -9,8 +9,9 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.batch as batch_module
+import outboxq.claim as claim_module
 import outboxq.claims as claims_module
-from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.claim import ClaimRequest, PreparedClaims
 from outboxq.driver import ScriptResult, run_script
 from outboxq.postgres import Database
@@ -230,3 +231,41 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
         assert request.failed(caught.value)
     drain(outboxq_database.url, jobs, 1)
     assert ledger(engine) == Counter(names)
+
+
+def prepared_here(connection: Connection) -> int:
+    counted = text("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'outboxq%'")
+    return int(connection.execute(counted).scalar_one())
+
+
+def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """Each is some 200 kB in the server: they are for any queue, which comes with the execution."""
+    jobs, seen = Jobs(), []
+
+    def count(ctx: Context) -> None:
+        seen.append(prepared_here(ctx.session.connection()))
+
+    kinds = [jobs.handler(queue=f"queue {number}", kind=f"kind {number}")(count) for number in range(100)]
+    with sessions.begin() as session:
+        session.add_jobs(kind.job() for kind in kinds * 2)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
+    assert len(seen) == 200
+    assert max(seen) <= 4
+
+
+def test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest(engine: Engine) -> None:
+    """Each limit of a claim is a statement of its own, and there may be a thousand."""
+    prepared, script = PreparedClaims(), ClaimStatements("outboxq", "mine").ready
+    with engine.connect() as connection:
+        for limit in [*range(1, 3 * claim_module.PREPARED_MOST), 1, 2, 3, 1]:
+            with connection.begin():
+                request = ClaimRequest(script, limit, prepared=prepared)
+                request.read(run_script(connection, request.text()))
+                assert prepared_here(connection) <= claim_module.PREPARED_MOST
+        with connection.begin():
+            assert prepared_here(connection) == claim_module.PREPARED_MOST
+            names = set(connection.execute(text("SELECT name FROM pg_prepared_statements")).scalars())
+            run_script(connection, "DEALLOCATE ALL")
+    assert names >= {script.prepared(limit, behind=False).name for limit in (1, 2, 3)}

@@ -31,12 +31,13 @@ class RelayOptions:
     batch_size: int = 1
     slots: int = 1
     processes: int = 1
+    queue: str = "bench"
 
     @property
     def command(self) -> list[str]:
         """The command line."""
         command = [sys.executable, "-m", "outboxq", "relay", f"benchmarks.apps.{self.app}:jobs"]
-        command += ["--queue", f"bench={self.slots}", "--batch-size", str(self.batch_size)]
+        command += ["--queue", f"{self.queue}={self.slots}", "--batch-size", str(self.batch_size)]
         return [*command, "--processes", str(self.processes)]
 
     @property

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from benchmarks.bench import Bench
 from benchmarks.figures import Comparison, Unsupported
 from benchmarks.peers_figures import Peers
-from benchmarks.scenarios import beside_peers, cost, large, latency, network, producing, throughput
+from benchmarks.scenarios import beside_peers, cost, large, latency, network, producing, queues, throughput
 
 Measure: TypeAlias = Callable[[Bench, Peers], list[Comparison | Unsupported]]
 
@@ -41,4 +41,5 @@ SCENARIOS = (
     Scenario(12, "large", "rows 1 and 6 with many waiting, many scheduled, behind a snapshot", large.large),
     Scenario(13, "network", "one job a transaction over a network with 1 ms each way", _alone(network.network)),
     Scenario(14, "cost", "memory, --help, start, and statements when idle", _alone(cost.cost)),
+    Scenario(15, "queues", "the same jobs in one queue and in many", _alone(queues.queues)),
 )

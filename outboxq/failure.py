@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import PurePath
 
 import msgspec
@@ -21,6 +23,9 @@ from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentErr
 from outboxq.job import Job
 
 MAX_MESSAGE_CHARACTERS = 2_000
+# Of a text that values are taken out of, which makes it shorter.
+_READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
+_LABEL_CHARACTERS = 63
 KEPT_ERRORS = 25
 _KEPT_FRAMES = 5
 
@@ -90,15 +95,50 @@ def _described(describe: Callable[[], str]) -> str:
 
 
 def redact(message: str, args: str) -> str:
-    """`message` with every value of the stored arguments replaced by the name of its argument."""
-    spelled = {(spelling, name) for value, name in _leaves(args) for spelling in _spellings(value)}
-    for value, name in sorted(spelled, key=lambda pair: (-len(pair[0]), pair)):
-        if value not in message:
-            continue
-        # A short one as a word of its own: an argument "order" must not eat into "ordered".
-        pattern = re.escape(value) if len(value) >= _LONG_VALUE else rf"(?<!\w){re.escape(value)}(?!\w)"
-        message = f"<{name}>".join(re.split(pattern, message))
-    return message
+    """The beginning of `message`, with every value of the stored arguments replaced by the name of its argument."""
+    return _covered(message, _named_values(args), _READ_CHARACTERS)
+
+
+def _named_values(args: str) -> Iterator[tuple[str, str]]:
+    for value, name in _leaves(args):
+        label = f"<{name[:_LABEL_CHARACTERS]}>"
+        yield from ((spelling, label) for spelling in _spellings(value))
+
+
+def _covered(message: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
+    """The beginning of a message, with a label in the place of each text; of two that overlap, the longer one's.
+
+    A text is looked for in the message as it came, only as far as it begins in what is kept. So none is missed because
+    the cut or another one's label went through it, and the work grows with the texts' length alone.
+    """
+    cover: list[str | None] = [None] * min(kept_characters, len(message))
+    for text, label in sorted(set(labels), key=lambda pair: (-len(pair[0]), pair)):
+        for start in _places(text, message, cover):
+            for place in range(start, min(start + len(text), len(cover))):
+                cover[place] = cover[place] or label
+    runs = groupby(zip(cover, message, strict=False), key=itemgetter(0))
+    return "".join(label or "".join(character for _, character in run) for label, run in runs)
+
+
+def _places(text: str, message: str, cover: list[str | None]) -> Iterator[int]:
+    """Where a text stands, up to the end of what is kept.
+
+    A short one as a word of its own: an argument "order" must not eat into "ordered".
+    """
+    last = len(cover) - 1 + len(text)
+    start = message.find(text, 0, last)
+    while start >= 0:
+        end = start + len(text)
+        found = len(text) >= _LONG_VALUE or not (_in_word(start - 1, message, cover) or _in_word(end, message, cover))
+        if found:
+            yield start
+        start = message.find(text, end if found else start + 1, last)
+
+
+def _in_word(place: int, message: str, cover: list[str | None]) -> bool:
+    if not 0 <= place < len(message) or (place < len(cover) and cover[place]):
+        return False
+    return message[place].isalnum() or message[place] == "_"
 
 
 def kept_errors(stored: str) -> str:
@@ -114,30 +154,38 @@ def _message(error: BaseException, args: str) -> str:
     if isinstance(error, EffectFailed | CallRefused):
         return str(error).replace(error.reason, redact(error.reason, args)) if error.reason else str(error)
     # Our own texts never quote a value.
-    return str(error) if isinstance(error, OutboxqError) else redact(_foreign_message(error), args)
+    return str(error) if isinstance(error, OutboxqError) else _foreign_message(error, args)
 
 
-def _foreign_message(error: BaseException) -> str:
+def _foreign_message(error: BaseException, args: str) -> str:
     original = _original(error)
     sqlstate = _sqlstate(original)
     if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
         return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
     if isinstance(original, psycopg.Error):
-        return f"{original.diag.message_primary} (SQLSTATE {sqlstate})" if sqlstate else "the driver failed"
-    return _without_quoted_rows(original)
+        return (
+            redact(f"{original.diag.message_primary} (SQLSTATE {sqlstate})", args) if sqlstate else "the driver failed"
+        )
+    return _without_quoted_rows(original, args)
 
 
-def _without_quoted_rows(error: BaseException) -> str:
+def _without_quoted_rows(error: BaseException, args: str) -> str:
     """The text of an error that may have taken over a database error's.
 
     DETAIL quotes rows, LINE the statement with what a driver wrote into it, and SQLAlchemy the parameters.
     """
     text = _text_of(error)
+    quoted = _QUOTED_ROWS.search(text, 0, _READ_CHARACTERS)
+    labels = chain(_named_values(args), ((primary, "(text withheld)") for primary in _quoting_texts(error)))
+    return _covered(text, labels, quoted.start() if quoted else _READ_CHARACTERS).rstrip()
+
+
+def _quoting_texts(error: BaseException) -> Iterator[str]:
     for inner in _chain(error):
-        primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
-        if (_sqlstate(inner) or "").startswith(_DATA_EXCEPTION) and primary:
-            text = text.replace(primary, "(text withheld)")
-    return _QUOTED_ROWS.split(text, maxsplit=1)[0].rstrip()
+        if (_sqlstate(inner) or "").startswith(_DATA_EXCEPTION):
+            primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
+            if primary:
+                yield primary
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""The words that an SQL text begins with, behind white space and comments as PostgreSQL's lexer reads them.
+"""The words that an SQL text begins with, and its code without literals, as PostgreSQL's lexer reads them.
 
 Every character is looked at a bounded number of times: a pattern with a choice of ways through the same white space
 takes time that doubles with each blank.
@@ -11,6 +11,12 @@ from collections.abc import Iterator
 _BLANKS = re.compile(r"(?:[ \t\n\r\f\v]++|--[^\n\r]*+)*+")
 _COMMENT_EDGE = re.compile(r"/\*|\*/")
 _WORD = re.compile(r"[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]*+")
+
+# What begins a literal, a quoted name or a comment. A tag's dollar does not stand behind a name, and $1 is a parameter.
+_OPENING = re.compile(
+    r"""'|"|(?<![\w$])[eE]'|--[^\n\r]*+|/\*|(?<![\w$])\$(?:[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_\x80-\U0010ffff]*+)?\$"""
+)
+_ESCAPED = re.compile(r"(?:[^'\\]++|\\.)*+'?", re.DOTALL)
 
 
 def first_word(sql: str) -> str:
@@ -25,6 +31,29 @@ def leading_words(sql: str) -> Iterator[str]:
     while word := _WORD.match(sql, _skip_blanks(sql, at)):
         yield word.group().upper()
         at = word.end()
+
+
+def without_literals(sql: str) -> str:
+    """A statement with a blank in the place of each literal, quoted name and comment."""
+    kept, at = [], 0
+    while opening := _OPENING.search(sql, at):
+        kept.append(sql[at : opening.start()])
+        at = _end_of(opening, sql)
+    return " ".join((*kept, sql[at:]))
+
+
+def _end_of(opening: re.Match[str], sql: str) -> int:
+    """Where it ends that begins here; two quotes within a literal are the end of one and the beginning of another."""
+    mark = opening.group()
+    if mark == "/*":
+        return _comment_end(sql, opening.start())
+    if mark.startswith("--"):
+        return opening.end()
+    if mark in ("e'", "E'"):
+        escaped = _ESCAPED.match(sql, opening.end())
+        return escaped.end() if escaped else len(sql)
+    closing = sql.find(mark, opening.end())
+    return len(sql) if closing < 0 else closing + len(mark)
 
 
 def _skip_blanks(sql: str, at: int) -> int:

@@ -17,6 +17,8 @@ from typing import Self, TypeAlias
 
 from sqlalchemy import URL, make_url
 
+from outboxq.sql_words import without_literals
+
 _RECEIVE_BYTES = 65_536
 _CONNECT_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
@@ -24,13 +26,11 @@ _JOIN_SECONDS = 5.0
 _REMEMBERED_STATEMENTS = 200
 
 _PLAINTEXT_PLEASE = (80877103, 80877104)  # SSLRequest and GSSENCRequest
-# Literals and comments, in which the word is no statement.
-_NO_CODE = re.compile(r"'(?:[^']|'')*'|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _COMMIT = re.compile(r"(?:^|;)\s*(?:COMMIT|END)(?:\s+(?:WORK|TRANSACTION))?\s*(?:;|$)", re.IGNORECASE)
 _WRITES = re.compile(r"(?:INSERT 0|UPDATE|DELETE|MERGE|COPY) (?!0$)\d+")
 # A CTE that writes and hands its rows to a SELECT says SELECT.
 _READS = re.compile(r"SELECT (?!0$)\d+")
-_WRITING_CTE = re.compile(r"^\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
+_WRITING_CTE = re.compile(r"\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
 _WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNORECASE)
 
 _Address: TypeAlias = "tuple[str, int] | str"
@@ -240,6 +240,7 @@ class _Link:
         self._portals: dict[bytes, str] = {}
         self._statements: list[str] = []
         self._has_written = False
+        self._may_write = False
         self._upward = threading.Thread(target=self._run, name="outboxq-proxy-up", daemon=True)
         self._downward = threading.Thread(target=self._run_downward, name="outboxq-proxy-down", daemon=True)
 
@@ -307,7 +308,9 @@ class _Link:
         sql = self._sql_of(kind, frame[5:])
         if sql is None:
             return False
-        bare = _NO_CODE.sub(" ", sql)
+        # In literals and comments, a word is no statement.
+        bare = without_literals(sql)
+        self._may_write = self._may_write or _WRITING_CTE.match(bare) is not None
         if len(self._statements) < _REMEMBERED_STATEMENTS:
             self._statements.append(sql)
         if _COMMIT.search(bare) is None:
@@ -363,16 +366,11 @@ class _Link:
     def _note_answer(self, kind: bytes, frame: bytes) -> None:
         if kind == b"C":
             tag = frame[5:-1].decode(errors="replace")
-            self._has_written = self._has_written or _WRITES.match(tag) is not None or self._wrote_in_cte(tag)
+            self._has_written = self._has_written or bool(_WRITES.match(tag) or (self._may_write and _READS.match(tag)))
         elif kind == b"Z" and frame[5:6] == b"I":
             # Before the client reads it and sends its next statement.
             self._statements.clear()
-            self._has_written = False
-
-    def _wrote_in_cte(self, tag: str) -> bool:
-        return _READS.match(tag) is not None and any(
-            _WRITING_CTE.search(_NO_CODE.sub(" ", statement)) for statement in self._statements
-        )
+            self._has_written = self._may_write = False
 
     def _after_commit(self, trap: Trap) -> bool:
         """The server has answered a COMMIT; False where the connection is over."""
@@ -397,7 +395,7 @@ class _Link:
 
 def _frames(source: socket.socket) -> Iterator[tuple[bytes, bytes]]:
     """The protocol's messages: their type and all of their bytes, until the other side ends the connection."""
-    buffer = b""
+    buffer = bytearray()
     while chunk := source.recv(_RECEIVE_BYTES):
         buffer += chunk
         start = 0
@@ -405,9 +403,9 @@ def _frames(source: socket.socket) -> Iterator[tuple[bytes, bytes]]:
             length = 1 + struct.unpack_from("!i", buffer, start + 1)[0]
             if len(buffer) - start < length:
                 break
-            yield buffer[start : start + 1], buffer[start : start + length]
+            yield bytes(buffer[start : start + 1]), bytes(buffer[start : start + length])
             start += length
-        buffer = buffer[start:]
+        del buffer[:start]
 
 
 def _read(source: socket.socket, length: int) -> bytes:

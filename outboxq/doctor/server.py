@@ -71,7 +71,7 @@ def _shortest(examination: Examination, name: str) -> float:
 
 def seconds_of(value: str) -> float:
     """A time-out as stored, `30s`, `1.5min` or milliseconds without a unit; 0 where it cannot be read."""
-    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", value.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([a-z]*)", value.strip())
     return float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
 
 

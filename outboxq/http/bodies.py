@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 from outboxq.http.keys import Scope, header_values
 
+_ENOUGH_DIGITS = 19
+
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -61,4 +63,7 @@ def given_back(read: Whole | TooLarge, receive: Receive) -> Receive:
 
 def _declared_bytes(scope: Scope) -> int:
     values = header_values(scope, b"content-length")
-    return int(values[0]) if len(values) == 1 and values[0].isdigit() else 0
+    if len(values) != 1 or not values[0].isdigit():
+        return 0
+    # Python refuses to read thousands of digits; as many as these are over any cap.
+    return int(values[0].lstrip(b"0")[:_ENOUGH_DIGITS] or b"0")

@@ -7,7 +7,7 @@ from outboxq import OutboxSession
 from outboxq.deferred import defer
 from outboxq.errors import DeferError
 from outboxq.guard import _refused_verb
-from outboxq.sql_words import first_word, leading_words
+from outboxq.sql_words import first_word, leading_words, without_literals
 from tests.support.growth import LINEAR, growth
 
 HOSTILE = {
@@ -76,6 +76,40 @@ def test_the_words_end_at_the_first_thing_that_is_none() -> None:
 def test_a_transaction_verb_is_found_behind_and_between_comments(sql: str, verb: str | None) -> None:
     """What ends the relay's transaction is refused however it is spelled; savepoints are the handler's own."""
     assert _refused_verb(sql) == verb
+
+
+@pytest.mark.parametrize(
+    ("sql", "code"),
+    [
+        ("SELECT 'COMMIT', 'it''s; COMMIT' FROM a", "SELECT  ,    FROM a"),
+        ("SELECT E'it\\'s; COMMIT', 1", "SELECT  , 1"),
+        ("SELECT name'x' FROM \"COMMIT; \"", "SELECT name  FROM  "),
+        ("DO $$ COMMIT; $$; COMMIT", "DO  ; COMMIT"),
+        ("DO $a$ $$ $b$ COMMIT; $a$; COMMIT", "DO  ; COMMIT"),
+        ("SELECT $1, a$b$c, $2", "SELECT $1, a$b$c, $2"),
+        ("COMMIT -- ; x\n; /* /* COMMIT */ */ END", "COMMIT  \n;   END"),
+        ("SELECT 'not closed; COMMIT", "SELECT  "),
+        ("/* not closed COMMIT", " "),
+    ],
+)
+def test_literals_names_and_comments_are_no_code(sql: str, code: str) -> None:
+    """A verb in them is none."""
+    assert without_literals(sql) == code
+
+
+OPEN = {"quotes": "'", "escapes": "E'\\", "dollars": "$", "names": "a$", "words": "word ", "tags": "$a", "double": '"'}
+
+
+@pytest.mark.parametrize("unit", {**HOSTILE, **OPEN}.values(), ids={**HOSTILE, **OPEN})
+def test_literals_are_found_in_linear_time(unit: str) -> None:
+    """Also if none of them is closed."""
+    assert growth(without_literals, lambda size: unit * size, 300) < LINEAR
+
+
+def test_tags_that_are_never_closed_are_found_in_linear_time() -> None:
+    """Each one is looked for once."""
+    build = lambda size: " ".join(f"$a{number}$" for number in range(size))  # noqa: E731
+    assert growth(without_literals, build, 300) < LINEAR
 
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)

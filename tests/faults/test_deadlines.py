@@ -38,7 +38,7 @@ from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
@@ -305,7 +305,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
 
     def end_too_late(*arguments: object, **named: object) -> None:
         cancelling.set()
-        assert behind.wait(20)
+        assert behind.wait(PATIENCE)
         original(*arguments, **named)
 
     monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", 5.0)
@@ -326,13 +326,13 @@ def test_a_cancellation_never_hits_the_certificate(
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
     def late(ctx: Context) -> None:
         ctx.session.add(Effect(name="late"))
-        cancelling.wait(20)
+        cancelling.wait(PATIENCE)
 
     original = outboxq.watch.end_other_transaction
 
     def end_too_late(*arguments: object, **named: object) -> None:
         cancelling.set()
-        assert at_commit.wait(20)
+        assert at_commit.wait(PATIENCE)
         original(*arguments, **named)
 
     def arrived(point: FaultPoint) -> None:
@@ -474,7 +474,7 @@ def test_an_async_handler_that_goes_on_for_ever_is_cut_off(
 
 
 def hang_in_sleep(release: threading.Event) -> None:
-    release.wait(30)
+    release.wait(PATIENCE)
 
 
 def hang_in_a_loop(release: threading.Event) -> None:
@@ -515,7 +515,7 @@ def test_a_sync_handler_that_hangs_is_cut_off(
         abandoned = [thread for thread in threading.enumerate() if thread.name == "outboxq-slot"]
         assert len(abandoned) == 2
         release.set()
-        assert woken.wait(20)
+        assert woken.wait(PATIENCE)
         wait_until(lambda: sum(thread.is_alive() for thread in abandoned) == 1, "the thread to end")
     assert effects(engine) == ["good", "good"]
     assert not relay.of(JobsSuspected)
@@ -537,7 +537,7 @@ def test_slots_that_are_replaced_stay_within_the_pool(
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
     def stuck(ctx: Context) -> None:
-        release.wait(30)
+        release.wait(PATIENCE)
 
     add(sessions, jobs, *["stuck"] * 6, "good")
     # A place for each of two slots, and one for the relay; its lease and its listener are not of the pool.
@@ -563,12 +563,12 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
     def stuck(ctx: Context) -> None:
-        begun.wait(20)
-        release.wait(30)
+        begun.wait(PATIENCE)
+        release.wait(PATIENCE)
 
     add(sessions, jobs, *["stuck"] * 12)
     with start_relay(jobs, RelayConfig(slots_per_queue=12, poll_seconds=0.1)) as relay:
-        begun.wait(20)
+        begun.wait(PATIENCE)
         add(sessions, jobs, "good")
         started = time.monotonic()
         wait_until(lambda: len(relay.of(JobDied)) == 12 and relay.of(JobDone), "all to be dealt with")
@@ -590,7 +590,7 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
     def stuck(ctx: Context) -> None:
         if ctx.job.lease_token is None:
-            release.wait(30)
+            release.wait(PATIENCE)
 
     def connect() -> psycopg.Connection:
         if threading.current_thread().name == "outboxq-watch":
@@ -630,7 +630,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
         entered.set()
         if ctx.job.lease_token is None:
             refusing.set()
-            release.wait(30)
+            release.wait(PATIENCE)
         ctx.session.add(Effect(name="alone"))
 
     def connect() -> psycopg.Connection:
@@ -643,7 +643,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
         add(sessions, jobs, "stuck", "good")
         config = RelayConfig(groups=(SlotGroup(("sync",), 1),), poll_seconds=0.1)
         with start_relay(jobs, config, engine=own) as relay:
-            assert entered.wait(20)
+            assert entered.wait(PATIENCE)
             wait_until(lambda: relay.of(JobDone), "the other job, on another slot")
             release.set()
             wait_until(lambda: len(relay.of(JobDone)) == 2, "the job that hung")
@@ -679,7 +679,7 @@ def test_a_lease_is_no_way_around_the_deadline(
                 if writes:
                     ctx.session.add(Effect(name="early"))
                     ctx.session.flush()
-                release.wait(30)
+                release.wait(PATIENCE)
             ctx.session.add(Effect(name="done"))
 
     else:
@@ -784,7 +784,7 @@ def test_a_thread_that_never_ends_ends_its_relay(
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
     def stuck(ctx: Context) -> None:
-        release.wait(30)
+        release.wait(PATIENCE)
 
     add(sessions, jobs, "stuck", "good")
     run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1))

@@ -12,7 +12,7 @@ from outboxq import RelayConfig, driver, listener
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.ledger import enqueue, ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 class Proxy:
@@ -37,7 +37,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(PATIENCE)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -85,8 +85,8 @@ def test_a_half_open_listener_is_replaced_and_jobs_are_done_meanwhile(
         first = wait_until(lambda: listening(engine), "the relay to listen")
         proxy.swallow_everything()
         names = enqueue(engine, ["meanwhile-1", "meanwhile-2"])
-        wait_until(lambda: waiting(engine) == 0, "the relay to go on by polling", 5)
-        wait_until(lambda: listening(engine) - first, "another listener", 5)
+        wait_until(lambda: waiting(engine) == 0, "the relay to go on by polling")
+        wait_until(lambda: listening(engine) - first, "another listener")
     assert ledger(engine) == dict.fromkeys(names, 1)
 
 

@@ -14,7 +14,7 @@ from tests.conftest import StartRelay
 from tests.support import held_app
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.held_app_patient:jobs"
 # Claims of one slot take 1, 2 and 4 jobs before they may take 8.
@@ -60,7 +60,7 @@ def assert_uncharged(directory: Path, names: list[str]) -> None:
 
 def kill_a_relay(url: str, queue: str = "held", kill_at: FaultPoint | None = None, passing: int = 1) -> None:
     with RelayProcess(TARGET, url, config(queue), kill_at=kill_at, passing=passing) as victim:
-        assert victim.wait(20) == -9, victim.log
+        assert victim.wait(PATIENCE) == -9, victim.log
 
 
 @pytest.mark.parametrize("kind", [held_app.call, held_app.call_async], ids=["sync", "async"])
@@ -89,7 +89,7 @@ def test_only_the_poisonous_job_of_a_claim_is_dead_in_the_end(
     while waiting(engine):
         with RelayProcess(TARGET, outboxq_database.url, config()) as relay:
             relays += 1
-            wait_until(lambda relay=relay: relay.returncode is not None or not waiting(engine), "its end", 20)
+            wait_until(lambda relay=relay: relay.returncode is not None or not waiting(engine), "its end")
         expire_leases(engine)
     with engine.connect() as connection:
         letters = connection.execute(text("SELECT args->>'name', attempt, crashes FROM outboxq.dead_job")).all()
@@ -188,8 +188,8 @@ def test_a_relay_cut_off_while_it_removes_jobs_finds_out_what_stands(
         traps = {"before": proxy.cut_before_commit, "after": proxy.cut_after_commit, "thrice": proxy.cut_after_commit}
         trap = traps[cut](times, containing=COMPLETION)
         with start_relay(held_app.jobs, config(lease_seconds=2), engine=proxy.url) as running:
-            assert trap.reached.wait(20)
-            wait_until(lambda: len(running.of(JobDone)) >= len(names) and not waiting(engine), "every job", 40)
+            assert trap.reached.wait(PATIENCE)
+            wait_until(lambda: len(running.of(JobDone)) >= len(names) and not waiting(engine), "every job")
     assert_uncharged(tmp_path, names)
     assert Counter(len(what) for what in runs(tmp_path).values()) == {1: len(names)}
     assert len(running.of(JobDone)) == len(names)

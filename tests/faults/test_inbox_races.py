@@ -25,7 +25,7 @@ from outboxq.testing import CommitProxy
 from tests.support.app import Effect
 from tests.support.inbox_targets import waiting_for_a_transaction
 from tests.support.ledger import ledger
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 DELIVERIES = 16
 inbox = Inbox("races")
@@ -76,7 +76,7 @@ def deliver_all(engine: Engine, message_ids: list[str], deliver: Callable[[Engin
     together = threading.Barrier(DELIVERIES)
 
     def deliveries() -> list[str]:
-        together.wait(20)
+        together.wait(PATIENCE)
         return [message_id for message_id in message_ids if deliver(engine, message_id)]
 
     with ThreadPoolExecutor(DELIVERIES) as threads:
@@ -157,7 +157,7 @@ def test_a_winner_whose_backend_is_terminated_is_followed_by_one_other(
         futures = waiters()
         with engine.connect() as connection:
             connection.execute(text("SELECT pg_terminate_backend(:backend)"), {"backend": backend})
-        assert sorted(future.result(20) for future in futures) == [False] * 14 + [True]
+        assert sorted(future.result(PATIENCE) for future in futures) == [False] * 14 + [True]
         with pytest.raises(OperationalError):
             winner.commit()
     other.dispose()
@@ -176,7 +176,7 @@ def test_a_winner_whose_process_is_killed_is_followed_by_one_other(
             futures = waiters()
         finally:
             os.kill(process.pid, signal.SIGKILL)
-        assert sorted(future.result(20) for future in futures) == [False] * 14 + [True]
+        assert sorted(future.result(PATIENCE) for future in futures) == [False] * 14 + [True]
     assert ledger(engine) == {"m1": 1}
 
 
@@ -190,7 +190,7 @@ def test_a_delivery_whose_commit_is_not_answered_is_delivered_again(
         trap = proxy.cut_after_commit() if arrived else proxy.cut_before_commit()
         with pytest.raises(OperationalError):
             receive(other, "m1")
-        assert trap.reached.wait(20)
+        assert trap.reached.wait(PATIENCE)
         other.dispose()
     assert ledger(engine) == ({"m1": 1} if arrived else {})
     assert receive(engine, "m1") is not arrived
@@ -205,7 +205,7 @@ def test_overlapping_batches_in_opposite_orders_do_not_deadlock(engine: Engine, 
         futures = [threads.submit(accept_batch, crowd, batch) for batch in (ids, ids[::-1])]
         wait_until(lambda: waiting_for_a_transaction(engine) == 2, "both batches to wait")
         middle.rollback()
-        accepted = [future.result(20) for future in futures]
+        accepted = [future.result(PATIENCE) for future in futures]
     assert sorted(map(len, accepted)) == [0, 9]
 
 
@@ -216,7 +216,7 @@ def test_many_overlapping_batches_accept_each_message_once(engine: Engine, crowd
 
     def deliver(seed: int) -> Iterator[str]:
         order, accepted = random.Random(seed), []
-        together.wait(20)
+        together.wait(PATIENCE)
         for _ in range(20):
             batch = order.sample(ids, 40)
             accepted += accept_batch(crowd, batch)
@@ -224,7 +224,7 @@ def test_many_overlapping_batches_accept_each_message_once(engine: Engine, crowd
 
     with ThreadPoolExecutor(DELIVERIES) as threads:
         futures = [threads.submit(deliver, seed) for seed in range(DELIVERIES)]
-        accepted = Counter(message_id for future in futures for message_id in future.result(60))
+        accepted = Counter(message_id for future in futures for message_id in future.result(PATIENCE))
     assert accepted == dict.fromkeys(ids, 1) == ledger(engine)
 
 

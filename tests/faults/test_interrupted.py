@@ -25,7 +25,7 @@ from outboxq.events import (
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from tests.support.app import Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
@@ -59,7 +59,7 @@ class Hanging:
             ctx.session.add(Effect(name=name))
             ctx.session.flush()
             if self._hangs(name):
-                self._release.wait(30)
+                self._release.wait(PATIENCE)
 
     def _register_async(self, claim: str) -> None:
         @self.jobs.handler(kind="write", queue="work", claim=claim, retry=TWICE)
@@ -95,7 +95,7 @@ def running(database: Database, jobs: Jobs, config: RelayConfig) -> Iterator[Run
         yield relay, events, thread
     finally:
         relay.stop()
-        thread.join(30)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -126,10 +126,10 @@ def test_a_transaction_that_is_not_done_in_time_is_rolled_back(
     hanging = Hanging(flavour, "transaction", release)
     hanging.enqueue(sessions, "first", "hang", "last")
     with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
-        assert hanging.entered.wait(20)
+        assert hanging.entered.wait(PATIENCE)
         begun = time.monotonic()
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert time.monotonic() - begun < 5
     assert effects(engine) == []
     assert rows(engine, "SELECT state, attempt, crashes FROM outboxq.job") == [("ready", 0, 0)] * 3
@@ -161,10 +161,10 @@ def test_a_lease_is_released(
     hanging = Hanging(flavour, "lease", release)
     hanging.enqueue(sessions, "hang")
     with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
-        assert hanging.entered.wait(20)
+        assert hanging.entered.wait(PATIENCE)
         assert rows(engine, "SELECT state, attempt FROM outboxq.job") == [("leased", 1)]
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert rows(engine, "SELECT state, attempt, crashes FROM outboxq.job") == [("ready", 0, 0)]
     assert rows(engine, "SELECT FROM outboxq.relay") == []
     assert len(of(events, JobInterrupted)) == 1
@@ -191,10 +191,10 @@ def test_a_suspect_is_released_without_its_crash(
         connection.execute(text("DELETE FROM outboxq.job"))
         transaction.rollback()
     with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
-        assert hanging.entered.wait(20)
+        assert hanging.entered.wait(PATIENCE)
         assert rows(engine, "SELECT state, crashes FROM outboxq.job") == [("leased", 1)]
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert rows(engine, "SELECT state, attempt, crashes FROM outboxq.job") == [("ready", 0, 0)]
     assert len(of(events, JobInterrupted)) == 1
     release.set()
@@ -214,10 +214,10 @@ def test_a_handler_that_ends_within_the_time_to_drain_is_done(
     hanging.enqueue(sessions, "hang", "waits")
     config = RelayConfig(slots_per_queue=1, drain_seconds=20)
     with running(outboxq_database, hanging.jobs, config) as (relay, events, thread):
-        assert hanging.entered.wait(20)
+        assert hanging.entered.wait(PATIENCE)
         relay.stop()
         release.set()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert effects(engine) == ["hang"]
     assert not of(events, JobInterrupted)
     assert rows(engine, "SELECT state, attempt FROM outboxq.job") == [("ready", 0)]
@@ -252,7 +252,7 @@ def test_a_job_that_is_committing_is_let_finish(
             # Long past the 100 ms to drain: nobody but us holds it up.
             thread.join(1.0)
             assert thread.is_alive()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert effects(engine) == ["slow"]
     assert len(of(events, JobDone)) == 1
     assert not of(events, JobInterrupted)
@@ -274,7 +274,7 @@ def test_a_batch_that_was_taken_away_is_not_committed(
     def stop_here(point: FaultPoint) -> None:
         if point == "before-commit":
             at_commit.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
 
     # As if the server had not got round to it.
     monkeypatch.setattr(outboxq.watch, "end_other_transaction", lambda *_arguments, **_named: None)
@@ -282,9 +282,9 @@ def test_a_batch_that_was_taken_away_is_not_committed(
     monkeypatch.setattr(outboxq.watch, "_RESOLVE_SECONDS", 0.3)
     hanging.enqueue(sessions, "late")
     with fault_action(stop_here), running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
-        assert at_commit.wait(20)
+        assert at_commit.wait(PATIENCE)
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
         go_on.set()
         wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("outboxq-")], "the slot to end")
     assert effects(engine) == []
@@ -303,17 +303,17 @@ def test_many_stuck_threads_do_not_keep_a_relay(
         ctx.session.add(Effect(name="stuck"))
         ctx.session.flush()
         if not release.is_set():
-            begun.wait(20)
-            release.wait(30)
+            begun.wait(PATIENCE)
+            release.wait(PATIENCE)
 
     with sessions.begin() as session:
         session.add_jobs(stuck.job() for _ in range(10))
     config = RelayConfig(slots_per_queue=10, drain_seconds=0)
     with running(outboxq_database, jobs, config) as (relay, events, thread):
-        begun.wait(20)
+        begun.wait(PATIENCE)
         started = time.monotonic()
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert time.monotonic() - started < 6
     assert len(of(events, JobInterrupted)) == 10
     assert rows(engine, "SELECT DISTINCT state, attempt FROM outboxq.job") == [("ready", 0)]
@@ -338,10 +338,10 @@ def test_a_relay_that_cannot_reach_the_database_ends_all_the_same(
 
     hanging.enqueue(sessions, "hang")
     with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
-        assert hanging.entered.wait(20)
+        assert hanging.entered.wait(PATIENCE)
         monkeypatch.setattr(outboxq.watch, "connection_options", connect)
         relay.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert not of(events, JobInterrupted)
     release.set()

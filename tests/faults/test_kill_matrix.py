@@ -20,7 +20,7 @@ from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # What ends a batch, and no other transaction of a relay's, releases the savepoint that was set with its claim.
 CERTIFICATE = "RELEASE SAVEPOINT oq_"
@@ -106,7 +106,7 @@ def test_a_relay_whose_backend_ends_at_any_moment_leaves_one_effect_each(
         stack.enter_context(terminating(own, moment))
         stack.enter_context(start_relay(faulty.jobs, mode.config, engine=proxy.url if proxy else own))
         if proxy is not None and trap is not None:
-            assert trap.reached.wait(20)
+            assert trap.reached.wait(PATIENCE)
             terminate_committed(engine)
             proxy.cut()
         wait_until(lambda: waiting(engine) == 0, "the jobs to be done")
@@ -138,13 +138,13 @@ def kill_a_relay(url: str, mode: Mode, moment: str) -> None:
         with CommitProxy(url) as proxy:
             trap = proxy.hold_reply(containing=CERTIFICATE)
             with RelayProcess(target, proxy.url, mode.config) as relay:
-                assert trap.reached.wait(30), relay.log
+                assert trap.reached.wait(PATIENCE), relay.log
                 os.kill(relay.pid, signal.SIGKILL)
-                assert relay.wait(10) == -signal.SIGKILL
+                assert relay.wait(PATIENCE) == -signal.SIGKILL
         return
     point: FaultPoint | None = moment if moment in FAULT_POINTS else None
     with RelayProcess(target, url, mode.config, kill_at=point, passing=passing_of(moment)) as relay:
-        assert relay.wait(30) == -signal.SIGKILL, relay.log
+        assert relay.wait(PATIENCE) == -signal.SIGKILL, relay.log
 
 
 def passing_of(moment: str) -> int:

@@ -18,7 +18,7 @@ from outboxq import OutboxSession
 from outboxq.postgres import Database
 from tests.support import app
 from tests.support.app import Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 JOBS = 10_000
 RELAYS = 4
@@ -39,7 +39,7 @@ def relay_process(url: str, *options: str) -> Iterator["subprocess.Popen[bytes]"
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.wait()
@@ -58,7 +58,7 @@ def test_10_000_jobs_survive_killed_relays_and_terminated_backends(
         for step in range(SIGKILLS + TERMINATED_BACKENDS):
             # One fault each time the ledger has grown by its share, so that faults meet work from start to end.
             share = len(committed) * (step + 1) // (SIGKILLS + TERMINATED_BACKENDS + 2)
-            wait_until(lambda share=share: ledger_size(engine) >= share, f"{share} effects", 60)
+            wait_until(lambda share=share: ledger_size(engine) >= share, f"{share} effects")
             if step % 2:
                 terminate_a_working_backend(engine)
             else:

@@ -18,7 +18,7 @@ from outboxq.errors import EffectInProgress, EffectNotRecorded, EffectUnknown
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy, fault_action
 from tests.support.effects import let_lock_run_out, row
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 DAY = timedelta(days=1)
 
@@ -256,7 +256,7 @@ def run_stalled(database: Database, engine: Engine, point: str, calls: Path) -> 
         assert wait_until(take_over, "its lock to run out") == "taken over"
         effects.dispose()
         process.send_signal(signal.SIGCONT)
-        return process.communicate(timeout=30)[0].strip()
+        return process.communicate(timeout=PATIENCE)[0].strip()
     finally:
         process.kill()
         process.wait()

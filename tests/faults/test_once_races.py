@@ -27,7 +27,7 @@ from outboxq.statements import effects as statements
 from outboxq.testing import CommitProxy, fault_action
 from tests.conftest import StartRelay
 from tests.support.effects import let_lock_run_out, row
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 LEASE = timedelta(seconds=30)
 
@@ -91,7 +91,7 @@ def test_a_caller_that_wakes_while_another_is_taking_over_does_not_call(engine: 
             wait_until(lambda: somebody_waits(engine), "the woken caller to wait")
             other.commit()
             with pytest.raises(EffectInProgress):
-                woken.result(20)
+                woken.result(PATIENCE)
     transactions.dispose()
     assert calls == []
 
@@ -200,7 +200,7 @@ effects.dispose()
 
 def call(provider_key):
     begun = row(engine, "child")["locked_until"]
-    wait_until(lambda: row(engine, "child")["locked_until"] > begun, "its lock to be extended", 5)
+    wait_until(lambda: row(engine, "child")["locked_until"] > begun, "its lock to be extended")
 
 # The thread that looked after the parent's call has not noticed its end yet.
 pid = os.fork()
@@ -298,7 +298,7 @@ def test_a_call_that_outlives_its_handler_is_recorded_and_replayed(
     def charge(ctx: Context) -> None:
         def call(provider_key: str) -> int:
             calls.append(provider_key)
-            assert answered.wait(30)
+            assert answered.wait(PATIENCE)
             return 1
 
         ctx.once("charge", key="1", call=call)

@@ -16,7 +16,7 @@ from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left
 from tests.support.ledger import ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 CERTIFICATE = "RELEASE SAVEPOINT oq_"
 LOST = "lease was lost while the job ran"
@@ -134,7 +134,7 @@ def test_the_server_frees_a_leased_job_whose_completion_stands_still_before_its_
     with CommitProxy(outboxq_database.url) as proxy:
         trap = proxy.freeze_at_commit(containing=CERTIFICATE)
         with RelayProcess("tests.support.faulty_impatient:jobs", proxy.url, config("lease-hasty")) as stalled:
-            assert trap.reached.wait(20), stalled.log
+            assert trap.reached.wait(PATIENCE), stalled.log
             stalled.pause()
             with start_relay(faulty.jobs, config("lease-hasty")):
                 wait_until(lambda: waiting(engine) == 0, "the other relay to do it")
@@ -211,7 +211,7 @@ def test_a_pinned_snapshot_changes_nothing_that_a_claim_takes(
             for begin in range(0, len(names), 50):
                 with sessions.begin() as session:
                     session.add_jobs(kind.job(name=name) for name in names[begin : begin + 50])
-            wait_until(lambda: sum(ledger(engine).values()) >= len(names) and not waiting(engine), "every job", 40)
+            wait_until(lambda: sum(ledger(engine).values()) >= len(names) and not waiting(engine), "every job")
         assert pin.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one() == 0
     assert ledger(engine) == {faulty.trace(name): 1 for name in names}
     assert_nothing_left(engine)

@@ -43,7 +43,7 @@ def test_a_relay_with_a_url_does_every_job_once(start_relay: StartRelay, engine:
     """Eight slots on three server connections, sync and async handlers, batches of five: one effect each."""
     names = enqueue(engine, (f"job-{number}" for number in range(JOBS)))
     with start_relay(engine=f"{pooled_url}?prepare_threshold=none", config=POOLED) as relay:
-        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 30)
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty")
     assert ledger(engine) == dict.fromkeys(names, 1)
     assert dead(engine) == 0
     assert not relay.of(JobRetried)
@@ -59,7 +59,7 @@ def test_a_relay_with_the_users_own_engines_does_every_job_once(
     own = create_engine(pooled_url, connect_args=arguments, pool_size=10)
     own_async = create_async_engine(pooled_url, connect_args=arguments, pool_size=10)
     with start_relay(engine=own, async_engine=own_async, config=POOLED) as relay:
-        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 30)
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty")
     own.dispose()
     assert ledger(engine) == dict.fromkeys(names, 1)
     assert dead(engine) == 0
@@ -93,7 +93,7 @@ def test_a_relay_that_knows_of_no_pooler_loses_and_doubles_nothing(
     own_async = create_async_engine(pooled_url, connect_args=arguments, pool_size=20)
     config = replace(POOLED, listen=True, poll_seconds=0.2, lease_seconds=3)
     with start_relay(faulty.jobs, engine=own, async_engine=own_async, config=config) as relay:
-        wait_until(lambda: waiting(engine) == 0, "the queue to empty", 60)
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty")
     own.dispose()
     done = Counter(effect.partition(":")[0] for effect in ledger(engine).elements())
     died = {json.loads(event.job.args)["name"] for event in relay.of(JobDied)}

@@ -16,7 +16,7 @@ from outboxq.testing import RelayProcess
 from tests.support import cli, faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 GOOD = 1_000
 MAX_CRASHES = 2
@@ -37,7 +37,7 @@ def supervised_relays(url: str, queue: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], kind, fault: str, good: int = GOOD) -> list[str]:
@@ -64,7 +64,7 @@ def test_a_poisonous_job_among_a_thousand_is_dead_after_its_limit_and_charges_no
     """Exits, segfaults, or is killed as one that exhausts memory is; every other job is done once, uncharged."""
     names = enqueue(sessions, kind, fault)
     with supervised_relays(outboxq_database.url, kind.queue):
-        wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end", 60)
+        wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end")
     reason = f"crashed {MAX_CRASHES} of {MAX_CRASHES} times while it ran alone"
     assert dead_letter(engine) == (0, MAX_CRASHES, reason, "poison")
     assert ledger(engine) == {faulty.trace(name): 1 for name in names}
@@ -79,7 +79,7 @@ def test_a_job_that_exhausts_memory_is_dead_in_the_end_and_doubles_nobody(
     """A MemoryError may strike any thread of the process: others may be charged an attempt, and are done once."""
     names = enqueue(sessions, kind, "exhaust-memory", 200)
     with supervised_relays(outboxq_database.url, kind.queue):
-        wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end", 60)
+        wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end")
     assert dead_letter(engine)[-1] == "poison"
     effects = sorted(ledger(engine).elements())
     times = Counter(effect.partition(":")[0] for effect in effects)
@@ -105,7 +105,7 @@ def test_suspects_run_one_at_a_time_so_that_the_guilty_one_takes_nobody_along(
         assert time.monotonic() < deadline
         with RelayProcess("tests.support.faulty:jobs", outboxq_database.url, settings) as relay:
             relays += 1
-            wait_until(lambda relay=relay: relay.returncode is not None or not waiting(engine), "its end", 20)
+            wait_until(lambda relay=relay: relay.returncode is not None or not waiting(engine), "its end")
         expire_leases(engine)
     assert dead_letter(engine) == (0, 2, "crashed 2 of 2 times while it ran alone", "poison")
     assert ledger(engine) == {faulty.trace(name): 1 for name in names}

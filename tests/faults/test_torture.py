@@ -19,7 +19,7 @@ from outboxq.torture.faults import plan_run, plan_transactions
 from outboxq.torture.history import CREATE, RULES, check_history
 from outboxq.torture.producers import Journal
 from tests.support import cli
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 BOUNDS = {"max_attempts": 5, "max_crashes": 3}
 
@@ -244,7 +244,7 @@ def test_an_interrupted_run_leaves_nothing() -> None:
         started = wait_until(lambda: len(found := me.children(recursive=True)) >= 5 and found, "relays and server")
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
-        process.wait(30)
+        process.wait(PATIENCE)
     assert process.returncode == 1
     assert "interrupted" in rest
     wait_until(lambda: not any(child.is_running() for child in started), "everything to end")

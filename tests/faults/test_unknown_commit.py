@@ -17,7 +17,7 @@ from outboxq.testing import CommitProxy, RelayProcess, Trap
 from tests.support import app
 from tests.support.app import Account, Effect
 from tests.support.own_server import own_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 SetTrap = Callable[..., Trap]
 # What ends a batch, and no other transaction of a relay's, releases the savepoint that was set with its claim.
@@ -54,7 +54,7 @@ def test_a_relay_cut_off_at_commit_finds_out_what_stands(
     trap = CUTS[cut](proxy, CERTIFICATE)
     config = RelayConfig(groups=ONE_SLOT, batch_size=batch_size, poll_seconds=0.1)
     with start_relay(config=config, engine=proxy.url) as running:
-        assert trap.reached.wait(20)
+        assert trap.reached.wait(PATIENCE)
         wait_until(lambda: left(engine) == 0, "the jobs to be done")
         # A relay that is stopped before it has its connection back does not tell.
         wait_until(lambda: len(running.of(JobDone)) >= len(names), "the relay to know it")
@@ -73,7 +73,7 @@ def test_a_relay_black_holed_at_commit_finds_out_what_stands(
     names = enqueue(sessions, kind, 3)
     trap = STANDSTILLS[standstill](proxy, CERTIFICATE)
     with start_relay(config=RelayConfig(groups=ONE_SLOT, poll_seconds=0.1), engine=proxy.url):
-        assert trap.reached.wait(20)
+        assert trap.reached.wait(PATIENCE)
         assert len(ledger(engine)) == (0 if standstill == "frozen-before-it-arrives" else 1)
         trap.release() if then == "release" else proxy.cut()
         wait_until(lambda: left(engine) == 0, "the jobs to be done")
@@ -89,7 +89,7 @@ def test_a_relay_killed_while_its_commit_is_under_way_leaves_one_effect(
     trap = STANDSTILLS[standstill](proxy, CERTIFICATE)
     config = RelayConfig(groups=ONE_SLOT, poll_seconds=0.1)
     with RelayProcess("tests.support.app:jobs", proxy.url, config) as relay:
-        assert trap.reached.wait(20), relay.log
+        assert trap.reached.wait(PATIENCE), relay.log
         relay.kill()
         proxy.cut()
     with RelayProcess("tests.support.app:jobs", outboxq_database.url, config):
@@ -105,7 +105,7 @@ def test_a_producer_cut_off_at_commit_can_read_the_truth_in_its_own_row(
     trap = CUTS[cut](proxy, "account")
     errors: list[BaseException] = []
     handle = place(proxy.url, errors)
-    assert trap.reached.wait(10)
+    assert trap.reached.wait(PATIENCE)
     assert [type(error) for error in errors] == [OperationalError]
     stands = cut == "reply-lost"
     assert (accounts(engine), waiting_ids(engine)) == ((1, [handle.id]) if stands else (0, []))
@@ -126,11 +126,11 @@ def test_a_producer_black_holed_at_commit_can_read_the_truth_in_its_own_row(
     errors: list[BaseException] = []
     producer = threading.Thread(target=place, args=(proxy.url, errors))
     producer.start()
-    assert trap.reached.wait(10)
+    assert trap.reached.wait(PATIENCE)
     arrived = standstill != "frozen-before-it-arrives"
     assert (accounts(engine), len(waiting_ids(engine))) == (int(arrived), int(arrived))
     trap.release() if then == "release" else proxy.cut()
-    producer.join(10)
+    producer.join(PATIENCE)
     assert not producer.is_alive()
     assert len(errors) == (1 if then == "cut" else 0)
     stands = arrived or then == "release"

@@ -283,7 +283,7 @@ def test_a_claimed_job_can_be_finished_only_once_even_if_claims_queue_up_on_it(
 
         thread = threading.Thread(target=try_too)
         thread.start()
-        wait_until(lambda: results, "the second claim's answer", 10)
+        wait_until(lambda: results, "the second claim's answer")
         thread.join()
     assert results == [()]
 

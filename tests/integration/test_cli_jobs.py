@@ -16,7 +16,7 @@ from outboxq.tables import job
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.cli import Outcome, call, run
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 ship = external("ship", queue="depot")
 ODD = "a'b\"; DROP TABLE outboxq.job; --[red]"
@@ -97,13 +97,13 @@ def test_running_shows_the_backend_and_since_when(
     def block(ctx: Context, order_id: int) -> None:
         pids.append(ctx.session.scalars(text("SELECT pg_backend_pid()")).one())
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
 
     url = outboxq_database.url
     assert listed("--running", url=url) == []
     with start_relay(jobs) as running:
         try:
-            assert begun.wait(60)
+            assert begun.wait(PATIENCE)
             (row,) = run("jobs", "list", "--running", "--json", url=url).ok().json["jobs"]
             shown = call("jobs", "list", "--running", url=url).ok().stdout
             counted = {row["queue"]: row for row in call("stats", "--json", url=url).ok().json["queues"]}

@@ -61,7 +61,7 @@ def test_resume_wakes_a_sleeping_relay(
         wait_until(lambda: sleeps(engine, "ledger"), "the relay to sleep")
         assert waiting(engine) == 1
         call("queues", "resume", "ledger", url=url).ok()
-        wait_until(lambda: running.of(JobDone), "the job to be done", seconds=30)
+        wait_until(lambda: running.of(JobDone), "the job to be done")
 
 
 def sleeps(engine: Engine, queue: str) -> bool:

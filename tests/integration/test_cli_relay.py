@@ -16,7 +16,7 @@ from outboxq.postgres import Database
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
 
@@ -115,7 +115,7 @@ def test_a_relay_stops_on_sigterm_when_its_handler_is_done(
     with started(TARGET, env=environment(outboxq_database.url)) as process:
         wait_until(lambda: call("jobs", "list", "--running", "--json", url=outboxq_database.url).json["jobs"], "a run")
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert effects(engine) == ["slow"]
 
@@ -136,7 +136,7 @@ def test_several_processes_get_the_url_where_nobody_else_can_read_it(
             session.add_job(app.record, name="by a child")
         wait_until(lambda: effects(engine) == ["by a child"], "the job to be done")
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert not any(child.is_running() for child in children)
     for line, environ in zip(lines, variables, strict=True):
@@ -189,7 +189,7 @@ def test_a_relay_says_why_it_waits_for_its_database(outboxq_database: Database) 
         assert 'database "not there yet" does not exist' in line
         assert "trying again" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert "hunter2" not in line + rest
 

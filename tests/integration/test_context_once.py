@@ -215,7 +215,7 @@ def test_no_connection_of_a_relay_is_left_behind(
             "AND datname = current_database()"
         )
         # Closed on this side; the server notices when it next looks.
-        wait_until(lambda: connection.execute(others).scalar_one() == 0, "the end of their sessions", 10)
+        wait_until(lambda: connection.execute(others).scalar_one() == 0, "the end of their sessions")
 
 
 def test_a_scope_declared_for_other_kinds_is_refused(

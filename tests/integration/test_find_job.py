@@ -12,7 +12,7 @@ from outboxq.events import JobDone
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support import app
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def test_a_job_is_found_from_its_commit_until_it_is_done(
@@ -24,7 +24,7 @@ def test_a_job_is_found_from_its_commit_until_it_is_done(
     @jobs.handler(queue="slow")
     def slow(ctx: Context) -> None:
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
 
     with sessions() as session:
         handle = session.add_job(slow)
@@ -35,7 +35,7 @@ def test_a_job_is_found_from_its_commit_until_it_is_done(
     with sessions() as session:
         assert find_job(session, handle) == FoundJob(handle.id, "slow", "slow", "waiting", 0)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         with engine.connect() as connection:
             assert find_job(connection, handle.id) == FoundJob(handle.id, "slow", "slow", "running", 0)
         leave.set()

@@ -35,7 +35,7 @@ from outboxq.progress import BatchReport
 from outboxq.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8.
 BEFORE_EIGHT = 7
@@ -114,7 +114,7 @@ def write(name: str) -> Any:
 def hold(entered: threading.Event, leave: threading.Event) -> Any:
     def held(_ctx: Context) -> None:
         entered.set()
-        leave.wait(30)
+        leave.wait(PATIENCE)
 
     return held
 
@@ -311,7 +311,7 @@ def test_a_slow_handler_holds_up_nothing_that_was_claimed_with_it(
     work.enqueue("first", "slow", "third", "fourth")
     with start_relay(work.jobs, config, engine=engine) as running:
         try:
-            assert entered.wait(20)
+            assert entered.wait(PATIENCE)
             wait_until(lambda: rows(engine) == [("slow", "leased", 1, 0)], "all but the slow one")
         finally:
             leave.set()
@@ -364,7 +364,7 @@ def test_a_relay_that_stops_gives_back_what_has_not_begun(
     drain_seconds = 20.0 if how == "in time" else 0.2
     config = RelayConfig(slots_per_queue=1, batch_size=8, drain_seconds=drain_seconds)
     with start_relay(work.jobs, config, engine=engine) as running:
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE)
         running.relay.stop()
         if how == "in time":
             leave.set()
@@ -387,16 +387,16 @@ def test_a_handler_past_its_deadline_is_charged_alone(engine: Engine, start_rela
         ran.append(name)
         if name == "hangs":
             hanging.append(threading.current_thread())
-            leave.wait(30)
+            leave.wait(PATIENCE)
 
     with OutboxSession(engine) as session, session.begin():
         session.add_jobs(work.job(name=name) for name in ["q"] * BEFORE_EIGHT + ["first", "hangs", "third"])
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine) as running:
-        wait_until(lambda: running.of(JobDied), "the deadline", 20)
+        wait_until(lambda: running.of(JobDied), "the deadline")
         wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 2, "the others")
         leave.set()
         (slot,) = hanging
-        slot.join(20)
+        slot.join(PATIENCE)
         assert not slot.is_alive()
     assert not running.of(JobLeaseLost)
     assert Counter(ran)["first"] == Counter(ran)["third"] == 1
@@ -417,7 +417,7 @@ def test_a_lost_connection_charges_who_ran_and_nobody_else(engine: Engine, work:
     with start_relay(
         work.jobs, RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1), engine=engine
     ) as running:
-        wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 3, "every job", 20)
+        wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 3, "every job")
     assert Counter(work.ran[BEFORE_EIGHT:]) == {"first": 1, "ends": 2, "third": 1}
     assert [(event.kind, event.crashes) for event in running.of(JobCrashed)] == [("work", 0)]
     assert {event.job.attempt for event in running.of(JobDone)} == {1}
@@ -442,7 +442,7 @@ def test_a_next_claim_that_fails_undoes_no_removal_for_good(
     with start_relay(
         work.jobs, RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1), engine=engine
     ) as running:
-        wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 2, "every job", 20)
+        wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 2, "every job")
     assert max(Counter(work.ran).values()) == 1
     assert not running.of(JobLeaseLost)
     assert rows(engine) == []
@@ -472,7 +472,7 @@ def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_los
     work.enqueue("first", "second", "third")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
     with start_relay(work.jobs, config, engine=engine) as running:
-        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 3, "every job", 20)
+        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 3, "every job")
     assert len(running.of(JobDone)) == BEFORE_EIGHT + 3
     assert max(Counter(work.ran).values()) == 1
     assert not running.of(JobLeaseLost)
@@ -503,7 +503,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
     work.enqueue("escapes", "behind", "last")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
     with start_relay(work.jobs, config, engine=engine) as running:
-        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 2, "the others", 20)
+        wait_until(lambda: len(running.of(JobDone)) >= BEFORE_EIGHT + 2, "the others")
     assert failed
     assert [event.job.args for event in running.of(JobRetried)] == ['{"name": "escapes"}']
     assert len(running.of(JobDone)) == BEFORE_EIGHT + 2
@@ -518,7 +518,7 @@ def test_what_waits_for_its_turn_is_no_orphan(engine: Engine, work: Work, start_
     work.enqueue("first", "slow", "third")
     config = RelayConfig(slots_per_queue=1, batch_size=8, lease_seconds=1, heartbeat_seconds=0.05)
     with start_relay(work.jobs, config, engine=engine) as running:
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE)
         with engine.connect() as connection:
             alive = text("SELECT alive_until FROM outboxq.relay")
             seen = {connection.execute(alive).scalar_one()}

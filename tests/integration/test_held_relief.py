@@ -17,7 +17,7 @@ from outboxq import AsyncContext, Context, Jobs, OutboxSession, Relay, RelayConf
 from outboxq.events import Event, JobCrashed, JobDone
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8: then "first", "slow" and "third" are claimed together.
 NAMES = [*(f"quick {number}" for number in range(7)), "first", "slow", "third"]
@@ -55,7 +55,7 @@ class Scene:
             self.ran.append(name)
             if name == "slow":
                 self._operator.execute(LOCK)
-                self.leave.wait(30)
+                self.leave.wait(PATIENCE)
                 self.left.set()
 
         return work
@@ -120,7 +120,7 @@ def test_a_relief_that_fails_when_its_handler_has_ended_loses_nothing(
     with start_relay(scene.jobs, config(), engine=engine) as running, leaving(scene):
         wait_until(scene.reliefs, "the relief to wait for the operator")
         scene.leave.set()
-        assert scene.left.wait(20)
+        assert scene.left.wait(PATIENCE)
         scene.end_relief()
         scene.let_go()
         wait_until(lambda: not scene.names_left(), "every job")
@@ -150,11 +150,11 @@ def test_a_drain_waits_for_a_relief_that_outlasts_its_handler(engine: Engine, sc
     with leaving(scene):
         wait_until(scene.reliefs, "the relief to wait for the operator")
         scene.leave.set()
-        assert scene.left.wait(20)
+        assert scene.left.wait(PATIENCE)
         drain.join(0.5)
         assert drain.is_alive()
         scene.let_go()
-        drain.join(20)
+        drain.join(PATIENCE)
     assert scene.names_left() == []
     assert_all_ran_once(scene, events)
 

@@ -265,7 +265,7 @@ def test_a_server_that_ends_leaves_no_connection(outboxq_database: Database, eng
     with serve(app) as address:
         httpx.post(f"{address}/orders", headers=KEY)
         assert others(engine) > 0
-    wait_until(lambda: others(engine) == 0, "the application's backends to end", 5)
+    wait_until(lambda: others(engine) == 0, "the application's backends to end")
 
 
 def others(engine: Engine) -> int:

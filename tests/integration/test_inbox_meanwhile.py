@@ -16,7 +16,7 @@ from outboxq.inbox import Acceptance, AcceptedBatch
 from outboxq.postgres import Database
 from outboxq.sessions import sqlstate_of
 from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored, targets, waiting_for_a_transaction
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_delivery_that_comes_meanwhile_waits_and_is_a_duplicate(
     target.statements.clear()
     second = meanwhile(target.accept, "m1", payload={"x": 1})
     first.commit()
-    assert second.result(20) is False
+    assert second.result(PATIENCE) is False
     assert len(target.statements) == 2
 
 
@@ -85,7 +85,7 @@ def test_a_delivery_that_comes_meanwhile_with_other_content_is_a_conflict(
     second = meanwhile(target.accept, "m1", payload={"x": 2})
     first.commit()
     with pytest.raises(MessageConflict):
-        second.result(20)
+        second.result(PATIENCE)
 
 
 def test_a_delivery_that_comes_meanwhile_takes_over_from_one_that_rolls_back(
@@ -97,7 +97,7 @@ def test_a_delivery_that_comes_meanwhile_takes_over_from_one_that_rolls_back(
     target.statements.clear()
     second = meanwhile(target.accept, "m1", payload={"x": 2})
     first.rollback()
-    assert second.result(20) is True
+    assert second.result(PATIENCE) is True
     assert len(target.statements) == 1
     target.commit()
     assert stored(engine) == {"m1": fingerprint({"x": 2})}
@@ -112,7 +112,7 @@ def test_a_batch_waits_for_its_messages_and_sees_what_became_of_them(
     target.statements.clear()
     batch = meanwhile(target.accept_all, {"d": 1, "c": 1, "b": 1, "a": 2})
     first.commit()
-    assert batch.result(20) == AcceptedBatch(("c", "b"), ("d",), ("a",))
+    assert batch.result(PATIENCE) == AcceptedBatch(("c", "b"), ("d",), ("a",))
     assert len(target.statements) == 2
 
 
@@ -129,7 +129,7 @@ def test_a_message_that_is_forgotten_right_after_the_wait_is_accepted(
 
     second = meanwhile(target.accept, "m1")
     first.commit()
-    assert second.result(20) is True
+    assert second.result(PATIENCE) is True
     target.commit()
     assert stored(engine) == {"m1": None}
 

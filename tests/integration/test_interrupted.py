@@ -220,7 +220,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(Rest, "script", lambda rest, schema: (strike if "slow" in ran else script)(rest, schema))
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
-        wait_until(lambda: waiting(engine) == 0, "every job", 20)
+        wait_until(lambda: waiting(engine) == 0, "every job")
     assert Counter(ran) == dict.fromkeys(names, 1)
     assert struck
 

@@ -21,7 +21,7 @@ from outboxq.lease import REAP_LIMIT
 from outboxq.statements.lease import reap
 from tests.conftest import StartRelay
 from tests.support.app import Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 QUICK = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
@@ -80,13 +80,13 @@ def test_the_claim_is_committed_before_the_handler_starts(
     @jobs.handler(queue="lease", claim="lease")
     def outside(ctx: Context) -> None:
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
         ctx.session.add(Effect(name="outside"))
 
     with sessions.begin() as session:
         session.add_job(outside)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         assert rows(engine, "state, attempt, crashes, lease_token") == [("leased", 1, 0, 1)]
         open_transactions = text(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
@@ -163,7 +163,7 @@ def test_a_handler_that_lost_its_lease_commits_nothing(
     def work(ctx: Context) -> None:
         ctx.session.add(Effect(name=f"run {ctx.job.lease_token}"))
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
         if how == "failing":
             raise ValueError("too late")
 
@@ -176,7 +176,7 @@ def test_a_handler_that_lost_its_lease_commits_nothing(
     with sessions.begin() as session:
         session.add_job(work_async if how == "async" else work)
     with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         with engine.begin() as connection:
             if meanwhile == "cancelled":
                 connection.execute(text("DELETE FROM outboxq.job"))
@@ -254,7 +254,7 @@ def test_a_sweep_is_bounded(engine: Engine, sessions: sessionmaker[OutboxSession
     with engine.begin() as connection:
         assert len(run_script(connection, reap("outboxq", 3, REAP_LIMIT))[0].rows) == REAP_LIMIT
     with start_relay(jobs, RelayConfig(lease_seconds=1, slots_per_queue=4, poll_seconds=0.1)) as running:
-        wait_until(lambda: len(running.of(JobDone)) == 250, "every orphan", 40)
+        wait_until(lambda: len(running.of(JobDone)) == 250, "every orphan")
     assert len(running.of(JobCrashed)) == 150
     assert len(effects(engine)) == 250
 
@@ -363,12 +363,12 @@ def test_a_handler_that_worked_outside_is_done_although_its_idle_connection_is_g
     def outside(ctx: Context) -> None:
         calls.append(ctx.job.attempt)
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
 
     with sessions.begin() as session:
         session.add_job(outside)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         end_all_other_backends(engine)
         leave.set()
         wait_until(lambda: running.of(JobDone), "the job")
@@ -409,7 +409,7 @@ def test_suspects_wake_a_relay_that_sleeps(
 ) -> None:
     """Nothing is inserted, so nothing notifies: the heartbeat finds them and rings."""
     jobs, _ = leased_jobs()
-    with start_relay(jobs, RelayConfig(lease_seconds=3, poll_seconds=60)) as running:
+    with start_relay(jobs, RelayConfig(lease_seconds=3, poll_seconds=600)) as running:
         wait_until(lambda: rows_of_relay(engine), "the lease")
         with engine.begin() as connection:
             connection.execute(text("SET LOCAL outboxq.notify = 'off'"))
@@ -419,7 +419,7 @@ def test_suspects_wake_a_relay_that_sleeps(
                     "VALUES (gen_random_uuid(), 'lease', 'work', '{\"name\": \"suspect\"}', 'suspect')"
                 )
             )
-        wait_until(lambda: running.of(JobDone), "the suspect", 10)
+        wait_until(lambda: running.of(JobDone), "the suspect")
 
 
 def test_a_job_that_cannot_be_buried_keeps_no_other_from_coming_back(
@@ -451,14 +451,14 @@ def test_a_handler_that_swallows_the_loss_of_its_connection_is_not_done(
     @jobs.handler(queue="lease", claim="lease")
     def swallow(ctx: Context) -> None:
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
         with suppress(DBAPIError, psycopg.Error):
             ctx.session.execute(text("INSERT INTO effect_ledger (name) VALUES ('written')"))
 
     with sessions.begin() as session:
         session.add_job(swallow)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         end_all_other_backends(engine)
         leave.set()
         wait_until(lambda: running.of(JobDone), "the job")
@@ -474,7 +474,7 @@ def test_a_late_result_that_cannot_be_written_does_not_hold_its_slot(
     @jobs.handler(queue="lease", claim="lease")
     def give_up(ctx: Context) -> DeadLetter:
         entered.set()
-        leave.wait(20)
+        leave.wait(PATIENCE)
         return DeadLetter("no")
 
     @jobs.handler(queue="lease", claim="lease")
@@ -487,7 +487,7 @@ def test_a_late_result_that_cannot_be_written_does_not_hold_its_slot(
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE outboxq.dead_job ADD CONSTRAINT broken CHECK (false)"))
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         end_all_other_backends(engine)
         leave.set()
         wait_until(lambda: running.of(JobDone), "the job behind it")

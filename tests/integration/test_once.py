@@ -28,7 +28,7 @@ from outboxq.errors import (
 from outboxq.postgres import Database
 from tests.support.app import Account
 from tests.support.effects import AsyncOnce, SyncOnce, age, counted_work, let_lock_run_out, row
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 DAY = timedelta(days=1)
 
@@ -379,17 +379,17 @@ class Holding:
 
     def _call(self, provider_key: str) -> str:
         self._called.set()
-        assert self._release.wait(60)
+        assert self._release.wait(PATIENCE)
         return "held"
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._called.wait(20)
+        assert self._called.wait(PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._release.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
 
 
 # What cannot be used as given

@@ -17,6 +17,7 @@ from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.statements.paging import database_clock
 from outboxq.stats import collect_stats
+from tests.support.waiting import PATIENCE
 
 SCHEMA = 'jobs\'s "odd"; 50% :place'
 
@@ -77,12 +78,12 @@ def test_resume_notifies_on_the_channel_of_its_schema(elsewhere: Engine, outboxq
             queues.pause(connection, ["a'b", "b", "other"])
         with elsewhere.begin() as connection:
             assert queues.resume(connection, ["b", "never paused", "a'b", "b"]) == ("a'b", "b")
-        heard = [notification.payload for notification in listening.notifies(timeout=20, stop_after=2)]
+        heard = [notification.payload for notification in listening.notifies(timeout=PATIENCE, stop_after=2)]
         assert heard == ["a'b", "b"]
         with elsewhere.begin() as connection:
             assert queues.resume(connection, ["b"]) == ()
             connection.execute(text("SELECT pg_notify(:channel, 'end')"), {"channel": f"outboxq_{SCHEMA}"})
-        assert [n.payload for n in listening.notifies(timeout=20, stop_after=1)] == ["end"]
+        assert [n.payload for n in listening.notifies(timeout=PATIENCE, stop_after=1)] == ["end"]
 
 
 def test_a_rolled_back_change_never_happened(engine: Engine) -> None:

@@ -12,8 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,7 @@ import outboxq
 from outboxq import postgres_binaries, postgres_cluster
 from outboxq.postgres import PostgresUnavailable, Server, _conninfo, find_server, start_embedded
 from outboxq.postgres_binaries import SourceFailed, embedded_binaries
+from tests.support.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(outboxq.__file__).parents[1]
 LOCAL_BINARIES = sorted(str(path.parent) for path in Path("/usr/lib/postgresql").glob("*/bin/initdb"))
@@ -49,15 +49,6 @@ def fetch_value(url: str, query: str) -> object:
 def database_names(url: str) -> set[str]:
     with connect(url) as connection:
         return {name for (name,) in connection.execute("SELECT datname FROM pg_database")}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def is_running(pid: int) -> bool:
@@ -258,8 +249,8 @@ def test_a_killed_owner_takes_its_server_along() -> None:
         url, pid, directory = reported(owner)
         assert fetch_value(url, "SELECT 1") == 1
         owner.kill()
-        assert wait_until(lambda: not is_running(pid))
-        assert wait_until(lambda: not directory.exists())
+        wait_until(lambda: not is_running(pid), "the server to end")
+        wait_until(lambda: not directory.exists(), "its directory to go")
 
 
 def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -> None:
@@ -280,8 +271,8 @@ def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -
         try:
             assert fetch_value(url, "SELECT 1") == 1
             owner.kill()
-            assert wait_until(lambda: not is_running(pid))
-            assert wait_until(lambda: not directory.exists())
+            wait_until(lambda: not is_running(pid), "the server to end")
+            wait_until(lambda: not directory.exists(), "its directory to go")
             assert psutil.pid_exists(child_pid)
         finally:
             os.kill(child_pid, signal.SIGKILL)
@@ -302,39 +293,38 @@ def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
                     return children, named[0]
             return None
 
-        seen: list[tuple[list[psutil.Process], Path]] = []
-        assert wait_until(lambda: seen.extend(filter(None, [at_work()])) or seen)
-        children, directory = seen[0]
+        children, directory = wait_until(at_work, "initdb")
         owner.kill()
-        assert wait_until(lambda: not any(is_running(child.pid) for child in children))
-        assert wait_until(lambda: not directory.exists())
+        wait_until(lambda: not any(is_running(child.pid) for child in children), "every process to end")
+        wait_until(lambda: not directory.exists(), "its directory to go")
 
 
 def test_an_owner_that_forgets_to_close_leaves_nothing() -> None:
     """The normal end of the owner closes its servers before it is over."""
     with owner_process("server = start_embedded()", REPORT) as owner:
         _, pid, directory = reported(owner)
-        assert owner.wait(30) == 0
+        assert owner.wait(PATIENCE) == 0
         assert not psutil.pid_exists(pid)
         assert not directory.exists()
 
 
 def test_a_terminal_interrupt_reaches_the_owner_alone() -> None:
     """Ctrl-C, which signals the whole process group, leaves the server up until its owner closes it."""
+    # Blocked and waited for: one that comes just before a pause would be slept over.
     wait_for_the_interrupt = textwrap.dedent(f"""
-        try:
-            {REPORT}
-            signal.pause()
-        except KeyboardInterrupt:
-            server.create_database()
-            print("the server still answers", flush=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        {REPORT}
+        signal.sigwait([signal.SIGINT])
+        server.create_database()
+        print("the server still answers", flush=True)
     """)
     with owner_process("os.setpgid(0, 0)", "server = start_embedded()", wait_for_the_interrupt) as owner:
         _, pid, directory = reported(owner)
+        assert owner.pid not in {os.getpgid(pid), os.getpgid(psutil.Process(pid).ppid())}
         os.killpg(owner.pid, signal.SIGINT)
         assert owner.stdout is not None
         assert owner.stdout.readline() == "the server still answers\n"
-        assert owner.wait(30) == 0
+        assert owner.wait(PATIENCE) == 0
         assert not psutil.pid_exists(pid)
         assert not directory.exists()
 
@@ -362,10 +352,10 @@ def test_close_leaves_nothing_when_the_watchdog_was_killed(own_server: Server, k
     pid, directory = own_server.pid, own_server.directory
     watchdog = psutil.Process(psutil.Process(pid).ppid())
     watchdog.send_signal(kill_signal)
-    assert wait_until(lambda: watchdog.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: watchdog.status() == psutil.STATUS_ZOMBIE, "the watchdog's end")
     own_server.close()
     assert not directory.exists()
-    assert wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid), "the server to end")
 
 
 def test_committed_data_survives_an_immediate_stop(own_server: Server) -> None:
@@ -428,7 +418,7 @@ def test_an_owner_that_forgets_to_close_leaves_a_configured_server_as_it_was(ser
         assert database_names(server.url) == before | {name}
         owner.stdin.write("\n")
         owner.stdin.close()
-        assert owner.wait(30) == 0
+        assert owner.wait(PATIENCE) == 0
     assert database_names(server.url) == before
 
 

@@ -34,7 +34,7 @@ from outboxq.roles import roles_sql
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
 from tests.support import app
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 FILL_INBOX = """
 INSERT INTO outboxq.inbox (consumer, message_id, expires_at)
@@ -293,7 +293,7 @@ def test_who_accepts_a_message_that_is_being_deleted_waits_and_then_knows(
         accepting = pool.submit(accept, sessions, "old1")
         wait_until(lambda: count_waiting(engine) == 1, "the accepting transaction to wait for the deletion")
         deletion.execute("COMMIT" if commits else "ROLLBACK")
-        assert accepting.result(20) is commits
+        assert accepting.result(PATIENCE) is commits
     with engine.connect() as connection:
         is_new = text("SELECT expires_at > clock_timestamp() FROM outboxq.inbox WHERE message_id = 'old1'")
         assert connection.execute(is_new).scalars().all() == [commits]
@@ -511,18 +511,18 @@ def test_a_pruner_that_was_stopped_has_ended(
     class Slow(list[Event]):
         def append(self, event: Event) -> None:
             telling.set()
-            assert told.wait(20)
+            assert told.wait(PATIENCE)
 
     fill_inbox(engine)
     pruner = make_pruner(Slow())
     pruner.start()
-    assert telling.wait(20)
+    assert telling.wait(PATIENCE)
     stopping = threading.Thread(target=pruner.stop)
     stopping.start()
     stopping.join(0.2)
     assert stopping.is_alive()
     told.set()
-    stopping.join(20)
+    stopping.join(PATIENCE)
     assert not stopping.is_alive()
 
 

@@ -32,7 +32,7 @@ from outboxq.statements.claim import park_head
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def effects(engine: Engine) -> Counter[str]:
@@ -332,7 +332,7 @@ def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
     def stuck(ctx: Context) -> None:
         ctx.session.add(Effect(name="stuck"))
         ctx.session.flush()
-        release.wait(20)
+        release.wait(PATIENCE)
         ended.set()
 
     @jobs.handler(queue="ledger-async")
@@ -349,7 +349,7 @@ def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
         wait_until(lambda: locked(engine) == 2, "both handlers")
     assert running.of(RelayStopped) == [RelayStopped(done=0, failed=0, abandoned=2)]
     release.set()
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE)
     wait_until(lambda: locked(engine) == 0, "the rollback")
     assert effects(engine) == {}
     assert waiting(engine) == 2
@@ -375,10 +375,10 @@ def test_the_relay_survives_a_restart_of_the_database(outboxq_prepare: Callable[
             server.start_again()
             wait_until(lambda: any(isinstance(event, DatabaseBack) for event in events), "the way back")
             engine.dispose()
-            wait_until(lambda: waiting(engine) == 0, "the rest of the work", 60)
+            wait_until(lambda: waiting(engine) == 0, "the rest of the work")
         finally:
             relay.stop()
-            thread.join(60)
+            thread.join(PATIENCE)
         names = [f"{flavour} {n}" for flavour in ("sync", "async") for n in range(30)]
         assert effects(engine) == dict.fromkeys(names, 1)
         engine.dispose()
@@ -398,13 +398,13 @@ def test_an_outage_is_waited_out_with_growing_pauses(outboxq_prepare: Callable[[
         relay = Relay(
             database.url,
             app.jobs,
-            RelayConfig(slots_per_queue=1, poll_seconds=30),
+            RelayConfig(slots_per_queue=1, poll_seconds=600),
             hooks=[hook, lambda event: started.set() if isinstance(event, RelayStarted) else None],
         )
         thread = threading.Thread(target=relay.run)
         thread.start()
         try:
-            assert started.wait(20)
+            assert started.wait(PATIENCE)
             own = create_engine(database.url)
             wait_until(lambda: sleep_flags(own) == 2, "both slots asleep")
             own.dispose()
@@ -412,7 +412,7 @@ def test_an_outage_is_waited_out_with_growing_pauses(outboxq_prepare: Callable[[
             wait_until(lambda: any(event.retry_seconds > 1 for _, event in lost), "a pause of over a second")
         finally:
             relay.stop()
-            thread.join(60)
+            thread.join(PATIENCE)
             server.start_again()
         assert lost[-1][0] - lost[0][0] > 0.7, "the pauses before it were kept"
 
@@ -440,7 +440,7 @@ def test_a_relay_waits_for_a_database_that_is_down_at_its_start(outboxq_prepare:
             wait_until(lambda: any(isinstance(event, RelayStarted) for event in events), "the start")
         finally:
             relay.stop()
-            thread.join(60)
+            thread.join(PATIENCE)
         assert "127.0.0.1" not in repr(events)
 
 
@@ -586,7 +586,7 @@ def test_deadlocks_are_retried_for_free(
         with engine.begin() as connection:
             connection.execute(text("SET LOCAL deadlock_timeout = '60s'"))
             connection.execute(text("UPDATE account SET balance = 2 WHERE id = 2"))
-            assert first_locked.wait(10)
+            assert first_locked.wait(PATIENCE)
             connection.execute(text("UPDATE account SET balance = 2 WHERE id = 1"))
         wait_until(lambda: running.of(JobDone), "the job")
         assert not running.of(JobRetried)
@@ -636,7 +636,7 @@ def test_an_operational_error_of_the_handler_itself_is_a_failed_attempt(
 
 def test_idle_slots_end_quickly_when_the_relay_stops(start_relay: StartRelay, engine: Engine) -> None:
     """Sleeping for 30 seconds, stopping at once."""
-    with start_relay(config=RelayConfig(poll_seconds=30)) as running:
+    with start_relay(config=RelayConfig(poll_seconds=600)) as running:
         wait_until(lambda: running.of(RelayStarted), "the start")
         begun = time.monotonic()
     assert time.monotonic() - begun < 3

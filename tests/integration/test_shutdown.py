@@ -27,7 +27,7 @@ from outboxq.signals import stop_signals
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
 ONE_SLOT = ("--queue", "ledger=1", "--no-listen", "--poll-seconds", "0.05")
@@ -147,7 +147,7 @@ def test_a_service_manager_may_signal_every_process_of_the_group(
         for child in relay_children(process, 2):
             child.terminate()
         process.terminate()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert effects(engine) == ["slow"]
 
@@ -195,7 +195,7 @@ def test_jobs_of_stopped_relays_are_done_by_those_that_replace_them(
         wait_for_end(stopped, 20)
         wait_until(lambda: effects(engine) == ["slow"], "the job")
         process.terminate()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert errors.count("relay process shows no life, killing it") == 2
 
@@ -212,7 +212,7 @@ def test_a_request_to_stop_may_take_locks_that_the_main_thread_holds() -> None:
         with lock:
             os.kill(os.getpid(), signal.SIGTERM)
             assert not stopped.is_set()
-        assert stopped.wait(10)
+        assert stopped.wait(PATIENCE)
 
 
 def test_the_programs_own_signal_handlers_come_back() -> None:
@@ -224,7 +224,7 @@ def test_the_programs_own_signal_handlers_come_back() -> None:
         with stop_signals(stopped.set):
             if send:
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert stopped.wait(10)
+                assert stopped.wait(PATIENCE)
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
         assert stopped.is_set() == send
         wait_until(lambda: len(os.listdir("/proc/self/fd")) == pipes, "the pipe to be closed")
@@ -362,7 +362,7 @@ def test_the_health_file_follows_the_relay(
         process.terminate()
         wait_until(lambda: state(path) == "stopping", "the file to tell that it stops")
         assert call("health", path).exit_code == 1
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
     assert list(tmp_path.iterdir()) == []
     said = call("health", path)
     assert said.exit_code == 1
@@ -395,7 +395,7 @@ def test_a_supervisor_writes_one_health_file_for_all(outboxq_database: Database,
         assert (found["health"]["processes"], found["health"]["pid"]) == (2, process.pid)
         wait_until(lambda: json.loads(path.read_text())["running"] == 2, "both children")
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
     assert not path.exists()
 
 

@@ -20,7 +20,7 @@ from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildLingers, ChildStuck, Emitter, Event
 from outboxq.health import State, read_beats, send_beats
 from outboxq.supervisor import supervise
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # A child that notes its pid, tells of its life, and stops at SIGTERM or when its parent is gone, as a relay does.
 CHILD = """
@@ -96,7 +96,7 @@ def test_a_killed_child_is_replaced_and_sigterm_ends_all(directory: Path) -> Non
         wait_until(lambda: len(pids(directory)) == 3, "the replacement")
         assert len(alive(pids(directory))) == 2
         supervisor.terminate()
-        assert supervisor.wait(10) == 0
+        assert supervisor.wait(PATIENCE) == 0
         assert alive(pids(directory)) == set()
         assert supervisor.stdout is not None
         assert f"ChildDied(pid={victim}, exit_code=-9" in supervisor.stdout.read()
@@ -228,7 +228,7 @@ def test_a_supervisor_that_stood_still_itself_blames_nobody(directory: Path, tmp
                 before = health.read_text()
             wait_until(lambda: health.read_text() != before, "the supervisor to look again")
         supervisor.terminate()
-        assert supervisor.wait(10) == 0
+        assert supervisor.wait(PATIENCE) == 0
         assert supervisor.stdout is not None
         assert supervisor.stdout.read() == ""
 
@@ -258,7 +258,7 @@ def test_a_heartbeat_never_blocks() -> None:
     finally:
         os.close(read_end)
         thread = next(thread for thread in threading.enumerate() if thread.name == "outboxq-heartbeat")
-        thread.join(10)
+        thread.join(PATIENCE)
         os.close(write_end)
     assert not thread.is_alive(), "nobody can read any more, so it ends"
 

@@ -21,7 +21,7 @@ from outboxq.torture import leased
 from outboxq.torture.history import CREATE
 from tests.support import app, once_app
 from tests.support.app import Effect
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def ledger_size(connection: Connection) -> int:
@@ -178,7 +178,7 @@ def test_a_cut_at_commit_is_an_error_whatever_stands(
         trap = getattr(proxy, cut)()
         url = proxy.url.replace("+psycopg", f"+{driver}")
         insert(url, errors)
-        assert trap.reached.wait(5)
+        assert trap.reached.wait(PATIENCE)
         wait_until(lambda: sessions_in_transaction(engine) == 0, "the server to notice")
         assert [type(error).__name__ for error in errors] == ["OperationalError"]
         assert rows(engine) == stands
@@ -209,7 +209,7 @@ def test_a_commit_is_recognised_whoever_sends_it(engine: Engine, outboxq_databas
                 psycopg.connect(plain(proxy.url), autocommit=True) as connection,
             ):
                 send(connection)
-        assert trap.reached.wait(5)
+        assert trap.reached.wait(PATIENCE)
     assert rows(engine) == 3
 
 
@@ -238,7 +238,7 @@ def test_only_a_commit_that_decides_something_is_caught(outboxq_database: Databa
             assert not trap.reached.is_set()
             with pytest.raises(psycopg.OperationalError):
                 connection.commit()
-        assert trap.reached.wait(5)
+        assert trap.reached.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("arrives", [False, True])
@@ -251,11 +251,11 @@ def test_a_connection_frozen_at_commit_goes_on_when_released(
         trap = proxy.freeze_at_commit(arrives=arrives)
         client = threading.Thread(target=insert, args=(proxy.url, errors))
         client.start()
-        assert trap.reached.wait(10)
+        assert trap.reached.wait(PATIENCE)
         assert rows(engine) == int(arrives)
         assert client.is_alive()
         trap.release()
-        client.join(10)
+        client.join(PATIENCE)
         assert not client.is_alive()
     assert errors == []
     assert rows(engine) == 1
@@ -270,11 +270,11 @@ def test_a_held_reply_leaves_the_client_waiting_for_what_is_committed(
         trap = proxy.hold_reply()
         client = threading.Thread(target=insert, args=(proxy.url, errors))
         client.start()
-        assert trap.reached.wait(10)
+        assert trap.reached.wait(PATIENCE)
         assert rows(engine) == 1
         assert client.is_alive()
         assert proxy.cut() == 1
-        client.join(10)
+        client.join(PATIENCE)
     assert [type(error).__name__ for error in errors] == ["OperationalError"]
 
 
@@ -290,7 +290,7 @@ def test_everything_can_be_frozen_thawed_and_cut(outboxq_database: Database) -> 
             psycopg.connect(plain(proxy.url), connect_timeout=1)
         assert answers == []
         proxy.thaw()
-        client.join(10)
+        client.join(PATIENCE)
         assert answers == [(1,)]
         assert proxy.cut() >= 1
         with pytest.raises(psycopg.OperationalError):
@@ -305,8 +305,8 @@ def test_a_closed_proxy_leaves_no_thread_and_no_port(outboxq_database: Database)
         trap = proxy.freeze_at_commit()
         client = threading.Thread(target=insert, args=(proxy.url, errors))
         client.start()
-        assert trap.reached.wait(10)
-    client.join(10)
+        assert trap.reached.wait(PATIENCE)
+    client.join(PATIENCE)
     assert not client.is_alive()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("outboxq-proxy")] == []
     with pytest.raises(psycopg.OperationalError):

@@ -24,7 +24,7 @@ from outboxq.upkeep import Upkeep
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.doctor import execute, libpq_url, open_session
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 MakeUpkeep = Callable[..., Upkeep]
 
@@ -101,8 +101,8 @@ def looking(upkeep: Upkeep) -> Iterator[Callable[[], None]]:
     """A look in a thread; what is yielded waits for its end."""
     with ThreadPoolExecutor(1) as pool:
         looked = pool.submit(upkeep.do)
-        yield lambda: looked.result(60)
-        looked.result(60)
+        yield lambda: looked.result(PATIENCE)
+        looked.result(PATIENCE)
 
 
 def reindexing(engine: Engine) -> int | None:
@@ -355,6 +355,6 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
     thread.start()
     wait_until(lambda: any(type(event).__name__ == "RelayStarted" for event in events), "the relay")
     relay.stop()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert len(made) == indexes
     assert not any(thread.name == "outboxq-upkeep" for thread in threading.enumerate())

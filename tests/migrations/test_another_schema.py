@@ -11,7 +11,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, Snooze
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 SCHEMA = 'The "billing" jobs'
 QUOTED = '"The ""billing"" jobs"'
@@ -112,7 +112,7 @@ def test_a_sleeping_relay_wakes_for_its_own_installation(
             wait_until(lambda: watcher.execute(dead).scalar() == 1, "the job to run long before the next poll")
     finally:
         relay.stop()
-        running.join(timeout=30)
+        running.join(PATIENCE)
     assert not running.is_alive()
 
 

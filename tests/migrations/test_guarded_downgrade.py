@@ -19,7 +19,7 @@ from outboxq.postgres import Database
 from outboxq.statements.version import schema_version
 from tests.migrations.catalog import read_catalog, schema_exists
 from tests.migrations.project import run_psql
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 ADD_JOB = text("SELECT outboxq.add_job('greet', '{\"secret\": \"hunter2\"}')")
 # As Python's add_job does it, which needs no step 2.
@@ -128,7 +128,7 @@ def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, i
     with _downgrade_that_waits(installed) as (producer, waiting):
         producer.commit()
         with pytest.raises(DBAPIError, match="would drop jobs"):
-            waiting.result(timeout=30)
+            waiting.result(PATIENCE)
     assert read_catalog(database.url) == before
     with installed.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
@@ -221,7 +221,7 @@ def test_it_waits_for_an_open_transaction_and_sees_its_message(database: Databas
     with _downgrade_that_waits(installed, text(WHAT_COUNTS["a message"][0]), to=3) as (receiver, waiting):
         receiver.commit()
         with pytest.raises(DBAPIError, match="would forget messages"):
-            waiting.result(timeout=30)
+            waiting.result(PATIENCE)
     assert read_catalog(database.url) == before
 
 
@@ -229,7 +229,7 @@ def test_it_goes_on_when_the_open_transaction_rolls_back(database: Database, ins
     """A job that never came to be is no reason to refuse."""
     with _downgrade_that_waits(installed) as (producer, waiting):
         producer.rollback()
-        waiting.result(timeout=30)
+        waiting.result(PATIENCE)
     assert not schema_exists(database.url)
 
 

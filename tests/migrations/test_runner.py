@@ -21,7 +21,7 @@ from outboxq.statements import listen
 from outboxq.statements.version import schema_version
 from tests.migrations.catalog import is_empty, libpq_url, read_catalog, schema_exists
 from tests.migrations.project import run_psql
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 LATEST = migrations.LATEST
 
@@ -96,7 +96,7 @@ def test_a_second_migration_waits_for_the_first_and_finds_its_work_done(
             assert not waiting.done()
         finally:
             first.commit()
-        assert waiting.result(timeout=30) == (LATEST, LATEST)
+        assert waiting.result(PATIENCE) == (LATEST, LATEST)
 
 
 def test_many_migrations_at_once_all_succeed(database: Database, empty_engine: Engine) -> None:
@@ -106,7 +106,7 @@ def test_many_migrations_at_once_all_succeed(database: Database, empty_engine: E
 
     def upgrade(index: int) -> None:
         with (autocommit if index % 2 else empty_engine).begin() as connection:
-            start.wait(timeout=30)
+            start.wait(PATIENCE)
             migrations.upgrade(_operations(connection))
 
     with ThreadPoolExecutor(6) as pool:
@@ -152,7 +152,7 @@ def test_a_schema_of_any_name_works_from_end_to_end(database: Database, empty_en
                 psycopg.sql.Identifier(schema, "add_job")
             )
             producer.execute(call)
-        heard = list(relay.notifies(timeout=20, stop_after=1))
+        heard = list(relay.notifies(timeout=PATIENCE, stop_after=1))
         assert [(notice.channel, notice.payload) for notice in heard] == [(listen.channel_name(schema), "mail")]
         cursor.execute(psycopg.sql.SQL("DELETE FROM {}").format(psycopg.sql.Identifier(schema, "job")))
     with empty_engine.begin() as connection:

@@ -8,6 +8,7 @@ import pytest
 from outboxq.postgres import Database
 from outboxq.statements import listen
 from tests.migrations.catalog import libpq_url
+from tests.support.waiting import PATIENCE
 
 SCHEMA = "outboxq"
 SENTINEL = "(nothing more)"
@@ -37,7 +38,7 @@ class Relay:
         self.connection.execute("SELECT pg_notify(%s, %s)", [listen.channel_name(SCHEMA), SENTINEL])
         payloads: list[str] = []
         while SENTINEL not in payloads:
-            fresh = [notice.payload for notice in self.connection.notifies(timeout=20, stop_after=1)]
+            fresh = [notice.payload for notice in self.connection.notifies(timeout=PATIENCE, stop_after=1)]
             assert fresh, "no notification came"
             payloads += fresh
         return payloads[:-1]

@@ -6,8 +6,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# How long a broken program holds its test up. Nothing is held to it: on a busy machine a process starts in half a
+# minute.
+PATIENCE = 60.0
 
-def wait_until(condition: Callable[[], T], what: str, seconds: float = 20.0) -> T:
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
     """Poll until `condition` is true; its value. Fails, naming what was waited for, after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

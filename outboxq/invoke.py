@@ -191,6 +191,7 @@ class AsyncInvoker:
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
+    running = _with_its_cancellations(running)
     if seconds is None:
         return await running
     deadline = asyncio.timeout(seconds)
@@ -207,3 +208,17 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     if deadline.expired():
         raise HandlerTimedOut(seconds)
     return returned
+
+
+async def _with_its_cancellations(running: Awaitable[object]) -> object:
+    """Await a handler, and the cancellation that it asked for and did not wait for: the relay's own task is its too."""
+    task = asyncio.current_task()
+    assert task is not None
+    while task.cancelling():
+        # Left by the handler before.
+        task.uncancel()
+    try:
+        return await running
+    finally:
+        if task.cancelling():
+            await asyncio.sleep(0)

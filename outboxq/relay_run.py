@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
@@ -13,6 +13,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
     nullcontext,
+    suppress,
 )
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -232,11 +233,17 @@ class RelayRun:
             started.set_result(None)
             await self._loop_ends.wait()
 
-        thread = threading.Thread(target=asyncio.run, args=(main(),), name="outboxq-loop", daemon=True)
+        thread = threading.Thread(target=_run_loop, args=(main(),), name="outboxq-loop", daemon=True)
         thread.start()
         started.result()
         try:
             yield
+        except BaseException:
+            # A loop that ends cancels what is left in it: that is no failure of the jobs.
+            for runner in self._runners:
+                if runner.slot.flavour == "async":
+                    runner.abandon()
+            raise
         finally:
             assert self._loop is not None
             assert self._loop_ends is not None
@@ -368,6 +375,9 @@ class RelayRun:
             self._watch.look(self._runners)
         # Whoever is not done by now is rolled back.
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
+        # The ones that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
+        self._watch.relieve([runner for runner in late if runner.has_failed])
+        late = [runner for runner in late if not runner.has_failed]
         self._abandoned = self._watch.interrupt(late)
         for runner in late:
             runner.abandon()
@@ -378,6 +388,19 @@ class RelayRun:
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(_ANSWER_SECONDS)
+
+
+def _run_loop(main: Coroutine[object, object, None]) -> None:
+    """As asyncio.run, but for tasks that end the loop by a KeyboardInterrupt or a SystemExit: those are handlers' own.
+
+    Who awaits such a task, if anything does, meets its error there. Signals reach the main thread alone.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main)
+        while not task.done():
+            with suppress(KeyboardInterrupt, SystemExit):
+                loop.run_until_complete(task)
 
 
 def check_version(version: int | None, schema: str) -> None:

@@ -32,6 +32,7 @@ class SlotThread:
     ) -> None:
         bell = threading.Event()
         self.slot = Slot(shared, "sync", group.queues, bell.set)
+        self.has_failed = False
         self._failed = failed
         self._connection: Connection | None = None
         self._detached: DBAPIConnection | None = None
@@ -49,6 +50,7 @@ class SlotThread:
         try:
             serve_in_thread(self.slot, engine, bell)
         except BaseException as error:  # noqa: BLE001  # raised again by the relay
+            self.has_failed = True
             self._failed(error)
         finally:
             if self._detached is not None:
@@ -96,7 +98,7 @@ class SlotTask:
         self._loop_thread: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._answered = threading.Event()
-        self._is_abandoned = False
+        self.has_failed = False
         self._failed = failed
         self._connection: Connection | None = None
         self.slot = Slot(shared, "async", group.queues, self._wake)
@@ -129,8 +131,9 @@ class SlotTask:
         try:
             await serve_in_loop(self.slot, engine, self._bell)
         except BaseException as error:
-            if self._is_abandoned and isinstance(error, asyncio.CancelledError):
+            if self.slot.is_abandoned and isinstance(error, asyncio.CancelledError):
                 raise
+            self.has_failed = True
             # Raised again by the relay.
             self._failed(error)
         finally:
@@ -153,7 +156,7 @@ class SlotTask:
     def abandon(self) -> None:
         """Cancel the handler; its transaction is rolled back as the task ends."""
         # Not the future: cancelled, it would be done at once, whatever the task does.
-        self._is_abandoned = True
+        self.slot.is_abandoned = True
         if self._task is not None:
             self._call_soon(self._task.cancel)
 

@@ -62,6 +62,8 @@ class Slot:
         self.flavour: Flavour = flavour
         self.queues = queues
         self.sleeper = Sleeper(queues, wake)
+        # Its task was, or will be, cancelled by the relay.
+        self.is_abandoned = False
         self.progress: Progress | None = None
         # What is claimed under the lease besides the job that runs.
         self.held: Held | None = None
@@ -119,8 +121,7 @@ class Slot:
     def _is_interruption(self, error: BaseException) -> bool:
         # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. And a handler can cancel
         # the slot's task too.
-        is_over = self.shared.stopping.is_set() or self.is_seized()
-        return is_over and is_cancellation(error)
+        return self.is_abandoned and is_cancellation(error)
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""

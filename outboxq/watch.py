@@ -51,9 +51,13 @@ Pause: TypeAlias = Callable[[float], object]
 
 
 class Runner(Protocol):
-    """A slot on its thread or in its task."""
+    """A slot on its thread or in its task.
+
+    `has_failed`: it has ended by an error.
+    """
 
     slot: Slot
+    has_failed: bool
 
     def is_alive(self) -> bool: ...
 
@@ -129,6 +133,12 @@ class Watch:
             held = runner.slot.held
             if held is not None and runner not in self._relieving and held.wants_relief():
                 self._start(self._relieving, runner, partial(self._relieve, runner, held, tuple(runners)))
+
+    def relieve(self, runners: list[Runner]) -> None:
+        """Settle what slots still hold besides the job that ran when they ended."""
+        for runner in runners:
+            if (held := runner.slot.held) is not None:
+                self._start(self._relieving, runner, partial(self._relieve, runner, held))
 
     def interrupt(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.

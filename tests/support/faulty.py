@@ -138,6 +138,12 @@ def _dawdle(session: Session, marker: str) -> None:
     time.sleep(0.4)
 
 
+def _keyboard_interrupt(session: Session, marker: str) -> None:
+    """As Ctrl-C does elsewhere."""
+    del session, marker
+    raise KeyboardInterrupt
+
+
 FAULTS: dict[str, Callable[[Session, str], None]] = {
     "terminate": _terminate,
     "hold": _hold,
@@ -147,4 +153,5 @@ FAULTS: dict[str, Callable[[Session, str], None]] = {
     "segfault": _segfault,
     "exhaust-memory": _exhaust_memory,
     "dawdle": _dawdle,
+    "keyboard-interrupt": _keyboard_interrupt,
 }

@@ -5,6 +5,7 @@ thread calls it on its `Connection`, an event loop through `run_sync`.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -131,6 +132,16 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
     """
     spans = [Span("alone", range(len(progress.jobs)))] if progress.is_apart else arrange(progress, work)
     progress.one_run = spans[0].how if len(spans) == 1 and spans[0].how != "alone" else None
+    try:
+        _execute_spans(connection, progress, work, spans, shared=shared)
+    finally:
+        # Also of handlers that were not seen to their end.
+        work.guard.take_back()
+
+
+def _execute_spans(
+    connection: Connection, progress: Progress, work: Work, spans: Sequence[Span], *, shared: bool
+) -> None:
     for span in spans:
         if span.how == "shared" and run_shared(connection, progress, work, span.places, span.arguments):
             continue
@@ -210,7 +221,7 @@ def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilo
             progress.begin_commit()
             return None
         try:
-            return _certify(connection, progress, _following(connection, progress, pilot))
+            return _certify(connection, progress, _following(connection, progress, work, pilot))
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
@@ -233,8 +244,8 @@ def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilo
     raise AssertionError("the last try is recorded, whatever it came to")
 
 
-def _following(connection: Connection, progress: Progress, pilot: Pilot) -> ClaimRequest | None:
-    return None if is_listened_to(connection) else pilot.following(progress)
+def _following(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> ClaimRequest | None:
+    return None if is_listened_to(connection) or work.guard.left else pilot.following(progress)
 
 
 def is_listened_to(connection: Connection) -> bool:

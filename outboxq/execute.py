@@ -255,6 +255,7 @@ def _attempt(
     finally:
         work.guard.let_go()
     closed = opened.close()
+    work.guard.take_back()
     if kept and closed:
         return result
     intact = closed and place.is_intact

@@ -1,17 +1,25 @@
-"""The guard on a relay's connection: while a handler runs, transaction verbs are refused before they are sent.
+"""The guard on a relay's connection. All that a handler does with the connection passes here.
 
-What goes around SQLAlchemy (the driver's own cursor) is not seen here; the certificate finds it.
+While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
+own connection, is not seen; the certificate finds what it did to the transaction.
+
+Each job works with a connection that is lent to it and closed behind it: what it left behind, a thread perhaps, has
+none of the next job's. And the guard knows whether something of a handler's may outlive its transaction on the server:
+then the slot starts its next job on another connection.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, NestedTransaction, PoolProxiedConnection, event
+from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 
 from outboxq.driver import driver_connection, run_script
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
+from outboxq.session_state import NOTHING, left_by
 from outboxq.sql_words import first_word, leading_words
 
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
@@ -87,43 +95,60 @@ class _Seal(Savepoint):
 
 
 class Watcher(Protocol):
-    """Who is told what becomes of the connection."""
+    """Callbacks for everything that anybody sends on the connection through SQLAlchemy, or may send beside it.
+
+    The relay's own scripts (`run_script`) are not told of.
+    """
 
     def sees(self, statement: str) -> None:
-        """It is about to be sent."""
+        """A statement is about to be sent. What is raised here keeps it from being sent."""
         ...
 
     def hands_out(self) -> None:
-        """The driver's own connection is taken, which can be used unseen."""
+        """The driver's own connection or cursor is about to be taken or used, and then goes unseen."""
         ...
 
 
 class _Watched(Connection):
-    """A connection that says when the driver's own is taken from it, also by way of a result."""
+    """A connection that says when the driver's own is taken from it, also by way of a result.
 
-    outboxq_guard: "Guard"
+    `outboxq_guard` is None once it was lent and taken back.
+    """
+
+    outboxq_guard: "Guard | None"
 
     @property
     def connection(self) -> PoolProxiedConnection:
-        guard = self.outboxq_guard
-        if guard.watcher is not None:
-            guard.watcher.hands_out()
-        elif guard.opener is not None:
-            # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
-            guard.opener()
+        if self.outboxq_guard is not None:
+            self.outboxq_guard.hands_out()
         return super().connection
 
 
 def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
-    """The driver's cursors, which lead to its connection too."""
+    """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
 
     class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
         @property
         def connection(self) -> object:
-            watcher = guard.watcher
-            if watcher is not None and not _is_asked_by_driver():
-                watcher.hands_out()
+            if guard.is_handlers_turn and not _is_asked_by_driver():
+                guard.hands_out()
             return super().connection
+
+        def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().execute(query, *args, **kwargs)
+
+        def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().executemany(query, *args, **kwargs)
+
+        def stream(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().stream(*args, **kwargs)
+
+        def copy(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().copy(*args, **kwargs)
 
     return Watched
 
@@ -140,15 +165,27 @@ class Guard:
     `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
     connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
     the driver's connection.
+
+    Args:
+        harmless: Functions that are known to leave nothing on the connection. Others add to it.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, harmless: AbstractSet[str] = frozenset()) -> None:
         self.savepoint: Savepoint | None = None
         self.opener: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
+        # What of a handler's may outlive its transaction on this connection, in words that hold no value; then the
+        # functions that may do so, if it is they alone.
+        self.left: str | None = None
+        self.called: AbstractSet[str] = frozenset()
+        self._harmless = harmless
         self._connection = connection
+        self._lent: list[Connection] = []
+        # As SQLAlchemy gives it to the driver's cursor.
+        self._announced: str | None = None
         # Of a test, around all of its jobs.
         self._around = connection.get_nested_transaction()
+        self._options = connection.get_execution_options()
         # Its events and its transaction are tied to the object: another one could not stand in for it.
         self._class = type(connection)
         connection.__class__ = _Watched
@@ -181,40 +218,129 @@ class Guard:
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
         self.savepoint = Savepoint(self._connection) if seal is None else _Seal(self._connection, seal)
 
+    def lend(self) -> Connection:
+        """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
+        lent = object.__new__(type(self._connection))
+        # One state for both: SQLAlchemy keeps transaction and savepoints there.
+        lent.__dict__ = self._connection.__dict__
+        self._lent.append(lent)
+        return lent
+
+    def take_back(self) -> None:
+        """Close what was lent, for whatever of its job goes on, and undo what its job set on it."""
+        while self._lent:
+            closed = {"_dbapi_connection": None, "_Connection__can_reconnect": False, "outboxq_guard": None}
+            none = {"_transaction": None, "_nested_transaction": None}
+            self._lent.pop().__dict__ = {**self._connection.__dict__, **closed, **none}
+        self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
+
+    def hands_out(self) -> None:
+        """The driver's own connection is taken."""
+        if self.watcher is not None:
+            self.watcher.hands_out()
+        elif self.opener is not None:
+            # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
+            self.opener()
+        if self.is_handlers_turn:
+            self.left = "the driver's own connection"
+
+    def sends(self, query: object) -> None:
+        """One of the driver's cursors sends this: for SQLAlchemy, or by itself."""
+        announced, self._announced = self._announced, None
+        if query is not None and query is announced:
+            return
+        if self.watcher is not None:
+            self.watcher.hands_out()
+        if self.is_handlers_turn and isinstance(query, str):
+            self._note(query, {})
+        elif self.is_handlers_turn:
+            self.left = "the driver's own cursor"
+
     def _before_execute(
-        self, _connection: object, _cursor: object, statement: str, _parameters: object, _context: object, _many: bool
+        self,
+        _connection: object,
+        _cursor: object,
+        statement: str,
+        parameters: object,
+        context: ExecutionContext | None,
+        many: bool,
     ) -> None:
         if self.opener is not None:
             self.opener()
         if self.watcher is not None:
             self.watcher.sees(statement)
-        if self.savepoint is None:
-            return
+        if self.savepoint is not None:
+            self._admit(statement, self.savepoint)
+            self._note(_looked_at(statement, context), {} if many else parameters)
+        # Last: those above may have sent something themselves.
+        self._announced = statement
+
+    def _admit(self, statement: str, savepoint: Savepoint) -> None:
         verb = _refused_verb(statement)
         if verb:
             raise TransactionVerbRefused(
                 f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
             )
-        if not self.savepoint.is_active and not statement.startswith("ROLLBACK TO"):
+        if not savepoint.is_active and not statement.startswith("ROLLBACK TO"):
             # Its savepoint is gone: what it wrote now would survive its own failure.
             raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
+    def _note(self, statement: str, parameters: object) -> None:
+        """Note what a handler's statement may leave on the connection."""
+        leavings = left_by(statement)
+        if leavings is NOTHING or self.left is not None:
+            return
+        unknown = leavings.functions - self._harmless
+        given = parameters if isinstance(parameters, Mapping) else {}
+        if leavings.what is not None:
+            self.left = leavings.what
+        elif any(given.get(name) is not True for name in leavings.only_local):
+            self.left = "set_config()"
+        elif unknown:
+            self.left = f"{min(unknown)}()"
+            self.called = unknown
+
     def _before_commit(self, _connection: object) -> None:
-        if self._handler_runs():
+        if self.is_handlers_turn:
             raise TransactionVerbRefused("the handler committed the relay's connection: return, and the relay commits")
 
     def _before_rollback(self, _connection: object) -> None:
-        if self._handler_runs():
+        if self.is_handlers_turn:
             raise TransactionVerbRefused(
                 "the handler rolled back the relay's connection: raise, and the relay undoes it"
             )
 
-    def _handler_runs(self) -> bool:
+    @property
+    def is_handlers_turn(self) -> bool:
+        """Whether a handler runs."""
         return self.savepoint is not None or self.opener is not None
 
     def let_go(self) -> None:
         """No handler runs any more."""
         self.savepoint = self.opener = self.watcher = None
+
+
+def lend(connection: Connection) -> Connection:
+    """The connection for one job: of its guard, if it has one."""
+    guard: Guard | None = connection.__dict__.get("outboxq_guard")
+    return connection if guard is None else guard.lend()
+
+
+def is_same(connection: Connection, other: Connection | None) -> bool:
+    """Whether one of them is the other, or lent from it."""
+    return other is not None and connection.__dict__ is other.__dict__
+
+
+def _looked_at(statement: str, context: ExecutionContext | None) -> str:
+    """The text that says what a statement does: as it was compiled, if it is that, without all of its values."""
+    compiled = None if context is None else context.compiled
+    if context is None or compiled is None or compiled.string is None:
+        return statement
+    if statement is context.statement:
+        return compiled.string
+    # Sent in pieces. Defaults that are read before an INSERT have its context too.
+    is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and statement.startswith("INSERT ")
+    return compiled.string if is_piece else statement
 
 
 def may_end_transaction(statement: str) -> bool:

@@ -223,13 +223,15 @@ def _work_off_held(
 ) -> tuple[BatchReport, Claimed | None]:
     """Run what is held and settle it; what was claimed with that."""
     claimed: Claimed | None = None
-    while (job := held.begin(allowed=holder.may_begin())) is not None:
+    # What one leaves on the connection must not meet the next: those behind it wait in the queue again.
+    while (job := held.begin(allowed=not work.guard.left and holder.may_begin())) is not None:
         claimed = _run_one(connection, held, job, work, holder)
     holder.runs(None)
     events = held.parked()
     if not held.is_worked_off:
         # Without a claim that follows, claims do not grow: to listeners each job has a transaction of its own.
-        following = None if is_listened_to(connection) else holder.following_held(held)
+        ends_here = work.guard.left or is_listened_to(connection)
+        following = None if ends_here else holder.following_held(held)
         settled, claimed = _settle(connection, held, work.schema, following)
         events += settled
     return BatchReport(len(held.jobs), events), claimed

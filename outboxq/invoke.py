@@ -16,6 +16,7 @@ from outboxq.context import AsyncContext, Context
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import HandlerTimedOut
+from outboxq.guard import lend
 from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
 
@@ -147,7 +148,7 @@ class SyncInvoker:
         self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
     ) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        session = session_class(bind=connection, **SESSION_OPTIONS)
+        session = session_class(bind=lend(connection), **SESSION_OPTIONS)
         session.opener = opener
         return session
 
@@ -169,8 +170,8 @@ class AsyncInvoker:
         self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
     ) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
-        del connection
-        self._session = AsyncOutboxSession(bind=self._connection, sync_session_class=session_class, **SESSION_OPTIONS)
+        lent = AsyncConnection(self._connection.engine, lend(connection))
+        self._session = AsyncOutboxSession(bind=lent, sync_session_class=session_class, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, LazySession)
         session.opener = opener

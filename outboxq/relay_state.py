@@ -2,11 +2,12 @@
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outboxq.callers import Callers
 from outboxq.cursors import Sweeps
 from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried
+from outboxq.functions import Functions
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
 from outboxq.lookout import Lookout
@@ -56,3 +57,4 @@ class Shared:
     stopping: threading.Event
     tally: Tally
     lock: threading.Lock
+    functions: Functions = field(default_factory=Functions)

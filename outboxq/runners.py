@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
 from outboxq.driver import dbapi_connection, transaction_status
+from outboxq.guard import is_same
 from outboxq.relay_state import Shared
 from outboxq.serve import serve_in_loop, serve_in_thread
 from outboxq.slot import Slot
@@ -114,7 +115,7 @@ class SlotTask:
         psycopg has cancelled its query in the server, and the savepoint contains that as it does any error.
         """
         connection = context.connection
-        if connection is None or connection is not self._connection:
+        if connection is None or not is_same(connection, self._connection):
             return
         if isinstance(context.original_exception, asyncio.CancelledError) and transaction_status(connection) in (
             TransactionStatus.INTRANS,

@@ -35,7 +35,7 @@ def serve_in_thread(slot: Slot, engine: Engine, bell: threading.Event) -> None:
             options = connection_options(engine, slot.shared.schema)
             with engine.connect().execution_options(**options) as connection, _not_returned(connection):
                 work = slot.prepare(connection, SyncInvoker())
-                while not stopping.is_set():
+                while not (stopping.is_set() or slot.needs_connection(work)):
                     if not slot.work_once(connection, work) and _rest_in_thread(slot, connection, work, bell):
                         return
         except Abandoned:
@@ -90,7 +90,7 @@ async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) ->
                 await connection.execution_options(**connection_options(engine, slot.shared.schema))
                 try:
                     work = await connection.run_sync(slot.prepare, AsyncInvoker(connection))
-                    while not stopping.is_set():
+                    while not (stopping.is_set() or slot.needs_connection(work)):
                         if not await connection.run_sync(slot.work_once, work) and await _rest_in_loop(
                             slot, connection.run_sync, work, bell
                         ):

@@ -69,6 +69,7 @@ class Slot:
         self.held: Held | None = None
         self._claims = Claims(shared, queues)
         self._asleep = False
+        self._told: set[str] = set()
         self._lease_waits = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._looked = shared.lookout.latest
@@ -89,6 +90,7 @@ class Slot:
     def prepare(self, connection: Connection, invoker: Invoker) -> Work:
         """Set the connection up for claiming."""
         self._claims.connected(connection)
+        self.shared.functions.answer(connection)
         work = self.work_on(connection, invoker)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
@@ -109,7 +111,7 @@ class Slot:
             shared.registry,
             shared.state,
             invoker,
-            Guard(connection),
+            Guard(connection, shared.functions.harmless),
             shared.schema,
             shared.max_crashes,
             epoch,
@@ -122,6 +124,17 @@ class Slot:
         # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. And a handler can cancel
         # the slot's task too.
         return self.is_abandoned and is_cancellation(error)
+
+    def needs_connection(self, work: Work) -> bool:
+        """Whether the next job has to start on another connection, because a handler left something on this one."""
+        left = work.guard.left
+        if left is None:
+            return False
+        self.shared.functions.ask_for(work.guard.called)
+        if left not in self._told:
+            self._told.add(left)
+            logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
+        return True
 
     def work_once(self, connection: Connection, work: Work) -> bool:
         """Claim and run one batch from the first queue that has one; False where nothing waits."""

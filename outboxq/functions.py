@@ -1,0 +1,37 @@
+"""Functions of the user's database that handlers have called: which of them leave nothing on a connection.
+
+The catalogue is asked once for each name, when a slot connects anew because of it. By PostgreSQL's rules a function
+that is declared IMMUTABLE or STABLE has no side effects.
+"""
+
+from collections.abc import Set as AbstractSet
+
+from sqlalchemy import Connection
+
+from outboxq.driver import run_alone
+from outboxq.statements.functions import functions_without_side_effects
+
+# A statement with a name that changes all the time must not fill the memory.
+_MOST = 10_000
+
+
+class Functions:
+    """What a relay's slots have learned. Any thread may ask; at worst two ask the same."""
+
+    def __init__(self) -> None:
+        self.harmless: set[str] = set()
+        self._asked: set[str] = set()
+        self._unanswered: set[str] = set()
+
+    def ask_for(self, names: AbstractSet[str]) -> None:
+        """Have these looked up on the next connection, unless they were before."""
+        if len(self._asked) < _MOST:
+            self._unanswered |= names - self._asked
+
+    def answer(self, connection: Connection) -> None:
+        """Look up what was asked for, if anything."""
+        names = frozenset(self._unanswered)
+        if names:
+            self.harmless.update(str(name) for (name,) in run_alone(connection, functions_without_side_effects(names)))
+            self._asked |= names
+            self._unanswered -= names

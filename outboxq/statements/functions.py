@@ -1,0 +1,29 @@
+"""What the catalogue says of functions."""
+
+from collections.abc import Iterable
+
+from psycopg import sql
+
+_SIDE_EFFECTS = sql.SQL("""
+WITH called AS (
+    SELECT p.oid, p.proname, p.provolatile, p.prokind FROM pg_catalog.pg_proc AS p WHERE p.proname = ANY ({names})
+), parts AS (
+    SELECT called.proname, called.provolatile FROM called WHERE called.prokind <> 'a'
+    UNION ALL
+    SELECT called.proname, part.provolatile
+    FROM called
+    JOIN pg_catalog.pg_aggregate AS a ON a.aggfnoid = called.oid
+    JOIN pg_catalog.pg_proc AS part ON part.oid IN (
+        a.aggtransfn, a.aggfinalfn, a.aggcombinefn, a.aggmtransfn, a.aggminvtransfn, a.aggmfinalfn
+    )
+)
+SELECT proname::text FROM parts GROUP BY proname HAVING bool_and(provolatile <> 'v')
+""")
+
+
+def functions_without_side_effects(names: Iterable[str]) -> str:
+    """A row for each of these names that has functions, none of them VOLATILE, nor any part of an aggregate.
+
+    Index: pg_proc_proname_args_nsp_index, and those of the oids. No locks.
+    """
+    return _SIDE_EFFECTS.format(names=sql.Literal(sorted(names))).as_string(None)

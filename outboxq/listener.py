@@ -116,8 +116,13 @@ class Listener:
                 continue
             try:
                 self._serve(connection.pgconn)
-            except (psycopg.Error, OSError) as error:
-                logger.debug("the listening connection was lost", extra={"error_type": type(error).__name__})
+            except Exception as error:  # noqa: BLE001  # a thread that ends would leave its relay polling for good
+                is_loss = isinstance(error, psycopg.Error | OSError)
+                logger.log(
+                    logging.DEBUG if is_loss else logging.WARNING,
+                    "the listening connection was lost" if is_loss else "the listener failed, and begins again",
+                    extra={"error_type": type(error).__name__},
+                )
             finally:
                 # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
                 connection.pgconn.finish()
@@ -171,7 +176,7 @@ class Listener:
         self._sleepers.add(request.sleeper)
         try:
             self._raise_flags(connection, request.sleeper.queues)
-        except psycopg.Error:
+        except Exception:
             _answer(request, False)
             raise
         _answer(request, self._flags.issuperset(request.sleeper.queues))

@@ -18,7 +18,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
     """Within the block the first SIGTERM or SIGINT calls `stop`, and the next one ends the process by that signal.
 
-    Only in the main thread; elsewhere they are the program's own.
+    Only in the main thread; elsewhere they are the program's own. So is one whose handler was installed from C, as by a
+    program that embeds Python: Python could not put it back.
 
     Args:
         before_death: Called between the second signal and the end. Without it the kernel ends the process by itself,
@@ -34,7 +35,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     _call_at_word(read_end, stop)
 
     def ask(_number: int, _frame: FrameType | None) -> None:
-        for number in _SIGNALS:
+        for number in previous:
             signal.signal(number, signal.SIG_DFL if before_death is None else end)
         os.write(write_end, b"!")
 
@@ -46,8 +47,10 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    previous = {number: signal.signal(number, ask) for number in _SIGNALS}
+    previous = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
     try:
+        for number in previous:
+            signal.signal(number, ask)
         yield
     finally:
         for number, handler in previous.items():

@@ -1,19 +1,23 @@
 """Enqueue: a job becomes a row in the caller's own transaction.
 
 The jobs of a flush are one pending object in the caller's unit of work, so that savepoints, rollbacks and autoflush are
-SQLAlchemy's: opening a savepoint flushes it, rolling one back expunges it. Its flush is one INSERT for 1,000 jobs. Only
-a job that waits for the primary key of a pending entity is kept aside, and inserted right after the flush that gives
-its key; a rollback before that forgets both, and a commit without that flush is refused.
+SQLAlchemy's: opening a savepoint flushes it, rolling one back expunges it. The flush begins with one INSERT for 1,000
+jobs, before hooks of users see the object. Only a job that waits for the primary key of a pending entity is kept aside,
+and inserted right after the flush that gives its key.
+
+What was added in a transaction or savepoint is remembered for as long as that stands: a COMMIT without any of it is
+refused.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count, islice
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Insert, event, text
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapper, Session, SessionTransaction, UOWTransaction, object_session
+from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
 
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.job import uuid7s
@@ -26,17 +30,21 @@ from outboxq.sessions import (
     outbox_bind,
     plain_session,
     refuse_autocommit,
+    transaction_connection,
     type_name,
 )
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
-from outboxq.tables import JobRow, job
+from outboxq.tables import JobRow, job, job_mapper
 
 _BATCH = "outboxq.batch"
 WAITING = "outboxq.waiting"
 # What a session's `info` holds of this module.
 OURS = frozenset({_BATCH, WAITING})
+_CONNECTION = "outboxq.connection"
 # Tells batches apart in their session's identity map.
 _numbers = count(1)
+# The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
+_QUEUES_ANNOUNCED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,18 @@ class _Waiting:
     id: str
     job: NewJob
     transaction: SessionTransaction | None
+
+
+@dataclass(slots=True)
+class _Added:
+    """What was added in one transaction or savepoint, and the queues of what was inserted."""
+
+    batches: list[JobRow] = field(default_factory=list)
+    queues: set[str] = field(default_factory=set)
+
+
+# With its transaction goes what was rolled back: there is nothing to clean up.
+_added: WeakKeyDictionary[SessionTransaction, _Added] = WeakKeyDictionary()
 
 
 class OutboxSession(Session):
@@ -155,10 +175,33 @@ def _pending_batch(session: Session) -> JobRow | None:
 
 def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) -> None:
     if batch is None:
-        batch = JobRow(next(_numbers))
+        job_mapper()
+        batch = JobRow(next(_numbers), _flush_batch)
         session.add(batch)
         session.info[_BATCH] = batch
+        _remember(session, batch)
+    assert batch.jobs is not None
     batch.jobs.update(jobs)
+
+
+def _remember(session: Session, batch: JobRow) -> None:
+    added = _added.setdefault(next(_transactions(session)), _Added())
+    # Of a long transaction with many flushes only what is still to be written.
+    added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
+
+
+def _transactions(session: Session) -> Iterator[SessionTransaction]:
+    """The session's savepoints and its transaction, as far as they stand, the innermost first."""
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    while transaction is not None:
+        yield transaction
+        transaction = transaction.parent
+
+
+def _unwritten(session: Session) -> list[JobRow]:
+    """What was added in the session's transaction and not rolled back, as far as it is not in the table yet."""
+    added = filter(None, map(_added.get, _transactions(session)))
+    return [batch for each in added for batch in each.batches if batch.jobs is not None]
 
 
 def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
@@ -173,13 +216,8 @@ def _prepare(session: Session) -> None:
     bind = outbox_bind(session)
     if isinstance(bind, Connection):
         refuse_autocommit(bind)
-    elif is_autocommit_by_default(session, bind):
+    elif bind is not None and is_autocommit_by_default(session, bind):
         raise autocommit_error()
-    # On the dialect: engine.execution_options() makes engines for a moment, which share it.
-    if not event.contains(bind.dialect, "handle_error", _explain_missing_tables):
-        event.listen(bind.dialect, "handle_error", _explain_missing_tables)
-    if not (isinstance(session, OutboxSession) or event.contains(session, "before_flush", _before_flush)):
-        event.listen(session, "before_flush", _before_flush)
 
 
 def _watch_for_keys(session: Session) -> None:
@@ -190,43 +228,66 @@ def _watch_for_keys(session: Session) -> None:
         event.listen(session, "after_transaction_end", _after_transaction_end)
 
 
-def _before_flush(session: Session, _context: UOWTransaction, _instances: object) -> None:
+def _before_flush(session: Session, context: UOWTransaction, _instances: object) -> None:
+    batch = _pending_batch(session)
+    if batch is None and not session.info.get(WAITING):
+        return
+    connection = transaction_connection(session)
     # Before any row of the flush, the business rows' included: they would be committed without their jobs.
-    if session.info.get(WAITING) or _pending_batch(session) is not None:
-        refuse_autocommit(session.connection(bind_arguments={"mapper": JobRow}))
+    refuse_autocommit(connection)
+    context.attributes[_CONNECTION] = connection
+    if batch is not None:
+        Session.expunge(session, batch)
+        _write(session, connection, batch)
 
 
-# For all sessions of the class at once: listening to each costs more than its jobs.
-event.listen(OutboxSession, "before_flush", _before_flush)
-
-
-@event.listens_for(JobRow, "before_insert")
-def _flush_batch(_mapper: Mapper[JobRow], connection: Connection, batch: JobRow) -> None:
+def _flush_batch(connection: Connection, batch: JobRow) -> None:
+    """Write what was added after `_before_flush`, by a hook of that flush."""
     session = object_session(batch)
     assert session is not None
-    # Taken out: what is added from here on, by an event of this flush, is for the next one.
-    jobs, batch.jobs = batch.jobs, None
+    refuse_autocommit(connection)
+    _write(session, connection, batch)
+
+
+def _write(session: Session, connection: Connection, batch: JobRow) -> None:
+    if batch not in _unwritten(session):
+        raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
+    # What is added from here on, by an event of this flush, is for the next one.
     session.info.pop(_BATCH, None)
-    _insert(session, connection, jobs or {})
+    _insert(session, connection, batch.jobs or {})
+    # Last: what an error has kept out of the table is missed at the commit.
+    batch.jobs = None
 
 
 def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    if session.twophase:
-        # PREPARE TRANSACTION refuses a transaction that has notified. Local, and per flush: a rolled back savepoint
-        # takes the setting with it.
+    # On the dialect: engine.execution_options() makes engines for a moment, which share it.
+    if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
+        event.listen(connection.dialect, "handle_error", _explain_missing_tables)
+    if session.twophase or _are_too_many(session, jobs):
+        # PREPARE TRANSACTION refuses a transaction that has notified; relays find such jobs when they poll. Local, and
+        # per flush: a rolled back savepoint takes the setting with it.
         connection.execute(text("SELECT set_config('outboxq.notify', 'off', true)"))
     rest = iter(jobs.items())
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
 
 
-def _after_flush(session: Session, _context: UOWTransaction) -> None:
+def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:
+    """Whether, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
+    *_, root = _transactions(session)
+    queues = _added.setdefault(root, _Added()).queues
+    queues.update({envelope.queue for envelope in {new.envelope for new in jobs.values()}})
+    return len(queues) > _QUEUES_ANNOUNCED
+
+
+def _after_flush(session: Session, context: UOWTransaction) -> None:
     waiting: list[_Waiting] = session.info.get(WAITING, [])
     ready = {item.id: item for item in waiting if _has_keys(session, item)}
     if not ready:
         return
     session.info[WAITING] = [item for item in waiting if item.id not in ready]
-    connection = session.connection(bind_arguments={"mapper": JobRow})
+    # A hook of this flush may have added the first that waits.
+    connection = context.attributes.get(_CONNECTION) or transaction_connection(session)
     _insert(session, connection, {job_id: item.job.complete() for job_id, item in ready.items()})
 
 
@@ -234,6 +295,23 @@ def _has_keys(session: Session, item: _Waiting) -> bool:
     return not item.job.pending_entities() and all(
         object_session(entity) is session for entity in (item.job.pending or {}).values()
     )
+
+
+def _refuse_to_lose_jobs(session: Session) -> None:
+    """Refuse to commit without a job that left the session unwritten. What is still pending, the commit flushes."""
+    lost = [batch.jobs or {} for batch in _unwritten(session) if object_session(batch) is not session]
+    if lost:
+        count, kinds = sum(map(len, lost)), {new.kind for jobs in lost for new in jobs.values()}
+        raise EnqueueError(
+            f"{count} {'job' if count == 1 else 'jobs'} ({', '.join(map(repr, sorted(kinds)))}) left this session "
+            "before being written, by expunge(), expunge_all() or a flush that failed, and would be lost: roll back"
+        )
+
+
+# For all sessions at once: listening to each costs more than its jobs. Ahead of hooks that were there before, which
+# would meet an object of ours.
+event.listen(Session, "before_flush", _before_flush, insert=True)
+event.listen(Session, "before_commit", _refuse_to_lose_jobs, insert=True)
 
 
 def _before_commit(session: Session) -> None:

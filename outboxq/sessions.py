@@ -5,10 +5,13 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.errors import EnqueueError, SchemaError
-from outboxq.tables import JobRow
+from outboxq.shards import shard_of_rows
+from outboxq.tables import JobRow, job_mapper
+from outboxq.tables import metadata as ours
 
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 
@@ -35,27 +38,60 @@ def type_name(value: object) -> str:
     return type(value).__name__
 
 
-def outbox_bind(session: Session) -> Engine | Connection:
-    """Where the session's own rows of the outbox and the inbox go.
+def outbox_bind(session: Session) -> Engine | Connection | None:
+    """Where the session's own rows of the outbox and the inbox go; None if a ShardedSession has to choose. No I/O.
 
     Raises:
-        EnqueueError: nowhere, or to another database than PostgreSQL.
+        EnqueueError: nowhere, to another database than PostgreSQL, or where none of the session's own rows go.
     """
+    if isinstance(session, ShardedSession):
+        return None
     try:
         # A handler's session begins its transaction where it is asked for its bind.
-        bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=JobRow)
+        bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
     except UnboundExecutionError as error:
         raise EnqueueError(
             "this session is not bound to a database for the outbox: give the session a bind, or add "
             "`outboxq.tables.JobRow: engine` to its binds, with the engine that your business rows use"
         ) from error
     _check_dialect(bind)
+    _refuse_second_transaction(session, bind)
     return bind
 
 
 def _check_dialect(bind: Engine | Connection) -> None:
     if bind.dialect.name != "postgresql":
         raise EnqueueError(f"the outbox needs PostgreSQL, but this session is bound to {bind.dialect.name}")
+
+
+def _refuse_second_transaction(session: Session, bind: Engine | Connection) -> None:
+    """Refuse `binds` by which jobs would have a transaction of their own; two-phase commit makes one of the two."""
+    # Named differently in SQLAlchemy 2.0.
+    binds: dict[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
+    if not binds or session.twophase:
+        return
+    theirs = [other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours]
+    if session.bind is not None:
+        theirs.append(session.bind)
+    if theirs and bind not in theirs:
+        raise EnqueueError(
+            "this session's binds give jobs a transaction of their own, which may commit without your rows, or your "
+            "rows without it: bind outboxq.tables.JobRow to the very engine object that your business rows use"
+        )
+
+
+def transaction_connection(session: Session) -> Connection:
+    """The connection of the session's transaction for rows of ours.
+
+    Raises:
+        EnqueueError: it leads to another database than PostgreSQL, or no shard can be chosen.
+    """
+    arguments: dict[str, Any] = {"mapper": job_mapper()}
+    if isinstance(session, ShardedSession):
+        arguments["shard_id"] = shard_of_rows(session)
+    connection = session.connection(bind_arguments=arguments)
+    _check_dialect(connection)
+    return connection
 
 
 def outbox_connection(session: Session | Connection, what: str) -> Connection:
@@ -70,7 +106,7 @@ def outbox_connection(session: Session | Connection, what: str) -> Connection:
     else:
         plain = plain_session(session, what)
         outbox_bind(plain)
-        connection = plain.connection(bind_arguments={"mapper": JobRow})
+        connection = transaction_connection(plain)
     refuse_autocommit(connection)
     return connection
 

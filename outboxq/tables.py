@@ -1,5 +1,7 @@
 """The tables as this version of the code sees them; `migrations/` makes them, and a test holds the two together."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import (
@@ -22,12 +24,13 @@ from sqlalchemy import (
     cast,
     event,
     func,
+    inspect,
     select,
     text,
     type_coerce,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import registry
+from sqlalchemy.orm import Mapper, registry
 from sqlalchemy.sql.elements import BindParameter, ColumnElement
 from sqlalchemy.types import TypeEngine, UserDefinedType
 
@@ -251,16 +254,43 @@ class JobRow:
     Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
     it. Until then it is pending, which makes savepoints, rollbacks and autoflush SQLAlchemy's own. Never returned to
     callers.
+
+    Args:
+        number: Tells it apart from others in its session's identity map.
+        write: Called with the connection and this object when a flush comes to it.
     """
 
-    jobs: Any
+    # For hooks of users that ask every object of a session for its table.
+    __tablename__ = job.name
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, write: "Callable[[Connection, JobRow], None]") -> None:
         self.number = number
-        # What `enqueue` keeps here; None once it is sent.
-        self.jobs = {}
+        self.write = write
+        # By their ids in hex; None once they are written.
+        self.jobs: dict[str, Any] | None = {}
 
 
 # Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
 _numbered = select(func.max(job.c.seq).label("number")).subquery("jobs")
-registry(metadata=metadata).map_imperatively(JobRow, _numbered, primary_key=[_numbered.c.number], eager_defaults=False)
+_mapping = threading.Lock()
+
+
+def job_mapper() -> Mapper[JobRow]:
+    """The mapping of `JobRow`, made anew after `clear_mappers()`, which takes everybody's away."""
+    found: Mapper[JobRow] | None = inspect(JobRow, raiseerr=False)
+    if found is None:
+        with _mapping:
+            found = inspect(JobRow, raiseerr=False) or _map()
+    return found
+
+
+def _map() -> Mapper[JobRow]:
+    mapper = registry(metadata=metadata).map_imperatively(
+        JobRow, _numbered, primary_key=[_numbered.c.number], eager_defaults=False
+    )
+    JobRow.__table__ = job  # type: ignore[attr-defined]  # as above, in the place of the query
+    event.listen(mapper, "before_insert", lambda _mapper, connection, row: row.write(connection, row))
+    return mapper
+
+
+job_mapper()

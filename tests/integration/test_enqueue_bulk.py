@@ -223,7 +223,7 @@ def test_a_batch_that_postgresql_refuses_fails_its_flush(session: Session, store
     add_jobs(session, [kind.job(cents=1)])
     with pytest.raises(IntegrityError, match="queue_name_bytes"):
         session.flush()
-    with pytest.raises(Exception, match="rolled back"):
+    with pytest.raises(EnqueueError, match="roll back"):
         session.commit()
     session.rollback()
     assert stored() == []

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, add_job, add_jobs, external
+from outboxq.errors import SchemaError
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 
@@ -191,5 +192,7 @@ def test_engines_made_for_a_moment_leave_nothing_behind(outboxq_database: Databa
         translated = engine.execution_options(schema_translate_map={"outboxq": f"tenant{number}"})
         with Session(translated) as session:
             add_job(session, credit)
+            with pytest.raises(SchemaError):
+                session.flush()
     assert len(list(engine.dialect.dispatch.handle_error)) == 1
     engine.dispose()

@@ -1,0 +1,177 @@
+"""Handlers that run programs: one for each sort of arguments, registered as batchable or not."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy.orm import make_transient_to_detached
+
+from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, Retry, Snooze
+from outboxq.enqueue import add_job
+from outboxq.handlers import AnyHandler
+from tests.fuzz import steps_changing, steps_reading, steps_sending, steps_session  # noqa: F401  # they register
+from tests.fuzz.frame import STEPS, Frame, new_row, seen
+from tests.fuzz.models import CLASSES
+from tests.fuzz.program import Block, Ending, Flavour, Given, Step, Task
+
+# A failed attempt comes again when the lane promotes it, and once.
+RETRY = Backoff(max_attempts=2, first_seconds=3600, jitter=0)
+_LATER = timedelta(hours=1)
+# Coroutines do these without a thought of I/O.
+_AT_ONCE = frozenset({"change", "put", "express", "put_extra", "see", "note", "notes_of_all", "chain", "tell"})
+
+
+class ProgrammedError(Exception):
+    """A handler was told to fail."""
+
+
+@dataclass
+class Ledger:
+    """What the handlers of a lane are to do, and what each saw when it last ran (a run that is undone comes again)."""
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    seen: dict[str, list[object]] = field(default_factory=dict)
+    calls: int = 0
+
+    def begin(self, name: str, attempt: int) -> list[object]:
+        self.calls += 1
+        self.seen[f"{name}, attempt {attempt}"] = log = []
+        return log
+
+
+class Handlers:
+    """The handlers of a lane, by what they are given."""
+
+    def __init__(self, ledger: Ledger, *, batchable: bool) -> None:
+        self.jobs = Jobs()
+        self._ledger = ledger
+        self._batchable = batchable
+        self._by_kind: dict[tuple[Flavour, tuple[tuple[str, bool], ...]], AnyHandler] = {}
+        shapes: list[tuple[tuple[str, bool], ...]] = [()]
+        shapes += [((name, optional),) for name in CLASSES for optional in (False, True)]
+        shapes += [((one, False), (two, False)) for one in CLASSES for two in CLASSES]
+        for flavour in ("sync", "async"):
+            for shape in shapes:
+                self._register(flavour, shape)
+
+    def add(self, session: Any, flavour: Flavour, name: str, task: Task, priority: int = 0) -> Any:
+        """Enqueue a task under a name."""
+        self._ledger.tasks[name] = task
+        shape = tuple((each.name, each.optional) for each in task.given)
+        handler = self._by_kind[flavour, shape].options(priority=priority)
+        rows = {place: _detached(each) for place, each in zip("ab", task.given, strict=False)}
+        return add_job(session, handler, name=name, **rows)
+
+    def _register(self, flavour: Flavour, shape: tuple[tuple[str, bool], ...]) -> None:
+        run = self._sync(flavour) if flavour == "sync" else self._async(flavour)
+        context = Context if flavour == "sync" else AsyncContext
+        parameters = [("ctx", context), ("name", str)]
+        parameters += [
+            (place, CLASSES[name] | None if optional else CLASSES[name])
+            for place, (name, optional) in zip("ab", shape, strict=False)
+        ]
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature([inspect.Parameter(name, kinds, annotation=type_) for name, type_ in parameters])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        kind = "-".join([flavour, *(name + "?" * optional for name, optional in shape)])
+        decorate = self.jobs.handler(
+            kind=kind, queue=f"fuzz-{flavour}", retry=RETRY, batchable=self._batchable, timeout_seconds=60
+        )
+        self._by_kind[flavour, shape] = decorate(run)
+
+    def _sync(self, flavour: Flavour) -> Callable[..., object]:
+        def run(ctx: Context, name: str, **rows: object) -> object:
+            frame = self._frame(ctx, lambda: ctx.session, flavour, name, rows)
+            try:
+                for step in self._ledger.tasks[name].steps:
+                    perform(frame, step)
+            finally:
+                frame.log.append(["at the end", [seen(entity) for entity in frame.held]])
+            return _end(self._ledger.tasks[name].ending, ctx.job.attempt)
+
+        return run
+
+    def _async(self, flavour: Flavour) -> Callable[..., object]:
+        async def run(ctx: AsyncContext, name: str, **rows: object) -> object:
+            frame = self._frame(ctx, lambda: ctx.session.sync_session, flavour, name, rows)
+            try:
+                for step in self._ledger.tasks[name].steps:
+                    if step.name in _AT_ONCE or step.name.startswith("defer"):
+                        perform(frame, step)
+                    else:
+                        await ctx.session.run_sync(lambda _, step=step: perform(frame, step))
+                    await asyncio.sleep(0)
+            finally:
+                frame.log.append(["at the end", [seen(entity) for entity in frame.held]])
+            return _end(self._ledger.tasks[name].ending, ctx.job.attempt)
+
+        return run
+
+    def _frame(
+        self, ctx: Any, name_session: Callable[[], Any], flavour: Flavour, name: str, rows: Mapping[str, object]
+    ) -> Frame:
+        log = self._ledger.begin(name, ctx.job.attempt)
+        held = [row for row in rows.values() if row is not None]
+        log.append(["given", [seen(row) for row in rows.values()], len({id(row) for row in held})])
+        chained = 0
+
+        def add_task(task: Task, priority: int) -> None:
+            nonlocal chained
+            chained += 1
+            self.add(ctx.session, flavour, f"{name}.{chained}", task, priority)
+
+        return Frame(name_session, ctx.defer, add_task, held, log)
+
+
+def perform(frame: Frame, step: Step | Block) -> None:
+    """Do one step, or a block of them, and note what came of it."""
+    if isinstance(step, Step):
+        frame.log.append([step.name, STEPS[step.name](frame, *step.args)])
+        return
+    frame.log.append([step.name, "begins"])
+    try:
+        with _entered(frame, step):
+            for each in step.steps:
+                perform(frame, each)
+            if step.name == "undone":
+                raise _Undo
+    except _Undo:
+        pass
+    except Exception as error:
+        if step.name != "swallowed":
+            raise
+        frame.log.append(["swallowed", type(error).__name__])
+
+
+class _Undo(Exception):
+    """Ends a savepoint by going back to it."""
+
+
+def _entered(frame: Frame, step: Block) -> AbstractContextManager[object]:
+    match step.name:
+        case "kept" | "undone":
+            return frame.session.begin_nested()
+        case "no_autoflush":
+            return frame.session.no_autoflush
+        case _:
+            return nullcontext()
+
+
+def _end(ending: Ending, attempt: int) -> object:
+    outcomes = {"retry": Retry(_LATER), "snooze": Snooze(_LATER), "dead": DeadLetter("no"), "discard": Discard("no")}
+    if ending == "error" or (ending == "first-error" and attempt == 1):
+        raise ProgrammedError("as programmed")
+    if ending == "exit":
+        raise SystemExit("as programmed")
+    return outcomes.get(ending)
+
+
+def _detached(given: Given) -> object:
+    """A row as a producer names it, without reading it."""
+    row = new_row(given.name, given.key)
+    make_transient_to_detached(row)
+    return row

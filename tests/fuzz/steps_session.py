@@ -1,0 +1,130 @@
+"""Steps that do something to the session as a whole, and those that add jobs."""
+
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from outboxq import external
+from outboxq.enqueue import add_job, add_jobs
+from tests.fuzz.frame import Frame, on_held, step_function
+from tests.fuzz.models import Note
+from tests.fuzz.program import Task
+
+ELSEWHERE = external("told", queue="elsewhere")
+
+
+@step_function
+def flush(frame: Frame) -> object:
+    frame.session.flush()
+    return None
+
+
+@on_held
+def flush_one(frame: Frame, entity: Any) -> object:
+    frame.session.flush([entity])
+    return None
+
+
+@step_function
+def commit(frame: Frame) -> object:
+    """Commits nothing, and expires what is loaded."""
+    frame.session.commit()
+    return None
+
+
+@step_function
+def rollback(frame: Frame) -> object:
+    frame.session.rollback()
+    return None
+
+
+@step_function
+def close(frame: Frame) -> object:
+    frame.session.close()
+    return None
+
+
+@step_function
+def expire_all(frame: Frame) -> object:
+    frame.session.expire_all()
+    return None
+
+
+@step_function
+def expunge_all(frame: Frame) -> object:
+    frame.session.expunge_all()
+    return None
+
+
+@step_function
+def autoflush_off(frame: Frame) -> object:
+    frame.session.autoflush = False
+    return None
+
+
+@step_function
+def leave_savepoint(frame: Frame) -> object:
+    """A savepoint that nothing ends."""
+    frame.session.begin_nested()
+    return None
+
+
+@step_function
+def keep_in_info(frame: Frame, n: int) -> object:
+    before = frame.session.info.get("fuzz")
+    frame.session.info["fuzz"] = n
+    return before
+
+
+@step_function
+def hook(frame: Frame, n: int) -> object:
+    """A listener on this session: at its flushes it writes a row, and changes those that change."""
+
+    def before_flush(session: Session, _context: object, _instances: object) -> None:
+        changed = [type(entity).__name__ for entity in session.dirty]
+        session.add(Note(text=f"hook {n} {','.join(sorted(changed))}"[:40]))
+
+    event.listen(frame.session, "before_flush", before_flush, once=True)
+    return None
+
+
+@step_function
+def hook_commit(frame: Frame, n: int) -> object:
+    """A listener for the end of this session's transaction."""
+
+    def before_commit(session: Session) -> None:
+        session.add(Note(text=f"commit {n}"))
+
+    event.listen(frame.session, "before_commit", before_commit, once=True)
+    return None
+
+
+@step_function
+def chain(frame: Frame, task: Task, priority: int = 0) -> object:
+    """Add a job that runs after this batch."""
+    frame.add_task(task, priority)
+    return None
+
+
+@step_function
+def tell(frame: Frame, n: int) -> object:
+    """Add jobs for another service."""
+    add_jobs(frame.session, [ELSEWHERE.job(name=f"told {n}"), ELSEWHERE.job(name=f"told {n} too")])
+    return None
+
+
+@on_held
+def tell_of(frame: Frame, entity: Any) -> object:
+    """Add a job that is given a row."""
+    add_job(frame.session, ELSEWHERE.options(priority=3), name="told of", entity=entity)
+    return None
+
+
+@step_function
+def tell_of_new(frame: Frame, text: str) -> object:
+    """Add a job that is given a row whose key is drawn at the flush."""
+    new = Note(text=text)
+    frame.session.add(new)
+    add_job(frame.session, ELSEWHERE, name=f"told of {text}", new=new)
+    return None

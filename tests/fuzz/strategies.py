@@ -1,0 +1,107 @@
+"""How random batches are drawn: mostly jobs that meet in the same few rows, mostly ones that a batch can share."""
+
+from typing import Any, Literal
+
+from hypothesis import strategies as st
+
+from tests.fuzz.models import CLASSES
+from tests.fuzz.program import Batch, Block, Ending, Flavour, Given, Step, Task
+
+# Classes whose rows have to do with one another: a batch keeps to one of these, or takes them all.
+FAMILIES: tuple[tuple[str, ...], ...] = (
+    ("Account", "SameAccount", "AccountView", "Leaf", "Ticket", "Summed"),
+    ("Branch", "Till", "Ruled", "Heard", "Purse"),
+    ("Account", "Branch", "Pair", "Cat"),
+    ("Parent", "Child", "Branch", "Account"),
+    ("Stamped", "Versioned", "Figured", "Touched", "Dog"),
+    tuple(CLASSES),
+)
+# Rows 1 to 3 are there, 4 is not. The first of each is what a batch shrinks to.
+KEYS = st.sampled_from((1,) * 8 + (2,) * 5 + (3, 3, 4))
+NUMBERS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 9, 0, -1))
+PLACES = st.integers(0, 2)
+WORDS = st.sampled_from(("a", "b", "c"))
+# Of most batches no job fails: one that does leaves nothing shared.
+ENDINGS: tuple[Ending, ...] = (*("done",) * 80, "error", "first-error", "retry", "snooze", "dead", "discard", "exit")
+
+# What the arguments of a step are: p a place among the rows that are held, c a class, k a key, n a number, w a word.
+_QUIET = {
+    "change": "pn", "put": "pn", "express": "pn", "put_extra": "pnn", "put_back": "p", "see": "p", "flag": "p",
+    "change_document": "pn", "change_settings": "pn", "change_in_place": "pn", "change_unseen": "pn",
+    "set_committed": "pn", "defer_update": "ckn", "defer_value": "ckn", "defer_expression": "ckn", "defer_text": "ckn",
+    "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n",
+}  # fmt: skip
+_READING = {
+    "anything": "", "get": "ck", "get_one": "ck", "select_one": "ck", "select_all": "c", "select_rich": "",
+    "query_above": "cn", "value_of": "ck", "sum_of": "c", "count_of": "c", "rows_by_text": "c",
+    "rows_by_connection": "c", "notes": "", "jobs_waiting": "", "read": "p", "read_all": "p", "read_related": "p",
+    "refresh": "p", "refresh_value": "p", "look_at_session": "", "select_undeferred": "k",
+}  # fmt: skip
+_WRITING = {
+    "update_core": "ckn", "update_orm": "cknn", "update_returning": "ckn", "update_all": "cn", "update_by_text": "ckn",
+    "update_by_connection": "ckn", "update_by_bind": "ckn", "update_by_driver": "ckn", "update_by_cursor": "ckn",
+    "call_function": "ckn", "call_by_text": "ckn", "write_in_cte": "ckn", "delete_core": "ck", "delete_orm": "ck",
+    "insert_core": "w", "insert_returning": "ckn", "bulk_save": "ckn", "bulk_update": "ckn", "note": "w",
+    "notes_of_all": "n", "tell_of_new": "w", "add": "csn", "flush": "", "defer_delete": "ck",
+}  # fmt: skip
+_UNRULY = {
+    "get_anew": "ck", "get_locked": "ck", "select_anew": "c", "select_locked": "ck", "refresh_locked": "p",
+    "delete": "p", "merge": "ckn", "expunge": "p", "forget": "p", "expire": "p", "expire_value": "p", "put_key": "pk",
+    "add_child": "pkn", "remove_child": "p", "change_children": "pn", "change_related": "pn", "move": "pp",
+    "flush_one": "p", "commit": "", "rollback": "", "close": "", "expire_all": "", "expunge_all": "",
+    "autoflush_off": "", "leave_savepoint": "", "hook": "n", "hook_commit": "n", "fail_in_database": "",
+}  # fmt: skip
+_KINDS = {**_QUIET, **_READING, **_WRITING, **_UNRULY}
+# What jobs are made of. Quiet ones send nothing while they run: they are what a batch shares.
+_MIXTURES = {
+    "quiet": tuple(_QUIET),
+    "reading": (*_QUIET, *_READING),
+    "writing": (*_QUIET, *_READING, *_WRITING),
+    "unruly": (*_QUIET, *_READING, *_WRITING, *_UNRULY, *("block",) * 25),
+}
+_BLOCKS: tuple[Literal["kept", "undone", "no_autoflush", "swallowed"], ...] = (
+    "kept", "undone", "no_autoflush", "swallowed",
+)  # fmt: skip
+_NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
+_FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
+_DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
+_HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly"))
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    """Any batch of two to eight jobs."""
+    # Few classes and few keys, so that the jobs meet.
+    family = draw(st.sampled_from(FAMILIES))
+    names = tuple(draw(_FAMILY[family]) for _ in range(draw(st.integers(1, 3))))
+    flavour: Flavour = draw(st.sampled_from(("sync", "sync", "sync", "async")))
+    tasks = draw(st.lists(_tasks(st.sampled_from(names)), min_size=draw(st.sampled_from((2, 4, 6))), max_size=8))
+    return Batch(tuple(tasks), flavour)
+
+
+@st.composite
+def _tasks(draw: Any, classes: st.SearchStrategy[str], *, chains: bool = True) -> Task:
+    given = _draw_given(draw, classes)
+    how = draw(_HOW)
+    steps = [_draw_step(draw, classes, how) for _ in range(draw(st.integers(1, 5)))]
+    if chains and draw(st.integers(0, 15)) == 15:
+        later = draw(_tasks(classes, chains=False))
+        # Never above the batch's own: where each is claimed by itself, it would run before them.
+        steps.append(Step("chain", (later, draw(st.sampled_from((0, -5))))))
+    return Task(given, tuple(steps), draw(st.sampled_from(ENDINGS)))
+
+
+def _draw_given(draw: Any, classes: st.SearchStrategy[str]) -> tuple[Given, ...]:
+    names = [draw(classes) for _ in range(draw(st.sampled_from((1, 0, 1, 1, 2))))]
+    if len(names) == 1:
+        return (Given(names[0], draw(KEYS), draw(st.booleans())),)
+    # A row that is not there fails its job, and with it what the batch shares: seldom.
+    return tuple(Given(name, min(draw(KEYS), 3)) for name in names)
+
+
+def _draw_step(draw: Any, classes: st.SearchStrategy[str], how: str) -> Step | Block:
+    name = draw(_NAMES[how])
+    if name == "block":
+        steps = [_draw_step(draw, classes, "writing") for _ in range(draw(st.integers(1, 3)))]
+        return Block(draw(st.sampled_from(_BLOCKS)), tuple(steps))
+    return Step(name, tuple(draw(classes if kind == "c" else _DRAWN[kind]) for kind in _KINDS[name]))

@@ -1,0 +1,40 @@
+"""Random batches of random handlers come to what their jobs come to alone: rows, outcomes, what each handler saw."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from outboxq.postgres import Server
+from tests.fuzz import program
+from tests.fuzz.compare import Differs
+from tests.fuzz.explore import explore
+from tests.fuzz.lanes import ALONE, SAVEPOINTS, Lane, open_lanes
+
+# Hundreds of batches, on a machine that may have other things to do.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def lanes(outboxq_server: Server) -> Iterator[dict[str, Lane]]:
+    """A lane of each mode."""
+    with open_lanes(outboxq_server, ALONE, SAVEPOINTS) as opened:
+        yield {lane.mode.name: lane for lane in opened}
+
+
+def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
+    """In a database in which one trigger is missing; the report is a program that can be run again."""
+    lanes["savepoints"].execute("ALTER TABLE till DISABLE TRIGGER till_changed")
+    try:
+        with pytest.raises(Differs) as found:
+            explore([lanes["alone"], lanes["savepoints"]], 500, start=None, shrinks=False)
+    finally:
+        lanes["savepoints"].execute("ALTER TABLE till ENABLE TRIGGER till_changed")
+    told = str(found.value)
+    assert "rows.branch[" in told
+    again = eval(told[: told.index("\n)\n") + 2], vars(program))
+    assert repr(again) in told
+
+
+def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
+    """In one transaction, each in a savepoint of its own, 100 random batches leave what they leave job by job."""
+    explore([lanes["alone"], lanes["savepoints"]], 100, start=None)

@@ -25,7 +25,7 @@ from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.once import clock
 from outboxq.progress import BatchReport, Progress
-from outboxq.statements.held import finish_held, give_back_held, standing
+from outboxq.statements.held import BY_KEYS, finish_held, give_back_held, standing
 from outboxq.statements.session import LOCAL_SETTINGS
 
 # As long as that a claim is meant to last; so many more or fewer jobs does the next one take.
@@ -59,7 +59,7 @@ class Rest:
         """The statements that settle it, for a transaction that has just begun; the first one names the lost jobs."""
         finishing = f"{finish_held(schema, (event.job for event in self.finished))}; " if self.finished else ""
         giving_back = f"{give_back_held(schema, self.waiting)}; " if self.waiting else ""
-        return f"{LOCAL_SETTINGS}{_MARK}{finishing}{giving_back}"
+        return f"{LOCAL_SETTINGS}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
     def question(self, schema: str) -> str:
         """What is asked behind COMMIT: which of the jobs are there, where they may have been settled before.

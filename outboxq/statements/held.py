@@ -1,27 +1,37 @@
 """Settling many jobs of one lease at once, each by its own token. Sent as text, with what follows behind it."""
 
 from collections.abc import Iterable
+from typing import LiteralString
 
 from psycopg import sql
 
 from outboxq.job import Job
+from outboxq.statements.numbers import next_token, one_attempt_less
 
-_HELD = """\
+# The keys stand in the condition on `job` itself: joined with nothing but the list, where statistics know of no such
+# jobs, all of the table may be read. So it may be where the list is a part of it that a scan looks cheap for.
+BY_KEYS = "SET LOCAL enable_seqscan = off; "
+_HELD: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
+_MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
 
 
 def finish_held(schema: str, jobs: Iterable[Job]) -> str:
     """Delete jobs whose handlers are done; the ids of those that are not under their lease any more, a row each.
 
-    Index: the primary key. Waits for a reaper or an operator who holds a row, and then finds what they left.
+    Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator who holds a row, and then finds what they
+    left.
     """
     return _format(
         schema,
         jobs,
-        """, gone AS (
-  DELETE FROM {job} AS job USING oq_held AS held WHERE job.id = held.id AND job.lease_token = held.token
+        _HELD
+        + """, gone AS (
+  DELETE FROM {job} AS job USING oq_held AS held WHERE """
+        + _MINE
+        + """
   RETURNING job.id
 )
 SELECT held.id FROM oq_held AS held WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
@@ -37,20 +47,26 @@ def give_back_held(schema: str, jobs: Iterable[Job]) -> str:
     return _format(
         schema,
         jobs,
-        """
-UPDATE {job} AS job SET state = 'ready', attempt = greatest(job.attempt - 1, 0), lease_owner = NULL,
-  lease_token = job.lease_token + 1
-FROM oq_held AS held WHERE job.id = held.id AND job.lease_token = held.token""",
+        _HELD
+        + """
+UPDATE {job} AS job SET state = 'ready', attempt = """
+        + one_attempt_less("job.attempt")
+        + """, lease_owner = NULL,
+  lease_token = """
+        + next_token("job.lease_token")
+        + """
+FROM oq_held AS held WHERE """
+        + _MINE,
     )
 
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
     """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
-    return _format(schema, jobs, " SELECT job.id FROM {job} AS job JOIN oq_held AS held ON job.id = held.id")
+    return _format(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
-def _format(schema: str, jobs: Iterable[Job], statement: str) -> str:
+def _format(schema: str, jobs: Iterable[Job], statement: LiteralString) -> str:
     # By hand, because there may be a thousand: hexadecimal digits and an integer need no quoting.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
     table = sql.Identifier(schema, "job").as_string(None)
-    return (_HELD + statement).format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table)
+    return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table)

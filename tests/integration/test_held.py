@@ -28,7 +28,8 @@ from outboxq.events import (
     JobSnoozed,
     JobsParked,
 )
-from outboxq.held import Held
+from outboxq.held import Held, Rest
+from outboxq.job import Job
 from outboxq.lease import Lease
 from outboxq.postgres import Database
 from outboxq.progress import BatchReport
@@ -594,3 +595,34 @@ def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypa
     events = work.drain()
     assert sorted(size for size, token in sizes if token > 10) == [1] * 5
     assert len(of(events, JobDone)) == 5
+
+
+@pytest.mark.parametrize("analyzed", ["before", "after"])
+def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: Engine, analyzed: str) -> None:
+    """A thousand of a hundred thousand: neither the plans nor the server's own count knows a scan of the table."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)")
+        if analyzed == "before":
+            connection.exec_driver_sql("ANALYZE outboxq.job")
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.job (id, queue, kind, args, state, lease_token) "
+            "SELECT gen_random_uuid(), 'held', 'work', '{}', 'leased', 1 FROM generate_series(1, 100000)"
+        )
+        if analyzed == "after":
+            connection.exec_driver_sql("ANALYZE outboxq.job")
+        ids = connection.exec_driver_sql("SELECT id FROM outboxq.job LIMIT 2000").scalars().all()
+    empty = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "lease_token")), None)
+    jobs = tuple(Job(id=job_id, lease_token=1, **empty) for job_id in ids)
+    script = Rest(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).script("outboxq")
+    settings, *statements = script.split("WITH oq_held")
+    counts = "SELECT seq_scan, n_tup_del, n_tup_upd FROM pg_stat_xact_user_tables WHERE relname = 'job'"
+    with engine.connect() as connection, connection.begin():
+        run_script(connection, settings)
+        for statement in statements:
+            plan = [str(row[0]) for row in run_script(connection, f"EXPLAIN WITH oq_held{statement}")[0].rows]
+            assert not [line for line in plan if "Seq Scan" in line]
+            assert [line for line in plan if "Index Cond: (id = ANY" in line]
+        before = connection.exec_driver_sql(counts).one()
+        run_script(connection, script)
+        after = connection.exec_driver_sql(counts).one()
+    assert [new - old for old, new in zip(before, after, strict=True)] == [0, 1_000, 1_000]

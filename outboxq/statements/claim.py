@@ -12,15 +12,16 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.numbers import next_token, one_more, one_more_attempt
+
 # The order in which `claim.py` reads a row.
 RETURNED: tuple[LiteralString, ...] = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
     "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq",
 )  # fmt: skip
-# The attempt includes the one that begins here; wider, so that no stored number can keep its queue from being claimed.
-_COLUMNS: LiteralString = ", ".join(
-    "claimed.attempt::bigint + 1" if column == "attempt" else f"claimed.{column}" for column in RETURNED
-)
+# The attempt includes the one that begins here.
+_ATTEMPT: LiteralString = one_more_attempt("claimed.attempt")
+_COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
 
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
@@ -65,12 +66,17 @@ _TRANSACTION = """
 )
 SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
 
+_CLEARING = """
+  FOR UPDATE SKIP LOCKED
+)
+SELECT count(*) FROM picked"""
+
 # Attempt and crash are counted with the claim; the crash is returned as it was before it.
 _LEASE = """
   FOR UPDATE SKIP LOCKED
 ), claimed AS (
-  UPDATE {job} AS claimed SET state = 'leased', lease_owner = {owner}, lease_token = lease_token + 1,
-    attempt = attempt + 1, crashes = crashes + {crash}
+  UPDATE {job} AS claimed SET state = 'leased', lease_owner = {owner}, lease_token = {token}, attempt = {attempt},
+    crashes = {crashes}
   WHERE id = ANY (ARRAY(SELECT id FROM picked))
   RETURNING {columns}, claimed.lease_token
 )
@@ -101,11 +107,11 @@ class ClaimShape:
     is_keyed: bool
     leased: bool
 
-    def text(self, queue: str, start: str, limit: int) -> str:
-        """The claim of up to `limit` jobs."""
-        picked, eligible, not_paused, limited, action = self.parts
+    def text(self, queue: str, start: str, limit: int, action: str | None = None) -> str:
+        """The claim of up to `limit` jobs, or another `action` on them."""
+        picked, eligible, not_paused, limited, claiming = self.parts
         # The limit stands in the text: the planner is to know how few rows are wanted.
-        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"
+        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action or claiming}"
 
     @lru_cache(1024)  # noqa: B019  # a few for each limit
     def prepared(self, limit: int, *, behind: bool) -> tuple[str, str]:
@@ -140,6 +146,13 @@ class ClaimScript:
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
         return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit)
+
+    def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
+        """Lock what the same claim would pick, for a transaction that is committed: its marks are overwritten.
+
+        Index, locks and bound: those of the claim.
+        """
+        return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit, _CLEARING)
 
     def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
         """The same claim to be prepared; `behind` a cursor that is given at each execution."""
@@ -206,11 +219,11 @@ def _transaction_shapes(schema: str) -> tuple[ClaimShape, ClaimShape]:
 
 @lru_cache(64)
 def _lease_shapes(schema: str, owner: UUID) -> tuple[ClaimShape, ClaimShape, ClaimShape]:
-    return _shape(schema, owner, *_READY), _shape(schema, owner, *_DUE), _shape(schema, owner, *_SUSPECT, crash=1)
+    return _shape(schema, owner, *_READY), _shape(schema, owner, *_DUE), _shape(schema, owner, *_SUSPECT, crashed=True)
 
 
 def _shape(
-    schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, crash: int = 0
+    schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, *, crashed: bool = False
 ) -> ClaimShape:
     leased = owner is not None
     # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
@@ -224,8 +237,10 @@ def _shape(
         "owner": sql.Literal(owner),
         "also": sql.SQL("" if leased else f", {_DIED} AS died"),
         "order": sql.SQL(order),
-        "crash": sql.Literal(crash),
-        "columns": sql.SQL(_counted(crash) if leased else _COLUMNS),
+        "token": sql.SQL(next_token("lease_token")),
+        "attempt": sql.SQL(one_more_attempt("attempt")),
+        "crashes": sql.SQL(one_more("crashes") if crashed else "crashes"),
+        "columns": sql.SQL(_counted(crashed=crashed) if leased else _COLUMNS),
         "anchor": sql.SQL(ANCHOR),
     }
     names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
@@ -235,9 +250,9 @@ def _shape(
     return ClaimShape((picked, wanted, not_paused, limited, acting), is_keyed=order is _BY_PRIORITY, leased=leased)
 
 
-def _counted(crash: int) -> LiteralString:
-    columns = _COLUMNS.replace("claimed.attempt::bigint + 1", "claimed.attempt")
-    return columns.replace("claimed.crashes", "claimed.crashes - 1") if crash else columns
+def _counted(*, crashed: bool) -> LiteralString:
+    columns = _COLUMNS.replace(_ATTEMPT, "claimed.attempt")
+    return columns.replace("claimed.crashes", "claimed.crashes - 1") if crashed else columns
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
@@ -292,7 +307,7 @@ WITH head AS MATERIALIZED (
   WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
   FOR UPDATE SKIP LOCKED
 ), parked AS (
-  UPDATE {job} AS job SET state = 'scheduled', parked = least(job.parked + 1, 32767), run_at = {later}
+  UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
   WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
 )
 SELECT count(*) FROM parked"""
@@ -305,11 +320,14 @@ SELECT count(*) FROM parked"""
             order=sql.SQL(order),
             limit=sql.Literal(limit),
             known=sql.Literal(list(known_kinds)),
+            parked=sql.SQL(one_more("job.parked")),
             later=sql.SQL(PARKED_UNTIL),
         )
         .as_string(None)
     )
 
 
-# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded before it is used.
-PARKED_UNTIL = "clock_timestamp() + least(interval '5 minutes', interval '5 seconds' * power(2, least(parked, 6)))"
+# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides before it is used: a power may underflow, too.
+PARKED_UNTIL = (
+    "clock_timestamp() + least(interval '5 minutes', interval '5 seconds' * power(2, least(greatest(parked, 0), 6)))"
+)

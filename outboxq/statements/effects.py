@@ -33,6 +33,9 @@ from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.tables import deployment, effect
 
+# The next of them is the greatest that the column holds.
+_ALMOST_INTEGER = 2_147_483_646
+
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
 _now = func.clock_timestamp
@@ -104,7 +107,7 @@ def claim(
                 "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
                 "lock_token": token,
                 "locked_until": _now() + lease,
-                "attempts": effect.c.attempts + 1,
+                "attempts": func.least(effect.c.attempts, _ALMOST_INTEGER) + 1,
                 "changed_at": _now(),
                 "expires_at": None,
             },

@@ -7,8 +7,10 @@ from uuid import UUID
 
 from psycopg import sql
 
-# More crashes than a job can have: nothing is buried.
-NEVER = 32_767
+from outboxq.statements.numbers import next_token, one_attempt_less
+
+# More crashes than the column can hold: nothing is buried.
+NEVER = 32_768
 
 # The newest 24 records and this one.
 _CRASH_RECORD = """\
@@ -87,8 +89,8 @@ WITH lost AS MATERIALIZED (
   WHERE job.state = 'leased' AND {lost}
   LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
 ), back AS (
-  UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = job.lease_token + 1, seq = DEFAULT,
-    attempt = greatest(job.attempt - 1, 0), errors = {record}
+  UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = {token}, seq = DEFAULT,
+    attempt = {attempt}, errors = {record}
   FROM lost WHERE job.id = lost.id AND NOT lost.over
   RETURNING job.id, job.queue, job.kind, job.crashes
 ), gone AS (
@@ -96,7 +98,7 @@ WITH lost AS MATERIALIZED (
 ), dead AS (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
     errors, reason, created_at)
-  SELECT job.id, job.queue, job.kind, job.args, job.headers, job.priority, greatest(job.attempt - 1, 0),
+  SELECT job.id, job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
     'crashed ' || job.crashes || ' of ' || {max_crashes} || ' times while it ran alone', job.created_at
   FROM gone AS job
@@ -115,6 +117,8 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
             lost=lost,
             limit=sql.Literal(limit),
             max_crashes=sql.Literal(max_crashes),
+            token=sql.SQL(next_token("job.lease_token")),
+            attempt=sql.SQL(one_attempt_less("job.attempt")),
             record=record,
         )
         .as_string(None)

@@ -30,7 +30,10 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
 from outboxq.job import Job
 from outboxq.statements.claim import PARKED_UNTIL
+from outboxq.statements.numbers import next_token
 from outboxq.tables import dead_job, job
+
+_NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 
 def put_back(
@@ -74,7 +77,7 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
         return insert(job).values(**_kept(claimed), **changed)
     # A crash that was counted with the claim did not happen. A new token: who has the old one is done with this job.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
-    released = {"lease_owner": None, "lease_token": job.c.lease_token + 1, "seq": literal_column("DEFAULT")}
+    released = {"lease_owner": None, "lease_token": _NEXT_TOKEN, "seq": literal_column("DEFAULT")}
     return fenced.values(**changed, **released, crashes=claimed.crashes)
 
 

@@ -345,15 +345,15 @@ def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
 def test_a_row_that_cannot_be_settled_is_put_off_and_its_queue_goes_on(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """An attempt count that cannot grow any more: whoever wrote it, the jobs behind it run."""
+    """A last attempt whose dead letter is refused: whatever is wrong with that table, the jobs behind it run."""
     with sessions.begin() as session:
-        poisoned = session.add_job(app.fail, name="x")
+        session.add_job(app.fail.options(max_attempts=1), name="x")
         session.add_job(app.record, name="behind it")
     with engine.begin() as connection:
-        connection.execute(text("UPDATE outboxq.job SET attempt = 2147483647 WHERE id = :id"), {"id": poisoned.id})
+        connection.execute(text("ALTER TABLE outboxq.dead_job ADD CONSTRAINT broken CHECK (false)"))
     drain(slots_per_queue=1)
     assert effects(engine) == {"behind it": 1}
-    assert waiting(engine) == [("fail", "scheduled", 2147483647)]
+    assert waiting(engine) == [("fail", "scheduled", 0)]
 
 
 def test_a_context_that_outlives_its_handler_opens_no_session(

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from outboxq import settle
 from outboxq.arrange import Span, arrange
-from outboxq.claim import Anchor, Claimed, ClaimRequest, claim
+from outboxq.claim import Anchor, Claimed, ClaimRequest, claim, forgive
 from outboxq.driver import is_lost, run_script, transaction_status
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import (
@@ -275,7 +275,8 @@ def _certify(connection: Connection, progress: Progress, following: ClaimRequest
             raise
         # The claim that came with it says what ails it when it is sent by itself.
         run_script(connection, "ROLLBACK")
-        following.failed(error)
+        if not following.failed(error):
+            _forgive(connection, following)
         fault_point("after-commit")
         return None
     settle.check_committed(results)
@@ -284,6 +285,16 @@ def _certify(connection: Connection, progress: Progress, following: ClaimRequest
         return None
     fault_point("before-claim")
     return following.read_behind_commit(results[_CERTIFICATE:])
+
+
+def _forgive(connection: Connection, request: ClaimRequest) -> None:
+    """As `forgive`, where SQLAlchemy's transaction is over for the server and not for SQLAlchemy."""
+    try:
+        forgive(connection, request)
+        run_script(connection, "COMMIT")
+    except psycopg.Error:
+        # Whatever it is, it ails the next claim too, which says so.
+        run_script(connection, "ROLLBACK")
 
 
 def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg.Error) -> bool:

@@ -17,7 +17,7 @@ from outboxq.driver import ScriptResult, is_lost, run_script, sqlstate_of
 from outboxq.job import Job, read_job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
-from outboxq.statements.session import BEGIN, READABLE_DATES
+from outboxq.statements.session import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
@@ -141,7 +141,7 @@ class ClaimRequest:
 
     Args:
         settings: What holds for the handlers and not for the claim itself: its deadline is theirs, and a claim that has
-            far to walk must not starve by it.
+            far to walk must not starve by it. Without any, what the role and the database have.
         prepared: Where it is prepared, if it is worth it.
         aside: What is asked along with it, where it goes along with a COMMIT.
     """
@@ -159,8 +159,9 @@ class ClaimRequest:
         wanted = self.script, self.limit, self.cursor
         claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
         if self.script.leased:
-            return f"{READABLE_DATES}{claim_text}; COMMIT"
-        return f"{READABLE_DATES}{claim_text}; {self.settings}{_savepoints(self.savepoint)}"
+            return f"{UNTIMED}{READABLE_DATES}{claim_text}; COMMIT"
+        settings = self.settings or TIMED_AGAIN
+        return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
 
     def text_behind_commit(self) -> str:
         """What follows a COMMIT in one string: BEGIN, the question and the claim.
@@ -227,13 +228,22 @@ def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> Non
     run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
 
 
+def forgive(connection: Connection, request: ClaimRequest) -> None:
+    """Clear the marks of a claim that was answered with an error, by committing: nothing ran, and nothing died.
+
+    Between that error and this another slot may have found them: then its jobs run one by one, once.
+    """
+    if not request.script.leased:
+        run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))
+
+
 def park_unknown(
     connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...], limit: int = PARK_LIMIT
 ) -> int:
     """Park what nobody here can run among the next jobs of a queue, ready and due. Returns how many."""
     scripts = [park_head(schema, queue, state, known_kinds, limit) for state in ("ready", "scheduled")]
-    results = run_script(connection, "; ".join(scripts))
-    return sum(cast("int", result.rows[0][0]) for result in results)
+    results = run_script(connection, UNTIMED + "; ".join(scripts))
+    return sum(cast("int", result.rows[0][0]) for result in results[1:])
 
 
 def _savepoints(savepoint: str) -> str:

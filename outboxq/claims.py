@@ -123,6 +123,16 @@ class Claims:
         if script.is_keyed:
             self._positions[name].move_to_start()
 
+    def cancelled(self) -> None:
+        """The last claim took too long for somebody: the next one is for half as many jobs."""
+        request = self.request
+        assert request is not None
+        half = _power_of_two(max(1, request.limit // 2))
+        if request.script.leased:
+            self._most_leased[self.queue.name] = half
+        else:
+            self._most = half
+
     def following(self, progress: Progress) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should.
 

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import psycopg
@@ -15,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from outboxq.batch import end_transaction, run_batches
-from outboxq.claim import ClaimRequest, clear_marks, park_unknown
+from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
 from outboxq.driver import is_lost, run_alone, run_script, sqlstate_of
 from outboxq.engines import outage_reason
@@ -46,6 +47,8 @@ from outboxq.statements.lease import suspect_queues
 logger = logging.getLogger("outboxq.relay")
 
 FIRST_PAUSE_SECONDS = 0.01
+# query_canceled: by a time-out, or by a call of pg_cancel_backend().
+_CANCELLED = "57014"
 # Without the sleep flag nobody promises to wake us: look again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
 # A drain that meets suspects waits so often, and so long each time, for its lease.
@@ -164,7 +167,7 @@ class Slot:
         try:
             if not self.shared.lease.want():
                 return False
-            report = self._run(connection, name, self._claims.suspects(name), work)
+            report = self._run_first_suspect(connection, name, work)
             if report is not None:
                 self._after(connection, name, report, work)
             else:
@@ -172,6 +175,16 @@ class Slot:
             return report is not None
         finally:
             suspects.end_turn(self)
+
+    def _run_first_suspect(self, connection: Connection, name: str, work: Work) -> BatchReport | None:
+        try:
+            return self._run(connection, name, self._claims.suspects(name), work)
+        except (psycopg.Error, SQLAlchemyError) as error:
+            if is_lost(connection) or self.running:
+                raise
+            # Not even claimed: the ready jobs do not wait for it. The lease's next beat finds the suspects again.
+            logger.warning("suspects of queue %r could not be claimed: %s", name, describe_error(error))
+            return None
 
     def drain_suspects(self, connection: Connection, work: Work) -> bool:
         """Look whether suspects wait, and run one; False where a drain has nothing more to wait for."""
@@ -188,10 +201,12 @@ class Slot:
             report = self._run_or_recover(connection, self._claims.ask(name, script), work)
         except (psycopg.Error, SQLAlchemyError) as error:
             request = self._claims.request
-            if self.progress is None and not is_lost(connection) and request is not None and request.failed(error):
+            if self.progress is None and not is_lost(connection) and request is not None:
                 # Nothing was claimed, and the transaction is over.
-                self._relieve(connection)
-                return self._run(connection, name, script, work)
+                if request.failed(error):
+                    self._relieve(connection)
+                    return self._run(connection, name, script, work)
+                self._forgive(connection, request, error)
             if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
             self.shared.emit(BatchRolledBack(name, self.running, describe_error(error)))
@@ -208,6 +223,14 @@ class Slot:
             self._claims.found_nothing(name, script)
         self.progress = None
         return report
+
+    def _forgive(self, connection: Connection, request: ClaimRequest, error: BaseException) -> None:
+        """A claim that was answered with an error killed nothing; one that was cancelled is too large."""
+        if sqlstate_of(error) == _CANCELLED:
+            self._claims.cancelled()
+        # Whatever it is, it may ail this too: it is the claim's error that counts.
+        with suppress(psycopg.Error, SQLAlchemyError), connection.begin():
+            forgive(connection, request)
 
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:
@@ -384,8 +407,10 @@ class Slot:
 def is_outage(error: BaseException) -> bool:
     """Whether the server is gone, going, starting or full, and not merely at odds with a statement."""
     sqlstate = sqlstate_of(error)
-    # 25006: a standby, which will be promoted, or is not the server that was meant.
-    return sqlstate is None or sqlstate[:2] in ("08", "53", "57") or sqlstate == "25006"
+    if sqlstate is None:
+        return True
+    # 25006: a standby, which will be promoted, or is not the server that was meant. A cancelled statement is no outage.
+    return (sqlstate[:2] in ("08", "53", "57") and sqlstate != _CANCELLED) or sqlstate == "25006"
 
 
 def describe_error(error: BaseException) -> str:

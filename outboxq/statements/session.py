@@ -21,6 +21,11 @@ READABLE_DATES = "SET LOCAL datestyle = 'ISO'; "
 LOCAL_SETTINGS = f"SET LOCAL plan_cache_mode = force_custom_plan; {READABLE_DATES}"
 
 
+# A claim that has far to walk is cut short by no time-out of the role's: it would be repeated, as long, for ever.
+UNTIMED = "SET LOCAL statement_timeout = 0; "
+TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT; "
+
+
 @lru_cache(256)
 def local_timeouts(seconds: float | None) -> str:
     """The server's own deadlines for the rest of a transaction; with None those of the role and the database stand.
@@ -39,10 +44,7 @@ def local_timeouts(seconds: float | None) -> str:
 
 def local_timeouts_off() -> str:
     """The deadlines of the role and the database again, for the rest of a transaction."""
-    return (
-        "SET LOCAL statement_timeout TO DEFAULT; SET LOCAL lock_timeout TO DEFAULT; "
-        "SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
-    )
+    return f"{TIMED_AGAIN}SET LOCAL lock_timeout TO DEFAULT; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
 
 
 def xact_status(xid: str) -> str:

@@ -1,7 +1,10 @@
 """The backlog: jobs that wait or run, for operators.
 
 Every function is one look or one change in the caller's transaction. Nothing here waits for a row lock: a job that a
-relay runs is held by that relay's transaction, and is reported instead.
+relay runs is held by that relay's transaction, and is reported instead. A look locks nothing.
+
+A cancellation that is rolled back leaves marks in the jobs' rows, as a relay that dies with them does: each would run
+by itself, once. `clear_marks` takes them away, if it is committed.
 """
 
 from collections.abc import Sequence
@@ -11,10 +14,13 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.driver import run_script
 from outboxq.errors import JobNotFound
 from outboxq.statements import backlog as statements
 from outboxq.statements.backlog import JobFilter as JobFilter
+from outboxq.statements.claim import clear_marks as clearing
 from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
+from outboxq.tables import mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +89,36 @@ def show_job(connection: Connection, job_id: UUID) -> JobDetail:
 
 
 def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
-    """Delete up to 1,000 jobs by id.
+    """Delete jobs by id; 200 a transaction are a good measure.
 
     A job in transaction mode that runs is not cancelled: only its relay, or the end of its backend, can stop it. One
     under a lease is: its handler runs to its end, and what it wrote is refused and rolled back.
     """
-    first = cancel_page(connection, JobFilter(ids=tuple(ids)))
+    first = cancel_page(connection, JobFilter(ids=tuple(ids)), limit=len(ids))
     # A second look, because a job may have been done, or put back to be retried, while the first was on its way.
-    second = cancel_page(connection, JobFilter(ids=first.held)) if first.held else Page((), ())
+    held = JobFilter(ids=first.held)
+    second = cancel_page(connection, held, limit=len(first.held)) if first.held else Page((), ())
     cancelled = (*first.changed, *second.changed)
     not_found = tuple(job_id for job_id in dict.fromkeys(ids) if job_id not in {*cancelled, *second.held})
     return Cancelled(cancelled, second.held, not_found)
+
+
+def find_ids(
+    connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
+) -> tuple[UUID, ...]:
+    """The ids of the next jobs that match, to be cancelled by; continue behind the last one."""
+    return tuple(connection.execute(statements.select_ids(wanted, after=after, limit=limit)).scalars())
+
+
+def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
+    """Take away the marks that a cancellation which was rolled back left in these jobs' rows, if any.
+
+    Returns:
+        Whether it could be done in all of them; False while a transaction still holds some: that one, or a relay's.
+    """
+    cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
+    waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
+    return cleared[0].rows[0] == (waiting,)
 
 
 def cancel_page(

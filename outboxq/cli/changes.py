@@ -1,6 +1,7 @@
 """Changing many rows: which are meant, asking first, and page after page with a transaction each."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,14 +14,14 @@ from outboxq.cli.failures import WrongUsage
 from outboxq.cli.output import notice
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from outboxq.cli.database import Begin
     from outboxq.statements.paging import Page
 
-RunPage: TypeAlias = "Callable[[Connection, UUID | None], Page]"
+RunPage: TypeAlias = "Callable[[UUID | None], Page]"
 
-IDS_PER_TRANSACTION = 1_000
+IDS_PER_TRANSACTION = 200
+# A session that was cut off, or interrupted, is over for the server a moment later.
+_CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
 
 
 @dataclass(slots=True)
@@ -29,12 +30,13 @@ class Total:
 
     changed: int = 0
     held: list[UUID] = field(default_factory=list)
+    refused: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
         """1 where something was asked for that did not happen."""
-        return 1 if self.held or self.not_found else 0
+        return 1 if self.held or self.refused or self.not_found else 0
 
 
 def check_selection(
@@ -60,8 +62,8 @@ def check_selection(
         typer.confirm(question, abort=True, err=True)
 
 
-def sweep(begin: "Begin", run_page: RunPage, verb: str) -> Total:
-    """Run pages until nothing matches, a transaction each, and show how far it is.
+def sweep(run_page: RunPage, verb: str) -> Total:
+    """Run pages until nothing matches, and show how far it is; each commits by itself.
 
     An error or Ctrl-C leaves what was committed, and says so.
     """
@@ -70,10 +72,10 @@ def sweep(begin: "Begin", run_page: RunPage, verb: str) -> Total:
     try:
         with _progress(verb) as show:
             while True:
-                with begin() as connection:
-                    page = run_page(connection, after)
+                page = run_page(after)
                 total.changed += len(page.changed)
                 total.held += page.held
+                total.refused += page.refused
                 show(total)
                 if page.last is None:
                     return total
@@ -82,6 +84,31 @@ def sweep(begin: "Begin", run_page: RunPage, verb: str) -> Total:
         if total.changed:
             notice(f"stopped after {total.changed:,} {verb}: those stand")
         raise
+
+
+@contextmanager
+def unmarked(begin: "Begin", ids: Sequence[UUID]) -> Iterator[None]:
+    """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT."""
+    try:
+        yield
+    except BaseException:
+        if not _clear_marks(begin, ids):
+            notice(f"up to {len(ids):,} of the jobs may run one at a time for once, or run already")
+        raise
+
+
+def _clear_marks(begin: "Begin", ids: Sequence[UUID]) -> bool:
+    from outboxq import backlog
+
+    try:
+        for _ in range(_CLEARING_TRIES):
+            with begin() as connection:
+                if backlog.clear_marks(connection, ids):
+                    return True
+            time.sleep(_CLEARING_PAUSE_SECONDS)
+    except Exception:  # noqa: BLE001  # the server is gone, perhaps: what counts is the error before this one
+        return False
+    return False
 
 
 def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:

@@ -23,6 +23,7 @@ from outboxq.cli.output import count, notice, print_document, print_fields, prin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from outboxq.cli.database import Begin
     from outboxq.dead_letters import DeadDetail, DeadFilter
@@ -108,7 +109,7 @@ def retry_dead(
 ) -> None:
     """Put dead letters back to work, with all their attempts before them.
 
-    They keep their id, arguments and errors, and are ready at once.
+    They keep their id, arguments and errors, and are ready at once. One whose id a job has already stays, and is named.
 
     \b
     Examples:
@@ -174,7 +175,12 @@ def _change(
             return _change_ids(begin, ids, run_page)
         with begin() as connection:
             bounded = replace(wanted, died_before=database_clock(connection))
-        return sweep(begin, lambda connection, after: run_page(connection, bounded, after=after), verb)
+
+        def run(after: "UUID | None") -> "Page":
+            with begin() as connection:
+                return run_page(connection, bounded, after=after)
+
+        return sweep(run, verb)
 
 
 def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> Total:
@@ -186,19 +192,24 @@ def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> To
             page = run_page(connection, DeadFilter(ids=tuple(some)))
         total.changed += len(page.changed)
         total.held += page.held
-        total.not_found += [job_id for job_id in some if job_id not in {*page.changed, *page.held}]
+        total.refused += page.refused
+        found = {*page.changed, *page.held, *page.refused}
+        total.not_found += [job_id for job_id in some if job_id not in found]
     return total
 
 
 def _report(total: Total, verb: str, *, as_json: bool) -> None:
     if as_json:
-        print_json({verb: total.changed, "held": total.held, "not_found": total.not_found})
+        refused = {"already_waiting": total.refused} if verb == "retried" else {}
+        print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
     else:
         typer.echo(f"{verb} {count(total.changed, 'dead letter', 'dead letters')}")
     for job_id in total.not_found:
         notice(f"no dead letter {job_id}")
     for job_id in total.held:
         notice(f"not {verb}, because another transaction holds it: {job_id}")
+    for job_id in total.refused:
+        notice(f"not {verb}, because a job with its id waits or runs already: {job_id}")
     raise typer.Exit(total.exit_code)
 
 

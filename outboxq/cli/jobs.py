@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.changes import Total, check_selection, in_groups, sweep
+from outboxq.cli.changes import Total, check_selection, in_groups, sweep, unmarked
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
@@ -24,8 +24,11 @@ from outboxq.cli.options import (
 from outboxq.cli.output import count, notice, print_document, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from outboxq.backlog import JobDetail, JobFilter
     from outboxq.cli.database import Begin
+    from outboxq.statements.paging import Page
 
 app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -41,7 +44,7 @@ def list_jobs(
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """List jobs that wait or run, the oldest first.
+    """List jobs that wait or run, the oldest first, in the order in which they came into the table.
 
     A running job has the pid of its PostgreSQL backend, and for how long its transaction has been open. One that runs
     under a lease is shown as leased.
@@ -151,7 +154,7 @@ def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
 
     total = Total()
     for some in in_groups(ids or ()):
-        with begin() as connection:
+        with unmarked(begin, some), begin() as connection:
             result = backlog.cancel_jobs(connection, some)
         total.changed += len(result.cancelled)
         total.held += result.running
@@ -167,7 +170,16 @@ def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
 
     with begin() as connection:
         wanted = replace(wanted, created_before=database_clock(connection))
-    return sweep(begin, lambda connection, after: backlog.cancel_page(connection, wanted, after=after), "cancelled")
+
+    def cancel(after: "UUID | None") -> "Page":
+        # Known before they are locked: whatever happens from there on, it is known whose marks there are to be cleared.
+        with begin() as connection:
+            ids = backlog.find_ids(connection, wanted, after=after)
+        with unmarked(begin, ids), begin() as connection:
+            page = backlog.cancel_page(connection, replace(wanted, ids=ids))
+        return replace(page, last=ids[-1] if ids else None)
+
+    return sweep(cancel, "cancelled")
 
 
 def _filter(queue: str | None, kind: str | None, state: State | None) -> "JobFilter":

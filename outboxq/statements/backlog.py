@@ -16,6 +16,9 @@ from sqlalchemy import (
     Float,
     FromClause,
     Select,
+    Text,
+    Uuid,
+    any_,
     cast,
     column,
     delete,
@@ -25,6 +28,7 @@ from sqlalchemy import (
     or_,
     select,
     table,
+    union_all,
 )
 from sqlalchemy.types import UserDefinedType
 
@@ -76,6 +80,7 @@ _activity = table(
 # The table's alias, because a system column cannot be a column of the mapped table.
 listed = job.alias("listed")
 xmax: ColumnElement[str] = literal_column("listed.xmax", Xid())
+_with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
 
 SUMMARY_COLUMNS = (
     "id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "crashes", "parked", "run_at", "created_at",
@@ -84,26 +89,45 @@ DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
 
 
 def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
-    """The oldest jobs that match, with the backend that runs each.
+    """The oldest jobs that match, in the order in which they came into the table, with the backend that runs each.
 
-    Index: the primary key, in order, up to `limit` rows; few matches, and `running`, read the table once. No locks.
+    Which are the oldest say the milliseconds in their ids, and within one the order itself: `seq` has no index over all
+    queues. Index: the primary key, in order, up to `limit` rows and the end of the last one's millisecond; few matches,
+    and `running`, read the table once. No locks.
     """
-    join = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
-    runs = [or_(_activity.c.pid.is_not(None), listed.c.state == "leased")] if running else []
-    return (
-        select(*(listed.c[name] for name in SUMMARY_COLUMNS), *_runner())
-        .select_from(join)
-        .where(*wanted.conditions(listed), *runs)
-        .order_by(listed.c.id)
+    first = _matching(wanted, running=running).order_by(listed.c.id).limit(limit).cte("first")
+    last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
+    rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
+    seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
+    oldest = (
+        select(*(listed.c[name] for name in SUMMARY_COLUMNS), listed.c.seq, *_runner())
+        .select_from(_with_runners)
+        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
+        .order_by(_millisecond(listed.c.id), listed.c.seq)
         .limit(limit)
+        .subquery("oldest")
     )
+    shown = (column for column in oldest.c if column.key != "seq")
+    return select(*shown).order_by(oldest.c.seq)
+
+
+def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
+    """The next ids that match, in order. Index: the primary key, from `after`; no locks."""
+    start = [] if after is None else [job.c.id > after]
+    return select(job.c.id).where(*wanted.conditions(), *start).order_by(job.c.id).limit(limit)
+
+
+def select_waiting(ids: Sequence[UUID]) -> Executable:
+    """How many of these wait, also those that a transaction holds or runs. Index: the primary key; no locks."""
+    waits = job.c.state.in_(("ready", "scheduled"))
+    return select(func.count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
 def select_job(job_id: UUID) -> Executable:
     """One job with everything that is stored of it. Index: the primary key; no locks; one row."""
     return (
         select(*(listed.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
-        .select_from(listed.outerjoin(_activity, _activity.c.backend_xid == xmax))
+        .select_from(_with_runners)
         .where(listed.c.id == job_id)
     )
 
@@ -112,12 +136,27 @@ def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executa
     """Delete the next page of jobs that match and that nobody holds. See `pick_page` for index, locks and bound."""
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     cancelled = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
-    return page_outcome(page, cancelled)
+    return page_outcome(page, picked, cancelled)
 
 
 def running_transactions() -> Select[Any]:
     """The transactions that are open and have written, to be compared with an `xmax`. One row per backend; no locks."""
     return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
+
+
+def _matching(wanted: JobFilter, *, running: bool) -> Select[tuple[UUID]]:
+    runs = [or_(_activity.c.pid.is_not(None), listed.c.state == "leased")] if running else []
+    rows = _with_runners if running else listed
+    return select(listed.c.id).select_from(rows).where(*wanted.conditions(listed), *runs)
+
+
+def _millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[str]:
+    # The 48 bits in front, in hexadecimal: RFC 9562, section 5.7.
+    return func.left(cast(job_id, Text), 13)
+
+
+def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
+    return cast(_millisecond(job_id) + "-ffff-ffff-ffffffffffff", Uuid)
 
 
 def _runner() -> Sequence[ColumnElement[Any]]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, delete, func, insert, select
+from sqlalchemy import ColumnElement, Executable, delete, exists, func, select
+from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.statements.paging import page_outcome, pick_page
 from outboxq.tables import dead_job, job
@@ -67,20 +68,24 @@ def select_dead_letter(job_id: UUID) -> Executable:
 
 
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Turn the next page of dead letters that match and that nobody holds back into jobs that are ready.
+    """Turn the next page of dead letters that match and that no transaction holds back into jobs that are ready.
 
-    One statement: a dead letter is never in both tables, nor in none. See `pick_page` for index, locks and bound.
+    One statement: a dead letter is never in both tables, nor in none. One whose id a job has, because a producer chose
+    it twice, stays. See `pick_page` for index, locks and bound. A job that a handler runs at this moment is still seen
+    by the first look; without that, the insert would wait for the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     moved = ("args", "errors", *_KEPT)
-    taken = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(*(dead_job.c[name] for name in moved))
-    row = taken.cte("taken")
-    again = insert(job).from_select(moved, select(*(row.c[name] for name in moved)), include_defaults=False)
-    return page_outcome(page, again.returning(job.c.id).cte("again"))
+    there = exists().where(job.c.id == dead_job.c.id)
+    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, ~there)
+    added = insert(job).from_select(moved, rows, include_defaults=False)
+    again = added.on_conflict_do_nothing(index_elements=[job.c.id]).returning(job.c.id).cte("again")
+    moved_away = delete(dead_job).where(dead_job.c.id == again.c.id).returning(dead_job.c.id).cte("moved_away")
+    return page_outcome(page, picked, moved_away)
 
 
 def discard_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
     """Delete the next page of dead letters that match and that nobody holds. As `retry_page`."""
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     discarded = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(dead_job.c.id).cte("discarded")
-    return page_outcome(page, discarded)
+    return page_outcome(page, picked, discarded)

@@ -12,20 +12,21 @@ from uuid import UUID
 
 from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, Row, Table, func, select
 
-MAX_PAGE_ROWS = 1_000
+# What one transaction of an operator's changes, and what it leaves to be cleared should it be rolled back.
+MAX_PAGE_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What became of one page: the rows that were changed, and those that another transaction held."""
+    """What became of one page: rows that were changed, that another transaction held, and that could not be changed.
+
+    The next page starts behind `last`; None if nothing matched any more.
+    """
 
     changed: tuple[UUID, ...]
     held: tuple[UUID, ...]
-
-    @property
-    def last(self) -> UUID | None:
-        """Where the next page starts; None where nothing matched any more."""
-        return max((*self.changed, *self.held), default=None)
+    refused: tuple[UUID, ...] = ()
+    last: UUID | None = None
 
 
 def pick_page(
@@ -49,11 +50,12 @@ def pick_page(
     return page, locked.cte("picked").prefix_with("MATERIALIZED")
 
 
-def page_outcome(page: CTE, changed: CTE) -> Executable:
-    """Every row of the page in order, and whether it is among the changed."""
+def page_outcome(page: CTE, picked: CTE, changed: CTE) -> Executable:
+    """Every row of the page in order, whether it could be locked, and whether it is among the changed."""
+    locked = page.outerjoin(picked, picked.c.id == page.c.id)
     return (
-        select(page.c.id, changed.c.id.is_not(None).label("changed"))
-        .select_from(page.outerjoin(changed, changed.c.id == page.c.id))
+        select(page.c.id, picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed"))
+        .select_from(locked.outerjoin(changed, changed.c.id == page.c.id))
         .order_by(page.c.id)
     )
 
@@ -61,7 +63,12 @@ def page_outcome(page: CTE, changed: CTE) -> Executable:
 def read_page(rows: Iterable[Row[Any]]) -> Page:
     """The rows of `page_outcome` as a `Page`."""
     seen = list(rows)
-    return Page(tuple(row.id for row in seen if row.changed), tuple(row.id for row in seen if not row.changed))
+    return Page(
+        changed=tuple(row.id for row in seen if row.changed),
+        held=tuple(row.id for row in seen if not row.picked),
+        refused=tuple(row.id for row in seen if row.picked and not row.changed),
+        last=seen[-1].id if seen else None,
+    )
 
 
 def database_clock(connection: Connection) -> datetime:

@@ -91,7 +91,7 @@ def test_retry_by_id_starts_over_and_keeps_the_errors(
     one, missing = dead["one"].id, uuid4()
     said = run("dead", "retry", one, missing, "--json", url=outboxq_database.url)
     assert said.exit_code == 1
-    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)]}
+    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)], "already_waiting": []}
     assert one not in ids(engine, dead_job)
     again = call("jobs", "show", one, "--json", url=outboxq_database.url).ok().json
     assert (again["state"], again["attempt"], again["crashes"]) == ("ready", 0, 0)
@@ -132,9 +132,27 @@ def test_what_another_operator_holds_is_reported_and_not_waited_for(
         other.execute(text("DELETE FROM outboxq.dead_job WHERE id = :id"), {"id": dead["one"].id})
         said = call("dead", verb, "--kind", "fail", "--json", url=outboxq_database.url)
         assert said.exit_code == 1
-        assert list(said.json.values()) == [1, [str(dead["one"].id)], []]
+        assert list(said.json.values())[:3] == [1, [str(dead["one"].id)], []]
         other.commit()
     assert dead["one"].id not in ids(engine, job)
+
+
+def test_a_dead_letter_whose_job_waits_again_is_named_and_the_others_are_retried(
+    outboxq_database: Database, engine: Engine, dead: dict[str, JobHandle]
+) -> None:
+    """One id that a job has already costs the others of its page nothing."""
+    waits = dead["two"].id
+    with engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO outboxq.job (id, queue, kind, args) VALUES (:id, 'q', 'k', '{}')"), {"id": waits}
+        )
+    for selection in ((waits, dead["one"].id), ("--kind", "fail")):
+        said = call("dead", "retry", *selection, "--json", url=outboxq_database.url)
+        assert said.exit_code == 1
+        assert said.json["already_waiting"] == [str(waits)]
+        assert f"a job with its id waits or runs already: {waits}" in said.stderr
+    assert ids(engine, dead_job) == {waits, dead["given up"].id}
+    assert ids(engine, job) == {waits, dead["one"].id}
 
 
 @pytest.mark.parametrize("verb", ["retry", "discard"])

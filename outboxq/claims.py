@@ -71,6 +71,8 @@ class Claims:
         """Nothing is prepared on a new connection; nor ever, where there is a pooler, or for reasons of the user's."""
         prepares = driver_connection(connection).prepare_threshold is not None
         self._prepared = PreparedClaims() if prepares else None
+        # A handler may have left something on the last one: what was claimed with its job had to go back.
+        self._most_leased = dict.fromkeys(self._queue_names, 1)
 
     def begin_walk(self) -> None:
         """The slot looks at all of its queues."""

@@ -136,9 +136,9 @@ class _Reading:
         return what
 
     def _meet_name(self, text: str) -> str | None:
-        if text == "pg_settings":
+        if text.strip('"') == "pg_settings":
             # An UPDATE of this view is a SET.
-            return text
+            return "pg_settings"
         if self._last == ".":
             self._schema, self._name = self._name, text
         elif text == "into" and self._last not in ("insert", "merge"):
@@ -160,12 +160,12 @@ class _Reading:
         return what
 
     def _call(self, at: int) -> str | None:
-        name = self._name or ""
+        # In quotes it is what it is in the catalogue; with a quote inside, nothing there.
+        name = (self._name or "").strip('"')
         if name == "set_config":
             return self._set_config(at)
         if self._schema not in (None, "pg_catalog") or name not in HARMLESS:
-            # In quotes it is what it is in the catalogue; with a quote inside, nothing there.
-            self._functions.add(name.strip('"'))
+            self._functions.add(name)
         return None
 
     def _set_config(self, at: int) -> str | None:

@@ -231,6 +231,48 @@ MUTANTS = (
         "            if self._stopping.is_set() and cancelled:\n",
         ("tests/integration/test_upkeep.py",),
     ),
+    Mutant(
+        "no new connection for what a handler left on its own",
+        "outboxq/slot.py",
+        "        if left is None:\n            return False\n        self.shared.functions",
+        "        if left is None or True:\n            return False\n        self.shared.functions",
+        ("tests/integration/test_session_state.py",),
+    ),
+    Mutant(
+        "a claim that follows on a connection with leavings",
+        "outboxq/batch.py",
+        "is_listened_to(connection) or work.guard.left else",
+        "is_listened_to(connection) else",
+        ("tests/integration/test_session_state.py",),
+    ),
+    Mutant(
+        "a leased job behind one that left something",
+        "outboxq/held.py",
+        "allowed=not work.guard.left and holder.may_begin()",
+        "allowed=holder.may_begin()",
+        ("tests/integration/test_session_state.py",),
+    ),
+    Mutant(
+        "a connection that is lent and not closed",
+        "outboxq/guard.py",
+        "            self._lent.pop().__dict__ = {",
+        "            self._lent.pop().__dict__ == {",
+        ("tests/integration/test_session_state.py",),
+    ),
+    Mutant(
+        "execution options that stay",
+        "outboxq/guard.py",
+        "        self._connection._execution_options = self._options",
+        "        self._connection.outboxq_options = self._options",
+        ("tests/integration/test_session_state.py",),
+    ),
+    Mutant(
+        "a cursor of the driver's that is not looked at",
+        "outboxq/guard.py",
+        "            guard.sends(query)\n            return super().execute(",
+        "            return super().execute(",
+        ("tests/integration/test_session_state.py",),
+    ),
 )
 
 

@@ -1,18 +1,41 @@
 """What a handler sets, locks or creates on its connection never meets a later transaction of its slot."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, event, func, select, text
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Integer,
+    Numeric,
+    String,
+    cast,
+    column,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    literal_column,
+    select,
+    text,
+    true,
+    values,
+)
+from sqlalchemy.dialects.postgresql import array
+from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
-from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.postgres import Database
+from tests.support.app import Account, Effect
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
 BOTH_CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -248,3 +271,229 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     with engine.connect() as connection:
         reasons = connection.execute(text("SELECT kind, args ->> 'name', reason FROM outboxq.dead_job")).all()
     assert [tuple(row[:2]) for row in reasons] == [("leave", "a handler that fails")], reasons
+
+
+def _pids(ledger: Ledger) -> list[int]:
+    return [backend for backend, _ in groupby(ledger.backends)]
+
+
+# What handlers send day by day, through the ORM, Core and text().
+HARMLESS: dict[str, Callable[[Session], object]] = {
+    "get and change": lambda session: setattr(session.get_one(Account, 1), "balance", Account.balance + 1),
+    "insert": lambda session: session.add_all([Effect(name="a"), Effect(name="b")]),
+    "insert in pieces": lambda session: session.execute(insert(Effect), [{"name": f"{n}"} for n in range(3_000)]),
+    "returning": lambda session: session.scalars(
+        insert(Effect).returning(Effect.row), [{"name": "a"}, {"name": "b"}]
+    ).all(),
+    "upsert": lambda session: session.execute(
+        upsert(Account)
+        .values(id=1, balance=1)
+        .on_conflict_do_update(index_elements=["id"], set_={"balance": func.coalesce(Account.balance, 0) + 1})
+    ),
+    "delete": lambda session: session.execute(delete(Effect).where(Effect.name.in_(["a", "b"]))),
+    "aggregates": lambda session: session.execute(
+        select(func.count(), func.sum(Account.balance), func.max(Account.id).filter(Account.id > 0), func.now())
+        .group_by(Account.id)
+        .having(func.count() > 0)
+    ).all(),
+    "windows": lambda session: session.execute(
+        select(func.row_number().over(partition_by=Account.id, order_by=Account.balance))
+    ).all(),
+    "casts": lambda session: session.execute(select(cast(Account.id, Numeric(10, 2)), cast("a", String(30)))).all(),
+    "CTEs": lambda session: session.execute(
+        select(select(Account.id).cte("some", recursive=True).union_all(select(Account.id)))
+    ).all(),
+    "values": lambda session: session.execute(
+        select(values(column("a", Integer), name="given").data([(1,), (2,)]))
+    ).all(),
+    "functions with columns": lambda session: session.execute(
+        select(func.jsonb_array_elements(text("'[1]'::jsonb")).table_valued("value").render_derived())
+    ).all(),
+    "lateral": lambda session: session.execute(
+        select(Account.id).join(select(func.unnest(array([1, 2]))).lateral("them"), true())
+    ).all(),
+    "locks": lambda session: session.scalars(select(Account).with_for_update(key_share=True, of=Account)).all(),
+    "a lock of the transaction": lambda session: session.execute(select(func.pg_advisory_xact_lock(4711))),
+    "a savepoint": lambda session: session.begin_nested().rollback(),
+    "a stream": lambda session: session.execute(select(Account).execution_options(yield_per=1)).all(),
+    "a text": lambda session: session.execute(
+        text("UPDATE account SET balance = balance + :cents WHERE id = :id -- by text\n;"), {"cents": 1, "id": 1}
+    ),
+    "a setting of the transaction": lambda session: session.execute(text("SET LOCAL lock_timeout = 4321")),
+    "a setting of the transaction by value": lambda session: session.execute(
+        select(func.set_config("test.carried", "given", True))
+    ),
+    "the same as text": lambda session: session.execute(
+        text("SELECT set_config('test.carried', :value, true)"), {"value": "given"}
+    ),
+    "a statement of the driver's": lambda session: session.connection().exec_driver_sql(
+        "SELECT count(*) FROM account WHERE id = %(id)s", {"id": 1}
+    ),
+    "its own options": lambda session: session.connection().execution_options(schema_translate_map={"a": "b"}),
+    "another job": lambda session: session.add_job(external("nowhere", queue="nowhere")),
+}
+
+
+@BOTH_CLAIMS
+@BOTH_FLAVOURS
+def test_what_handlers_send_day_by_day_costs_no_connection(
+    flavour: str,
+    claim: str,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain_with_listener: Callable[..., list[int]],
+) -> None:
+    """Statements on rows, by the ORM, Core or text, leave their slot the connection that it has."""
+    with Session(engine) as session, session.begin():
+        session.add(Account(id=1))
+    backends: dict[str, int] = {}
+
+    def step(session: Session, name: str) -> None:
+        backends[name] = session.scalars(select(func.pg_backend_pid())).one()
+        HARMLESS[name](session)
+        session.flush()
+
+    jobs = Jobs()
+    options: dict[str, Any] = {"kind": "send", "queue": "state", "claim": claim, "retry": Backoff(max_attempts=1)}
+    if flavour == "sync":
+
+        @jobs.handler(**options)
+        def send(ctx: Context, name: str) -> None:
+            step(ctx.session, name)
+
+    else:
+
+        @jobs.handler(**options)
+        async def send_too(ctx: AsyncContext, name: str) -> None:
+            await ctx.session.run_sync(step, name)
+
+    names = [*HARMLESS, *HARMLESS]
+    _add(sessions, jobs, *(("send", name) for name in names))
+    drain_with_listener(jobs, flavour)
+    assert list(backends) == list(HARMLESS)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT args ->> 'name', reason FROM outboxq.dead_job")).all() == []
+    # At each change of it the one before had left something.
+    changed = [name for name, last in zip(names[1:], names, strict=False) if backends[name] != backends[last]]
+    assert changed == []
+
+
+@pytest.mark.parametrize(
+    ("called", "connections"), [("doubles(1)", 2), ("adds(1)", 2), ("triples(1)", 6), ("pg_advisory_lock(1)", 6)]
+)
+def test_a_function_of_the_users_own_costs_a_connection_unless_it_has_no_side_effects(
+    called: str, connections: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
+) -> None:
+    """The catalogue is asked once: what is IMMUTABLE or STABLE counts no more, what is VOLATILE each time."""
+    with engine.begin() as connection:
+        for statement in FUNCTIONS:
+            connection.execute(text(statement))
+    jobs, ledger = Jobs(), Ledger()
+
+    @jobs.handler(queue="state")
+    def call(ctx: Context) -> None:
+        ledger.touch(ctx.session.connection())
+        ctx.session.execute(select(literal_column(called)))
+
+    with sessions.begin() as session:
+        session.add_jobs(call.job() for _ in range(6))
+    drain(jobs, slots_per_queue=1)
+    assert len(ledger.backends) == 6
+    assert len(_pids(ledger)) == connections
+
+
+def test_the_reason_for_a_new_connection_is_logged_once(
+    sessions: sessionmaker[OutboxSession], drain: Callable[..., object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user finds out why a handler is slow, and no value of a statement is in it."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="state")
+    def set_up(ctx: Context) -> None:
+        ctx.session.execute(text("SET test.carried = 'a secret'"))
+
+    with sessions.begin() as session:
+        session.add_jobs(set_up.job() for _ in range(3))
+    with caplog.at_level("INFO", "outboxq.relay"):
+        drain(jobs, slots_per_queue=1)
+    lines = [record.getMessage() for record in caplog.records if "outlive" in record.getMessage()]
+    assert lines == ["a handler's SET may outlive its transaction: its slot takes a new connection"]
+
+
+@BATCH_SIZES
+@BOTH_CLAIMS
+def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
+    claim: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
+) -> None:
+    """What goes on after its handler has returned has a connection that is closed, whichever way it got it."""
+    jobs, errors = Jobs(), []
+    next_runs, tried = threading.Event(), threading.Event()
+    options: dict[str, Any] = {"queue": "state", "claim": claim, "retry": Backoff(max_attempts=1)}
+
+    def write(connections: list[Connection]) -> None:
+        next_runs.wait(60)
+        for connection in connections:
+            try:
+                connection.execute(insert(Effect).values(name="late"))
+            except Exception as error:  # noqa: BLE001  # that it is one is what matters
+                errors.append(type(error).__name__)
+        tried.set()
+
+    @jobs.handler(**options)
+    def leave_thread(ctx: Context) -> None:
+        connection = ctx.session.connection()
+        result = connection.execute(select(1))
+        own = Session(connection, join_transaction_mode="rollback_only")
+        found = [connection, result.connection, ctx.session.get_bind(), own.connection()]
+        threading.Thread(target=write, args=[found], daemon=True).start()
+
+    @jobs.handler(**options)
+    def write_too(ctx: Context) -> None:
+        ctx.session.add(Effect(name="mine"))
+        ctx.session.flush()
+        next_runs.set()
+        assert tried.wait(60)
+
+    with sessions.begin() as session:
+        session.add_job(leave_thread)
+        session.add_job(write_too)
+    drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    with Session(engine) as session:
+        assert list(session.scalars(select(Effect.name))) == ["mine"]
+        assert session.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 0
+    assert errors == ["ResourceClosedError"] * 4
+
+
+def test_a_task_left_behind_cannot_use_its_connection_in_a_later_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
+) -> None:
+    """As a thread."""
+    jobs, errors, tasks = Jobs(), [], []
+    next_runs, tried = asyncio.Event(), asyncio.Event()
+
+    async def write(connection: AsyncConnection) -> None:
+        await next_runs.wait()
+        try:
+            await connection.execute(insert(Effect).values(name="late"))
+        except Exception as error:  # noqa: BLE001  # that it is one is what matters
+            errors.append(type(error).__name__)
+        tried.set()
+
+    @jobs.handler(queue="state")
+    async def leave_task(ctx: AsyncContext) -> None:
+        tasks.append(asyncio.create_task(write(await ctx.session.connection())))
+
+    @jobs.handler(queue="state")
+    async def write_too(ctx: AsyncContext) -> None:
+        ctx.session.add(Effect(name="mine"))
+        await ctx.session.flush()
+        next_runs.set()
+        await tried.wait()
+
+    with sessions.begin() as session:
+        session.add_job(leave_task)
+        session.add_job(write_too)
+    drain(jobs, slots_per_queue=1)
+    with Session(engine) as session:
+        assert list(session.scalars(select(Effect.name))) == ["mine"]
+    assert errors == ["ResourceClosedError"]

@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=5)
+        migrations.upgrade(op, to=6)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -21,7 +21,14 @@ from sqlalchemy import TextClause, text
 
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
-from outboxq.migrations import step_01_tables, step_02_functions, step_03_leases, step_04_inbox, step_05_upkeep
+from outboxq.migrations import (
+    step_01_tables,
+    step_02_functions,
+    step_03_leases,
+    step_04_inbox,
+    step_05_upkeep,
+    step_06_headers,
+)
 from outboxq.migrations.quoting import quote_identifier, quote_literal
 
 # No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".
@@ -31,6 +38,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_03_leases.UP, step_03_leases.DOWN),
     (step_04_inbox.UP, step_04_inbox.DOWN),
     (step_05_upkeep.UP, step_05_upkeep.DOWN),
+    (step_06_headers.UP, step_06_headers.DOWN),
 )
 LATEST = len(STEPS)
 

@@ -5,26 +5,7 @@ tries the same lock shared, for its transaction. *False* means somebody sleeps, 
 from falling asleep until this transaction has ended, so that no wake is missed; nothing is written either way.
 """
 
-UP = """\
-    CREATE FUNCTION @schema@.wake_relays() RETURNS trigger LANGUAGE plpgsql AS $function$
-    DECLARE
-      woken text;
-    BEGIN
-      IF current_setting('outboxq.notify', true) = 'off' THEN
-        RETURN NULL;
-      END IF;
-      FOR woken IN SELECT DISTINCT queue FROM new_jobs LOOP
-        IF NOT pg_try_advisory_xact_lock_shared(hashtext(@channel_literal@), hashtext(woken)) THEN
-          PERFORM pg_notify(@channel_literal@, woken);
-        END IF;
-      END LOOP;
-      RETURN NULL;
-    END
-    $function$;
-    CREATE TRIGGER wake_relays AFTER INSERT ON @schema@.job
-      REFERENCING NEW TABLE AS new_jobs
-      FOR EACH STATEMENT EXECUTE FUNCTION @schema@.wake_relays();
-    -- For triggers and other languages. No RETURNING, so that INSERT on the table is the only right it needs.
+ADD_JOB = """\
     CREATE FUNCTION @schema@.add_job(
       kind text,
       args jsonb DEFAULT '{}'::jsonb,
@@ -85,6 +66,31 @@ UP = """\
       RETURN job_id;
     END
     $function$;"""
+
+UP = (
+    """\
+    CREATE FUNCTION @schema@.wake_relays() RETURNS trigger LANGUAGE plpgsql AS $function$
+    DECLARE
+      woken text;
+    BEGIN
+      IF current_setting('outboxq.notify', true) = 'off' THEN
+        RETURN NULL;
+      END IF;
+      FOR woken IN SELECT DISTINCT queue FROM new_jobs LOOP
+        IF NOT pg_try_advisory_xact_lock_shared(hashtext(@channel_literal@), hashtext(woken)) THEN
+          PERFORM pg_notify(@channel_literal@, woken);
+        END IF;
+      END LOOP;
+      RETURN NULL;
+    END
+    $function$;
+    CREATE TRIGGER wake_relays AFTER INSERT ON @schema@.job
+      REFERENCING NEW TABLE AS new_jobs
+      FOR EACH STATEMENT EXECUTE FUNCTION @schema@.wake_relays();
+    -- For triggers and other languages. No RETURNING, so that INSERT on the table is the only right it needs.
+"""
+    + ADD_JOB
+)
 
 DOWN = """\
     DROP FUNCTION @schema@.add_job(text, jsonb, text, interval, timestamptz, integer, integer, jsonb, uuid);

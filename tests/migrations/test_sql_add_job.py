@@ -131,6 +131,20 @@ def test_arguments_may_take_256_kib(connection: Connection, size: int, fits: boo
     assert "xxx" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("size", "fits"), [(64 * KIB, True), (64 * KIB + 1, False)])
+def test_headers_may_take_64_kib(connection: Connection, size: int, fits: bool) -> None:
+    """As in Python: every claim reads them."""
+    headers = json.dumps({"text": ""})
+    headers = json.dumps({"text": "x" * (size - len(headers))})
+    if fits:
+        assert len(add_job(connection, "'k', headers => %s", [headers])["headers"]["text"]) > 64 * KIB - 100
+        return
+    with pytest.raises(psycopg.errors.ProgramLimitExceeded) as refused:
+        add_job(connection, "'k', headers => %s", [headers])
+    assert f"headers of up to 64 KiB of JSON, got {size} bytes" in str(refused.value)
+    assert "xxx" not in str(refused.value)
+
+
 @pytest.mark.parametrize("moment", ["-infinity", "infinity", "0044-03-15 BC", "20000-01-01"])
 @pytest.mark.parametrize("column", ["run_at", "created_at"])
 def test_a_time_that_python_cannot_read_never_enters_the_table(

@@ -1,0 +1,16 @@
+"""outboxq's step 6: a bound on the headers of SQL producers."""
+
+from alembic import op
+
+from outboxq import migrations
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    migrations.upgrade(op, to=6)
+
+
+def downgrade() -> None:
+    migrations.downgrade(op, to=5)

@@ -6,80 +6,46 @@ from functools import wraps
 from typing import Any, get_type_hints
 
 from outboxq.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
-from outboxq.errors import HandlerError, RegistryError
-from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
+from outboxq.errors import RegistryError
+from outboxq.retry import Outcome
+from outboxq.returned import Returned
 
 
-def called_with_one(function: Callable[..., Any], arguments: type[Any]) -> Callable[..., Any]:
+def called_with_one(function: Callable[..., Any], arguments: type[Any], returned: Returned) -> Callable[..., Any]:
     """A handler of one job, as the executor calls it, that calls `function` with a batch of one."""
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, **values: object) -> Outcome:
             items = [BatchItem(arguments(**values), ctx.job)]
-            return outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), 1)[0]
+            return returned.outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), 1)[0]
 
         return run_async
 
     @wraps(function)
     def run(ctx: Context[Any], /, **values: object) -> Outcome:
         items = [BatchItem(arguments(**values), ctx.job)]
-        return outcomes(function(BatchContext(ctx.state, ctx.session), items), 1)[0]
+        return returned.outcomes(function(BatchContext(ctx.state, ctx.session), items), 1)[0]
 
     return run
 
 
-def called_with_many(function: Callable[..., Any]) -> Callable[..., Any]:
+def called_with_many(function: Callable[..., Any], returned: Returned) -> Callable[..., Any]:
     """A handler that is given `items` as its only argument, and returns the outcome of each."""
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, items: Sequence[BatchItem[Any]]) -> Sequence[Outcome]:
-            returned: Awaitable[object] = function(AsyncBatchContext(ctx.state, ctx.session), items)
-            return outcomes(await returned, len(items))
+            running: Awaitable[object] = function(AsyncBatchContext(ctx.state, ctx.session), items)
+            return returned.outcomes(await running, len(items))
 
         return run_async
 
     @wraps(function)
     def run(ctx: Context[Any], /, items: Sequence[BatchItem[Any]]) -> Sequence[Outcome]:
-        return outcomes(function(BatchContext(ctx.state, ctx.session), items), len(items))
+        return returned.outcomes(function(BatchContext(ctx.state, ctx.session), items), len(items))
 
     return run
-
-
-def outcomes(returned: object, count: int) -> list[Outcome]:
-    """What a batch handler returned for `count` jobs, one outcome for each.
-
-    Raises:
-        HandlerError: neither None nor as many outcomes as jobs.
-    """
-    if returned is None:
-        return [Done()] * count
-    if inspect.iscoroutine(returned):
-        # Never awaited: close it, or Python warns.
-        returned.close()
-        raise HandlerError("the batch handler returned a coroutine, but is not an async function")
-    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
-        raise HandlerError(
-            f"the batch handler returned a {type(returned).__name__}: return None where all jobs are done, or a list "
-            "with the outcome of each, in their order"
-        )
-    if len(returned) != count:
-        raise HandlerError(
-            f"the batch handler returned {len(returned)} outcomes for {count} jobs: return one for each, in their order"
-        )
-    return [_outcome(place, each) for place, each in enumerate(returned)]
-
-
-def _outcome(place: int, returned: object) -> Outcome:
-    if returned is None:
-        return Done()
-    if isinstance(returned, Done | Retry | Snooze | DeadLetter | Discard):
-        return returned
-    raise HandlerError(
-        f"the batch handler returned a {type(returned).__name__} as outcome {place}: "
-        "None when that job is done, else an outcome such as Retry(delay)"
-    )
 
 
 class Arguments:

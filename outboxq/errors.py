@@ -60,6 +60,10 @@ class HandlerError(OutboxqError):
     """A handler did something that its transaction forbids; the attempt is recorded as failed."""
 
 
+class NothingDone(HandlerError, PermanentError):
+    """A handler returned a coroutine that nobody awaited, or the class of an outcome: every attempt would."""
+
+
 class HandlerRolledBack(HandlerError):
     """The handler rolled its session back, so its rows are gone although it returned."""
 

@@ -4,7 +4,6 @@ Whatever a handler does, its rows are either all in the transaction or none of t
 """
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from outboxq.invoke import Invoker, Opened, Run
 from outboxq.job import Job
 from outboxq.registry import Registry
 from outboxq.retention import spoken
-from outboxq.retry import DeadLetter, Discard, Done, Outcome, Retry, Snooze
+from outboxq.retry import Done, Outcome, Snooze
 from outboxq.settle import check_shared, current_xid
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
@@ -290,9 +289,9 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
             arguments[name] = _load(opened, name, value)
     fault_point("before-handler")
     run = Run(job, work.state, partial(work.permit, handler, job))
-    returned = work.invoker.call(handler, opened.session, run, arguments)
-    if returned is not None and not isinstance(returned, Done):
-        return _outcome(returned)
+    outcome = handler.returned.outcome(work.invoker.call(handler, opened.session, run, arguments))
+    if not isinstance(outcome, Done):
+        return outcome
     if opened.made is None and place.savepoint is None:
         # It never came near the database.
         return _DONE
@@ -304,22 +303,6 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
     return _DONE
-
-
-def _outcome(returned: object) -> Outcome:
-    if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
-        return returned
-    raise HandlerError(
-        f"the handler returned {_described(returned)}: return None when done, or an outcome such as Retry(delay)"
-    )
-
-
-def _described(returned: object) -> str:
-    if inspect.iscoroutine(returned):
-        # Never awaited: close it, or Python warns.
-        returned.close()
-        return "a coroutine, but is not an async function"
-    return f"the class {returned.__name__}" if isinstance(returned, type) else f"a {type(returned).__name__}"
 
 
 def _load(opened: Opened, name: str, stored: EntityKey) -> object:

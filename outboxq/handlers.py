@@ -13,6 +13,7 @@ from outboxq.context import AsyncBatchContext, AsyncContext, BatchContext, Batch
 from outboxq.errors import RegistryError
 from outboxq.kinds import JobKind, P
 from outboxq.retry import Backoff, Outcome
+from outboxq.returned import Returned
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.claim: ClaimMode = check_claim(claim)
         self.timeout_seconds = _check_timeout(timeout_seconds)
         self.batchable = _check_batchable(batchable, claim)
+        self.returned = Returned(kind)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
         functools.update_wrapper(self, function, updated=())
@@ -90,11 +92,12 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         made: Any = arguments
-        alone = called_with_one(function, made)
+        returned = Returned(kind)
+        alone = called_with_one(function, made, returned)
         super().__init__(alone, kind, queue, aliases, retry, timeout_seconds=timeout_seconds)
         self.arguments = arguments
         self.max_size = _check_size(max_size)
-        many = called_with_many(function)
+        many = called_with_many(function, returned)
         # Never registered: how many jobs are called for at once.
         self.together: AnyHandler = Handler(many, kind, queue, (), retry, timeout_seconds=timeout_seconds)
         self._called = function

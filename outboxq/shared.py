@@ -245,8 +245,9 @@ class _SharedRun:
         finally:
             session.end_turn()
         self._batch.deadline = None
-        if not (returned is None or isinstance(returned, Done)):
-            raise HandlerError(f"the handler returned a {type(returned).__name__}")
+        outcome = handler.returned.outcome(returned)
+        if not isinstance(outcome, Done):
+            raise HandlerError(f"the handler returned a {type(outcome).__name__}")
         self._look()
         self._seconds.append(time.perf_counter() - begun)
         if self._has_to_send():

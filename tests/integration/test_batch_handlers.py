@@ -174,9 +174,8 @@ def test_what_fails_with_many_is_tried_with_each_alone(
     [
         ([], "returned 0 outcomes for 1 jobs"),
         ([None] * 7, "returned 7 outcomes for 1 jobs"),
-        ("done", "returned a str"),
-        (5, "returned a int"),
-        ([5], "returned a int as outcome 0"),
+        ([None, 5, None], "returned 3 outcomes for 1 jobs"),
+        (Retry(), "returned one Retry"),
     ],
 )
 def test_a_wrong_answer_is_a_recorded_failure_that_says_what_was_expected(

@@ -112,7 +112,7 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
     session.add(Effect(name=how))
     if how == "rollback-unsent":
         session.rollback()
-        return None
+        return
     session.flush()
     match how:
         case "commit":
@@ -170,22 +170,16 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             try:
                 session.execute(text("SELECT 1 / 0"))
             except Exception:  # noqa: BLE001  # what the handler should not do
-                return None
+                return
         case "swallow-integrity-error":
             try:
                 session.add(Effect(row=session.scalars(select(func.max(Effect.row))).one(), name=how))
                 session.flush()
             except Exception:  # noqa: BLE001  # what the handler should not do
-                return None
+                return
         case "open-savepoint":
             session.begin_nested()
             session.add(Effect(name=how))
-        case "return-something":
-            return how
-        case "return-class":
-            return Retry
-        case "return-coroutine":
-            return asyncio.sleep(0)
         case "raise-cancelled":
             raise asyncio.CancelledError
         case "raise-no-such-day":
@@ -196,7 +190,7 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             raise SystemExit(3)
         case _:
             raise AssertionError(how)
-    return None
+    return
 
 
 @jobs.handler(queue="ledger-async", retry=QUICK)

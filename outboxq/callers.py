@@ -28,9 +28,9 @@ class Callers:
 def make_callers(engines: Engines, schema: str, lease_seconds: float) -> Callers:
     """For the user's own engines pools beside theirs, else pools of our own that grow with the slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
-    if engines.owned and sync is not None:
+    if engines.owns_sync and sync is not None:
         sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
-    if engines.owned and asynchronous is not None:
+    if engines.owns_asynchronous and asynchronous is not None:
         asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)

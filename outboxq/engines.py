@@ -24,15 +24,16 @@ AnyEngine = str | URL | Engine | AsyncEngine
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A sync engine, an async one, or both."""
+    """A sync engine, an async one, or both, and which of them were made here."""
 
     sync: Engine | None
     asynchronous: AsyncEngine | None
-    owned: bool
+    owns_sync: bool
+    owns_asynchronous: bool
 
     def dispose(self) -> None:
         """Close the pools that we made; slots have closed their own connections."""
-        if self.owned and self.sync is not None:
+        if self.owns_sync and self.sync is not None:
             self.sync.dispose()
 
 
@@ -128,17 +129,18 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
         ConfigError: a driver other than psycopg, or two async engines.
     """
     if isinstance(given, str | URL):
-        return Engines(
+        engines = Engines(
             make_engine(given, application_name=RELAY_NAME),
             async_engine or make_async_engine(given, application_name=RELAY_NAME),
-            owned=True,
+            owns_sync=True,
+            owns_asynchronous=async_engine is None,
         )
-    if isinstance(given, AsyncEngine):
+    elif isinstance(given, AsyncEngine):
         if async_engine is not None:
             raise ConfigError("Relay(...) got two async engines: give the sync one first, then async_engine=...")
-        engines = Engines(None, given, owned=False)
+        engines = Engines(None, given, owns_sync=False, owns_asynchronous=False)
     else:
-        engines = Engines(given, async_engine, owned=False)
+        engines = Engines(given, async_engine, owns_sync=False, owns_asynchronous=False)
     for engine in (engines.sync, engines.asynchronous):
         if engine is not None and engine.dialect.driver not in ("psycopg", "psycopg_async"):
             raise ConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
@@ -21,7 +21,7 @@ from outboxq import (
     Relay,
     RelayConfig,
 )
-from outboxq.errors import EffectRefused
+from outboxq.errors import ConfigError, EffectRefused
 from outboxq.events import Event, JobDied, JobDone, JobRetried, JobSnoozed
 from outboxq.postgres import Database
 from outboxq.testing import async_context, sync_context
@@ -184,6 +184,26 @@ def test_a_relay_on_engines_of_the_users_own_calls_through_pools_beside_theirs(
     report = Relay(sync, jobs, RelayConfig(slots_per_queue=2), async_engine=asynchronous).drain()
     assert (report.done, report.failed) == (12, 0)
     sync.dispose()
+
+
+def test_a_relay_on_a_url_and_an_async_engine_calls_through_that_engine(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession], engine: Engine
+) -> None:
+    """Its way to connect is the user's (tokens, connectors): nothing is made from its URL, which leads nowhere."""
+    url = make_url(outboxq_database.url)
+    asynchronous = create_async_engine(url.set(port=1), connect_args={"port": url.port})
+    jobs = registry("lease")
+    enqueue(sessions, jobs, "charge", name="s")
+    enqueue(sessions, jobs, "charge_async", name="a")
+    report = Relay(outboxq_database.url, jobs, async_engine=asynchronous).drain()
+    assert (report.done, report.failed) == (2, 0)
+
+
+def test_an_async_engine_of_another_driver_is_refused_beside_a_url(outboxq_database: Database) -> None:
+    """As it is beside an engine."""
+    asynchronous = create_async_engine(make_url(outboxq_database.url).set(drivername="postgresql+asyncpg"))
+    with pytest.raises(ConfigError, match="the relay needs psycopg, and this engine uses asyncpg"):
+        Relay(outboxq_database.url, registry("lease"), async_engine=asynchronous)
 
 
 def test_a_relay_on_an_async_engine_alone_calls_through_it(

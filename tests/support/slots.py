@@ -32,7 +32,7 @@ def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: fl
         suspects=Suspects(),
         sweeps=Sweeps(),
         max_crashes=3,
-        callers=make_callers(Engines(engine, None, owned=False), "outboxq", 30),
+        callers=make_callers(Engines(engine, None, owns_sync=False, owns_asynchronous=False), "outboxq", 30),
         stopping=threading.Event(),
         tally=Tally(),
         lock=threading.Lock(),

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import _peers as measured_peers
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.definitions import PEERS, Scenario
 from benchmarks.peers.drivers import Done, Driver, DriverFailed, Progress, Ready, parse_line, running
@@ -153,3 +155,16 @@ def test_environments_are_in_the_users_cache(monkeypatch, tmp_path):
     """The repository stays free of them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_directory() == tmp_path / "outboxq-benchmarks" / "peers"
+
+
+def test_a_run_without_the_other_queues_says_what_to_install_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No figures of theirs, and no traceback: the rest is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = Namespace(peers=True, peers_file=None)
+    assert not measured_peers(options, "postgresql://127.0.0.1:1/none", {"peers"})
+    said = capfd.readouterr().err
+    assert "pgqueuer: not installed: python -m benchmarks.peers install pgqueuer\n" in said
+    assert "to install them: python -m benchmarks.peers install\n" in said
+    assert "Traceback" not in said

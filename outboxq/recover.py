@@ -19,7 +19,7 @@ from outboxq.job import Job
 from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import NEVER, take_back
-from outboxq.statements.session import end_backend, xact_status
+from outboxq.statements.session import end_backend, may_be_committed, xact_status
 
 PUT_OFF = timedelta(minutes=5)
 COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
@@ -49,13 +49,16 @@ def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
 def _resolve_by_presence(connection: Connection, progress: Progress) -> BatchReport | None:
     """After a crash or a failover, when the number of a lost transaction is given out again: the row is the truth.
 
-    Gone, it was removed by our COMMIT, if we sent it; else another relay has been quicker, and has reported it.
+    Gone, it was removed by our COMMIT, if we sent it and the server may know of it; else another relay has been
+    quicker, and has reported it. If our number was given out again, to a transaction that was committed, both report.
     """
+    assert progress.anchor is not None
     with connection.begin():
         still_there = settle.is_unchanged(connection, progress.job)
+        is_ours = run_script(connection, may_be_committed(progress.anchor.xid))[0].rows[0][0]
     if still_there:
         return None
-    return progress.report() if progress.certifying else BatchReport(len(progress.jobs), ())
+    return progress.report() if progress.certifying and is_ours else BatchReport(len(progress.jobs), ())
 
 
 def _server_epoch(connection: Connection) -> str:

@@ -52,6 +52,18 @@ def xact_status(xid: str) -> str:
     return f"SELECT pg_xact_status('{int(xid)}'::xid8)"
 
 
+def may_be_committed(xid: str) -> str:
+    """One row: whether a transaction of another epoch may be one that this server has committed.
+
+    False for one that it undid, runs now, or never heard of; a number that was given out again to another may read
+    true.
+    """
+    return (
+        f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_snapshot_xmax(pg_current_snapshot()) "
+        f"THEN coalesce(pg_xact_status('{int(xid)}'::xid8), 'committed') = 'committed' ELSE false END"
+    )
+
+
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
     """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row where it did."""
     action = sql.SQL("pg_terminate_backend" if terminate else "pg_cancel_backend")

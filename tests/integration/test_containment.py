@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import Engine, select, text
@@ -418,6 +419,66 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
     assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
 
 
+def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay_alone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """COMMIT was sent and never arrived; the job is gone because another relay has done it since."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="once")
+    with engine.connect() as connection:
+        transaction = connection.begin()
+        claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
+        progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
+        progress.certifying = True
+        progress.events.append(JobDone(claimed.jobs[0], 0.1))
+        transaction.rollback()
+        assert resolve(connection, progress) is None, "it still waits"
+        reported = [event for event in drain() if isinstance(event, JobDone)]
+        late = resolve(connection, progress)
+    assert late is not None
+    assert [event.job.id for event in (*reported, *late.events)] == [claimed.jobs[0].id]
+    assert effects(engine) == {"once": 1}
+
+
+def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
+    engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """COMMIT arrived and its answer did not: the new server knows the transaction."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="once")
+    with engine.connect() as connection:
+        with connection.begin():
+            claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
+        progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
+        progress.certifying = True
+        progress.events.append(JobDone(claimed.jobs[0], 0.1))
+        late = resolve(connection, progress)
+    assert late is not None
+    assert [event.job.id for event in late.events if isinstance(event, JobDone)] == [claimed.jobs[0].id]
+
+
+@pytest.mark.parametrize("ahead", [1, 2**40])
+def test_a_transaction_that_the_new_server_never_heard_of_is_not_reported(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, ahead: int
+) -> None:
+    """Its number is in the server's future."""
+    with sessions.begin() as session:
+        session.add_job(app.record, name="once")
+    with engine.connect() as connection:
+        transaction = connection.begin()
+        claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
+        transaction.rollback()
+        drain()
+        assert claimed.anchor is not None
+        anchor = replace(claimed.anchor, xid=str(int(claimed.anchor.xid) + 1_000_000 * ahead))
+        progress = Progress("ledger", claimed.jobs, anchor, epoch="of the server before the failover")
+        progress.certifying = True
+        progress.events.append(JobDone(claimed.jobs[0], 0.1))
+        late = resolve(connection, progress)
+    assert late is not None
+    assert late.events == ()
+
+
 def test_a_charge_outside_the_batch_reads_any_database(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -428,7 +489,7 @@ def test_a_charge_outside_the_batch_reads_any_database(
 
     @jobs.handler(queue="ledger", retry=Backoff(max_attempts=2, first_seconds=0))
     def end_transaction(ctx: Context) -> None:
-        ctx.session.connection().connection.rollback()
+        ctx.session.connection().transaction.rollback()
 
     with sessions.begin() as session:
         session.add_job(end_transaction)

@@ -16,7 +16,7 @@ from psycopg.abc import PQGen
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.generators import execute
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
@@ -82,6 +82,15 @@ def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, 
         # They set up what users' transactions need, a role perhaps.
         with connection.begin():
             return run_script(connection, statement)[0].rows
+    return run_outside_transaction(connection, statement)
+
+
+def run_outside_transaction(connection: Connection, statement: str) -> Sequence[tuple[object, ...]]:
+    """The rows of a statement that PostgreSQL refuses inside of a transaction block.
+
+    Raises:
+        psycopg.Error: it failed.
+    """
     driver = driver_connection(connection)
     return _read(driver, _send(driver, statement, begins=False))[0].rows
 
@@ -224,6 +233,23 @@ def transaction_status(connection: Connection) -> TransactionStatus:
 def is_lost(connection: Connection) -> bool:
     """Whether the connection to the server is gone."""
     return transaction_status(connection) == TransactionStatus.UNKNOWN
+
+
+def is_at_rest(connection: Connection) -> bool:
+    """Whether a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
+
+    It cannot behind an unfinished COPY or stream, whose driver's lock would be waited for without an end, nor in the
+    driver's pipeline mode, which refuses statements of ours.
+    """
+    if connection.invalidated:
+        return True
+    driver = driver_connection(connection)
+    pgconn = driver.pgconn
+    return not (
+        driver.lock.locked()
+        or pgconn.transaction_status == TransactionStatus.ACTIVE
+        or pgconn.pipeline_status != PipelineStatus.OFF
+    )
 
 
 def sqlstate_of(error: BaseException) -> str | None:

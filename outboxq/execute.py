@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from outboxq.codec import EntityKey
-from outboxq.driver import is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.driver import is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.errors import (
     EffectInProgress,
@@ -47,6 +47,10 @@ _SHARED = (
     "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
     'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
 )
+_NOT_AT_REST = (
+    "the handler left the driver's connection in the middle of something: a COPY or a stream that it had not finished, "
+    "pipeline mode, or a statement of a thread or task of its own"
+)
 _DONE = Done()
 _SHORTEST_SNOOZE_SECONDS = 0.05
 _QUERY_CANCELED = "57014"
@@ -54,6 +58,14 @@ _QUERY_CANCELED = "57014"
 
 class ConnectionLost(OutboxqError):
     """The connection went away: the server has undone the claim, or committed it, and nothing is charged."""
+
+
+class ConnectionSpoiled(ConnectionLost):
+    """A handler left the connection so that nothing can be sent on it: it is closed, and its job pays."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__("a handler left a statement of its own unfinished")
+        self.failed = failed
 
 
 class Abandoned(OutboxqError):
@@ -102,7 +114,34 @@ class Work:
         It is, whatever the handler raised, KeyboardInterrupt and other BaseExceptions included: a job must not be able
         to end its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
         """
-        return not (isinstance(error, Abandoned) or self.is_interruption(error))
+        return not (isinstance(error, Abandoned | ConnectionLost) or self.is_interruption(error))
+
+    def call(
+        self,
+        connection: Connection,
+        handler: AnyHandler,
+        session: Callable[[], Session],
+        run: Run,
+        arguments: dict[str, object],
+    ) -> object:
+        """Run a handler to its end; what it returned. Raises also what it raises.
+
+        Raises:
+            ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo it.
+        """
+        try:
+            returned = self.invoker.call(handler, session, run, arguments)
+        except BaseException as error:
+            if is_at_rest(connection):
+                raise
+            connection.invalidate()
+            if not self.is_failure(error):
+                raise
+            raise ConnectionSpoiled(describe_failure(error, run.job)) from error
+        if is_at_rest(connection):
+            return returned
+        connection.invalidate()
+        raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))
 
     def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:
         """Leave for this run to call the outside, or why it has none."""
@@ -289,7 +328,7 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
             arguments[name] = _load(opened, name, value)
     fault_point("before-handler")
     run = Run(job, work.state, partial(work.permit, handler, job))
-    outcome = handler.returned.outcome(work.invoker.call(handler, opened.session, run, arguments))
+    outcome = handler.returned.outcome(work.call(connection, handler, opened.session, run, arguments))
     if not isinstance(outcome, Done):
         return outcome
     if opened.made is None and place.savepoint is None:

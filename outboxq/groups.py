@@ -78,8 +78,8 @@ def _call(
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
-    call: Callable[..., object] = work.invoker.call
-    returned = call(handler.together, lambda: session, Run(jobs[0], work.state, _nothing), {"items": items})
+    call: Callable[..., object] = work.call
+    returned = call(connection, handler.together, lambda: session, Run(jobs[0], work.state, _nothing), {"items": items})
     batch.deadline = None
     if place.savepoint is None or not place.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -29,6 +30,9 @@ REAP_LIMIT = 100
 _FORGET_EVERY_BEATS = 1_000
 _BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
+_ORPHANED = "its relay lived, but did not run the job that it had claimed"
+
+Rows: TypeAlias = "list[tuple[str | None, ...]]"
 
 
 class Suspects:
@@ -201,14 +205,9 @@ class Lease:
             self._changed.notify_all()
 
     def _reap(self, connection: PGconn) -> int:
-        try:
-            rows = run_on_libpq(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
-        except psycopg.Error as error:
-            if connection.status != ConnStatus.OK:
-                raise
-            # One that cannot be buried must not keep the others from coming back: this time nobody is.
-            logger.warning("jobs could not be moved to the dead letters: %s", type(error).__name__)
-            rows = run_on_libpq(connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT))
+        rows = self._bury_or_bring_back(
+            connection, lambda max_crashes: statements.reap(self._schema, max_crashes, REAP_LIMIT)
+        )
         self._tell(rows)
         return len(rows)
 
@@ -216,17 +215,32 @@ class Lease:
         """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
 
         Seen so at two beats in a row, because an answer may be on its way; should it come later still, the token that
-        it brings is worth nothing any more.
+        it brings is worth nothing any more. A job that comes here again and again is buried as those of dead relays
+        are: its claims as a suspect have counted.
         """
         before = self._running()
         rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
         held = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = held - self._running() - before
         for job_id, token in orphans & self._orphans:
-            # Never buried: its handler did not even start.
-            taken = statements.take_back(self._schema, UUID(job_id), token, statements.NEVER)
-            self._tell(run_on_libpq(connection, taken))
+            self._tell(self._take_back(connection, UUID(job_id), token))
         self._orphans = orphans
+
+    def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
+        return self._bury_or_bring_back(
+            connection, lambda max_crashes: statements.take_back(self._schema, job_id, token, max_crashes, _ORPHANED)
+        )
+
+    def _bury_or_bring_back(self, connection: PGconn, statement: Callable[[int], str]) -> Rows:
+        """The rows of a statement that takes jobs, given after how many crashes it buries them."""
+        try:
+            return run_on_libpq(connection, statement(self._max_crashes))
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK:
+                raise
+            # One that cannot be buried must not keep the others from coming back: this time nobody is.
+            logger.warning("jobs could not be moved to the dead letters: %s", type(error).__name__)
+            return run_on_libpq(connection, statement(statements.NEVER))
 
     def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:
         for row in rows:

@@ -1,5 +1,6 @@
 """Recover: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted."""
 
+import logging
 from datetime import timedelta
 from uuid import UUID
 
@@ -10,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq import settle
 from outboxq.batch import end_transaction, settle_result
 from outboxq.claim import anchor, claim_one, clear_marks
-from outboxq.driver import is_lost, run_script
+from outboxq.driver import is_lost, run_outside_transaction, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execute import ConnectionLost, Result, TransactionEscaped, Unknown, Work
@@ -19,8 +20,11 @@ from outboxq.job import Job
 from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import NEVER, take_back
-from outboxq.statements.session import end_backend, may_be_committed, xact_status
+from outboxq.statements.session import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
 
+logger = logging.getLogger("outboxq.relay")
+
+_UNDEFINED_OBJECT = "42704"
 PUT_OFF = timedelta(minutes=5)
 COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
 
@@ -115,19 +119,28 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
     return BatchReport(1, events)
 
 
-def lost_with(connection: Connection, job: Job, work: Work) -> BatchReport:
-    """A leased job lost its connection while its relay lives on: as if the relay had died with it."""
-    assert job.lease_token is not None
+def lost_with(
+    connection: Connection, job: Job, work: Work, message: str = "the connection was lost while the job ran"
+) -> BatchReport:
+    """A leased job's run came to nothing while its relay lives on: as if the relay had died with it.
+
+    Of a job whose row another transaction holds nothing can be said now: the relay's beat takes it back later.
+    """
+
+    def taking(max_crashes: int) -> str:
+        assert job.lease_token is not None
+        return take_back(work.schema, job.id, job.lease_token, max_crashes, message)
+
     try:
         with connection.begin():
-            rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, work.max_crashes))[0].rows
+            rows = run_script(connection, taking(work.max_crashes))[0].rows
     except psycopg.Error:
         if is_lost(connection):
             raise
         # It cannot be buried: back with it, rather than holding its slot for ever.
         end_transaction(connection)
         with connection.begin():
-            rows = run_script(connection, take_back(work.schema, job.id, job.lease_token, NEVER))[0].rows
+            rows = run_script(connection, taking(NEVER))[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
@@ -173,9 +186,29 @@ def end_other_transaction(connection: Connection, progress: Progress, *, termina
 def _was_committed(connection: Connection, xid: str) -> bool:
     with connection.begin():
         status = run_script(connection, xact_status(xid))[0].rows[0][0]
+        prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in progress" else ()
+    for (gid,) in prepared:
+        return _was_committed(connection, xid) if _undo_prepared(connection, str(gid)) else False
     if status == "in progress":
         raise ConnectionLost("it is not known yet whether the last transaction was committed")
     return status == "committed"
+
+
+def _undo_prepared(connection: Connection, gid: str) -> bool:
+    """End the relay's transaction that a handler has prepared; False if that is refused.
+
+    Left alone it would hold the job and its rows for ever, and could be committed beside another run of the job.
+    """
+    try:
+        run_outside_transaction(connection, rollback_prepared(gid))
+    except psycopg.Error as error:
+        if is_lost(connection):
+            raise
+        if error.sqlstate != _UNDEFINED_OBJECT:
+            logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
+            return False
+    # Or it was ended by another meanwhile: the server knows how.
+    return True
 
 
 def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport:

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from sqlalchemy import Connection, Delete, Insert, Update
+from sqlalchemy.exc import DBAPIError
 
-from outboxq.driver import ScriptResult, run_script
+from outboxq.driver import ScriptResult, run_script, sqlstate_of
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.failure import ErrorRecord, kept_errors
 from outboxq.job import Job
 from outboxq.statements import settle as statements
 from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
+# lock_timeout, statement_timeout or a cancellation, a deadlock.
+_GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 CURRENT_XID = "SELECT pg_current_xact_id_if_assigned()::text"
 
 
@@ -122,7 +125,18 @@ def current_xid(connection: Connection) -> object:
     return run_script(connection, CURRENT_XID)[0].rows[0][0]
 
 
+class JobRowHeld(LeaseLost):
+    """Another transaction held the row of a leased job for longer than the deadlines allow. No failure of the job's."""
+
+
 def _write(connection: Connection, job: Job, statement: Insert | Update | Delete) -> None:
+    try:
+        written = connection.execute(statement).rowcount
+    except DBAPIError as error:
+        # Waited for the row, and for nothing else: in transaction mode there is nothing to wait for.
+        if job.lease_token is not None and sqlstate_of(error) in _GAVE_UP_WAITING:
+            raise JobRowHeld(job.id) from error
+        raise
     # The fence: without the row that has this job's token, nothing of this run may be committed.
-    if connection.execute(statement).rowcount != 1 and job.lease_token is not None:
+    if written != 1 and job.lease_token is not None:
         raise LeaseLost(job.id)

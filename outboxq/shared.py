@@ -241,7 +241,7 @@ class _SharedRun:
         run = Run(job, self._work.state, partial(self._work.permit, handler, job))
         session.begin_turn(job)
         try:
-            returned = self._work.invoker.call(handler, lambda: session, run, given)
+            returned = self._work.call(self._connection, handler, lambda: session, run, given)
         finally:
             session.end_turn()
         self._batch.deadline = None

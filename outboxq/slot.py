@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
-from outboxq.driver import is_lost, run_alone, run_script, sqlstate_of
+from outboxq.driver import is_lost, pause, run_alone, run_script, sqlstate_of
 from outboxq.engines import outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
@@ -29,7 +29,7 @@ from outboxq.events import (
     JobLeaseLost,
     JobsParked,
 )
-from outboxq.execute import ConnectionLost, TransactionEscaped, Work, is_cancellation
+from outboxq.execute import ConnectionLost, ConnectionSpoiled, TransactionEscaped, Work, is_cancellation
 from outboxq.failure import describe_failure
 from outboxq.guard import Guard
 from outboxq.handlers import Flavour
@@ -40,9 +40,12 @@ from outboxq.listener import Sleeper
 from outboxq.progress import BatchReport, Progress
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
 from outboxq.relay_state import Shared
+from outboxq.settle import JobRowHeld
 from outboxq.statements.claim import ClaimScript
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
+
+_HELD = "another transaction held the job's row when its handler had ended"
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -54,6 +57,8 @@ UNFLAGGED_PAUSE_SECONDS = 1.0
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
+# How long, and how often, a slot asks for the end of a transaction whose connection it has closed.
+_RESOLVE_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 _RECONNECT_CAP_SECONDS = 10.0
 
 
@@ -77,6 +82,7 @@ class Slot:
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._looked = shared.lookout.latest
         self._lost_since: float | None = None
+        self._spoiled: ConnectionSpoiled | None = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
 
     @property
@@ -99,7 +105,9 @@ class Slot:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
             self._lost_since = None
         self._relieve(connection)
-        report = self._settle_doubt(connection, work, ConnectionLost("the connection was lost while the job ran"))
+        lost = self._spoiled or ConnectionLost("the connection was lost while the job ran")
+        report = self._settle_doubt(connection, work, lost)
+        self._spoiled = None
         if report is not None:
             self.tell(report)
         return work
@@ -244,6 +252,8 @@ class Slot:
         assert progress is not None
         progress.begin_recovery()
         end_transaction(connection)
+        if isinstance(failure, JobRowHeld):
+            return lost_with(connection, progress.job, work, _HELD)
         if isinstance(failure, LeaseLost):
             return BatchReport(1, (JobLeaseLost(progress.job),))
         return recover(connection, progress, work, failure)
@@ -306,7 +316,7 @@ class Slot:
         if progress is None:
             return None
         progress.begin_recovery()
-        report = resolve(connection, progress)
+        report = _resolve_soon(connection, progress) if self._spoiled else resolve(connection, progress)
         if report is None:
             report = self._rolled_back(connection, progress, work, error)
         self.progress = None
@@ -317,7 +327,9 @@ class Slot:
     ) -> BatchReport | None:
         if isinstance(error, ConnectionLost) and progress.late_result is not None:
             return settle_late(connection, progress, work, progress.late_result)
-        if isinstance(error, ConnectionLost):
+        if isinstance(error, ConnectionSpoiled) and progress.together == 1:
+            return charge(connection, progress.job, error.failed, work, progress.jobs)
+        if isinstance(error, ConnectionLost) and not isinstance(error, ConnectionSpoiled):
             # Whether a job did it is found out where it runs alone: in transaction mode its claim's mark sees to that.
             return lost_with(connection, progress.job, work) if progress.is_leased else None
         if not progress.is_leased:
@@ -392,6 +404,10 @@ class Slot:
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection; returns how long to wait before the next try."""
+        if isinstance(error, ConnectionSpoiled):
+            # Closed by us: the server is well.
+            self._spoiled = error
+            return 0.0
         pause = self._reconnect_seconds * random.uniform(0.5, 1.0)
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
         if is_outage(error):
@@ -402,6 +418,18 @@ class Slot:
                 "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": pause}
             )
         return pause
+
+
+def _resolve_soon(connection: Connection, progress: Progress) -> BatchReport | None:
+    """As `resolve`, where the server is about to see that we have closed the transaction's connection."""
+    deadline = _now() + _RESOLVE_SECONDS
+    while True:
+        try:
+            return resolve(connection, progress)
+        except ConnectionLost:
+            if _now() > deadline:
+                raise
+            pause(connection, _RETRY_SECONDS)
 
 
 def is_outage(error: BaseException) -> bool:

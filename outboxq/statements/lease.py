@@ -64,12 +64,12 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
     return _take(schema, lost, max_crashes, limit, "its relay died or stalled while the job ran")
 
 
-def take_back(schema: str, job_id: UUID, token: int, max_crashes: int) -> str:
-    """As `reap`, for one job of our own whose connection was lost: its relay lives, its transaction does not."""
+def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
+    """As `reap`, for one job of our own: its relay lives, the run of the job does not. `message`: why."""
     ours = sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
         id=sql.Literal(job_id), token=sql.Literal(token)
     )
-    return _take(schema, ours, max_crashes, 1, "the connection was lost while the job ran")
+    return _take(schema, ours, max_crashes, 1, message)
 
 
 def _take(

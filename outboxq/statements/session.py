@@ -64,6 +64,20 @@ def may_be_committed(xid: str) -> str:
     )
 
 
+def prepared_as(xid: str) -> str:
+    """The name under which this transaction is prepared for a two-phase commit; no row if it is not."""
+    # Shown without its epoch, by which no two open transactions differ.
+    return (
+        f"SELECT gid FROM pg_prepared_xacts WHERE transaction::text = '{int(xid) & 0xFFFF_FFFF}' "
+        "AND database = current_database()"
+    )
+
+
+def rollback_prepared(gid: str) -> str:
+    """Undo a prepared transaction. Outside of a transaction block; for its owner, from the same database."""
+    return sql.SQL("ROLLBACK PREPARED {gid}").format(gid=sql.Literal(gid)).as_string(None)
+
+
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
     """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row where it did."""
     action = sql.SQL("pg_terminate_backend" if terminate else "pg_cancel_backend")

@@ -1,0 +1,83 @@
+"""A handler that ends its transaction by PREPARE TRANSACTION, on the driver's own cursor: undone, and its job pays."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Backoff, Context, Jobs, OutboxSession
+from outboxq.events import DatabaseLost, Event
+from outboxq.recover import COMMITTED_BY_HANDLER
+from tests.integration.test_raised import dead_letters
+from tests.support.app import Effect
+from tests.support.ledger import ledger, waiting
+
+Drain = Callable[..., list[Event]]
+TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _two_phase(engine: Engine) -> Iterator[None]:
+    """Needs a server that has it; what a failing test leaves prepared is rolled back."""
+    with engine.connect() as connection:
+        if connection.execute(text("SHOW max_prepared_transactions")).scalar_one() == "0":
+            pytest.skip("this server has max_prepared_transactions = 0")
+    yield
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        for gid in prepared(engine):
+            connection.exec_driver_sql(f"ROLLBACK PREPARED '{gid}'")
+
+
+def prepared(engine: Engine) -> list[str]:
+    with engine.connect() as connection:
+        found = text("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
+        return list(connection.execute(found).scalars())
+
+
+def prepare(ctx: Context, how: str) -> None:
+    ctx.session.add(Effect(name=how))
+    ctx.session.flush()
+    with ctx.session.connection().connection.cursor() as cursor:
+        cursor.execute(f"PREPARE TRANSACTION '{ctx.job.id}-{ctx.job.attempt}'")
+        if how == "commit":
+            cursor.connection.autocommit = True
+            cursor.execute(f"COMMIT PREPARED '{ctx.job.id}-{ctx.job.attempt}'")
+            cursor.connection.autocommit = False
+    if how == "raise":
+        raise ValueError
+    if how == "go on":
+        ctx.session.add(Effect(name=how))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("how", ["return", "raise", "go on", "commit"])
+def test_a_transaction_that_a_handler_prepares_is_rolled_back_and_its_attempts_count(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, how: str, claim: str, batch_size: int
+) -> None:
+    """It would hold the job for ever. None of its rows stand, unless it committed them; neighbours are done once."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", retry=TWICE, claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    def write(ctx: Context, name: str) -> None:
+        if name == how:
+            prepare(ctx, how)
+        else:
+            ctx.session.add(Effect(name=name))
+
+    with sessions.begin() as session:
+        session.add_jobs(write.job(name=name) for name in ("before", how, "behind"))
+    events = drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert prepared(engine) == []
+    assert waiting(engine) == 0
+    committed = {"commit": 1} if how == "commit" else {}
+    assert ledger(engine) == {"before": 1, "behind": 1, **committed}
+    attempt, reason = (
+        (1, COMMITTED_BY_HANDLER)
+        if how == "commit"
+        else (2, "gave up after 2 of 2 attempts: outboxq.errors.TransactionEndedByHandler")
+    )
+    assert dead_letters(engine) == [(how, attempt, reason)]
+    assert not [event for event in events if isinstance(event, DatabaseLost)]

@@ -1,0 +1,121 @@
+"""Handlers that leave the driver's connection in the middle of something: failed, and in nobody's way."""
+
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
+from outboxq.context import BatchContext, BatchItem
+from outboxq.driver import driver_connection
+from outboxq.events import DatabaseLost, Event, JobCrashed, JobLeaseLost
+from tests.integration.test_raised import Named, dead_letters
+from tests.support.app import Effect
+from tests.support.ledger import ledger, waiting
+
+Drain = Callable[..., list[Event]]
+TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
+ROWS = "SELECT generate_series(1, 100000)"
+# Kept, or the garbage collector would finish them.
+LEFT: list[object] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    LEFT.clear()
+
+
+def leave(session: Session, how: str) -> None:
+    driver = driver_connection(session.connection())
+    assert isinstance(driver, psycopg.Connection)
+    if how.startswith("pipeline"):
+        left = driver.pipeline()
+        left.__enter__()
+    elif how.startswith("copy"):
+        left = driver.cursor().copy(f"COPY ({ROWS}) TO STDOUT")
+        next(left.__enter__().rows())
+    elif how.startswith("stream"):
+        left = driver.cursor().stream(ROWS)
+        next(left)
+    else:
+        return
+    LEFT.append(left)
+    if how.endswith("raises"):
+        raise ValueError(how)
+
+
+async def leave_async(ctx: AsyncContext, how: str) -> None:
+    driver = driver_connection((await ctx.session.connection()).sync_connection)
+    assert isinstance(driver, psycopg.AsyncConnection)
+    if how.startswith("pipeline"):
+        left = driver.pipeline()
+        await left.__aenter__()
+    elif how.startswith("copy"):
+        left = driver.cursor().copy(f"COPY ({ROWS}) TO STDOUT")
+        await anext((await left.__aenter__()).rows())
+    elif how.startswith("stream"):
+        left = driver.cursor().stream(ROWS)
+        await anext(left)
+    else:
+        return
+    LEFT.append(left)
+    if how.endswith("raises"):
+        raise ValueError(how)
+
+
+def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
+    jobs = Jobs()
+    flavour, how = form.split("-")
+    if how == "group":
+
+        @jobs.batch_handler(Named, queue="q", retry=TWICE, timeout_seconds=20)
+        def write_all(ctx: BatchContext, items: list[BatchItem[Named]]) -> None:
+            for item in items:
+                ctx.session.add(Effect(name=item.args.name))
+                leave(ctx.session, item.args.name)
+
+        return jobs, lambda name: write_all.job(name=name)
+    options = {"claim": "lease"} if how == "lease" else {"batchable": how == "shared"}
+    if flavour == "sync":
+
+        @jobs.handler(queue="q", retry=TWICE, timeout_seconds=20, **options)
+        def write(ctx: Context, name: str) -> None:
+            ctx.session.add(Effect(name=name))
+            leave(ctx.session, name)
+
+        return jobs, lambda name: write.job(name=name)
+
+    @jobs.handler(queue="q", retry=TWICE, timeout_seconds=20, **options)
+    async def write_async(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        await leave_async(ctx, name)
+
+    return jobs, lambda name: write_async.job(name=name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize(
+    "form", ["sync-transaction", "async-transaction", "sync-lease", "async-lease", "sync-shared", "sync-group"]
+)
+def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_nothing(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, form: str, batch_size: int
+) -> None:
+    """Its connection cannot even be rolled back: it is closed, the attempt counts, and the others are done once."""
+    jobs, job = build(form)
+    left = ["copy", "copy that raises", "pipeline", "pipeline that raises", "stream", "stream that raises"]
+    with sessions.begin() as session:
+        for how in left:
+            session.add_jobs([job(how), job(f"behind {how}")])
+    events = drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert ledger(engine) == {f"behind {how}": 1 for how in left}
+    assert waiting(engine) == 0
+    reasons = {"raises": "ValueError"}
+    assert dead_letters(engine) == [
+        (how, 2, f"gave up after 2 of 2 attempts: {reasons.get(how.split()[-1], 'outboxq.errors.HandlerError')}")
+        for how in left
+    ]
+    assert not [event for event in events if isinstance(event, DatabaseLost | JobLeaseLost | JobCrashed)]

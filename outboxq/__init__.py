@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outboxq.enqueue import OutboxSession as OutboxSession
     from outboxq.enqueue import add_job as add_job
     from outboxq.enqueue import add_jobs as add_jobs
+    from outboxq.entities import Locked as Locked
     from outboxq.errors import CallNotApplied as CallNotApplied
     from outboxq.errors import CallRefused as CallRefused
     from outboxq.errors import OutboxqError as OutboxqError
@@ -78,6 +79,7 @@ _HOMES = {
     "JobHandle": "kinds",
     "JobKind": "kinds",
     "Jobs": "registry",
+    "Locked": "entities",
     "NewJob": "kinds",
     "NotApplied": "effects",
     "OutboxSession": "enqueue",
@@ -123,6 +125,7 @@ __all__ = [
     "JobHandle",
     "JobKind",
     "Jobs",
+    "Locked",
     "NewJob",
     "NotApplied",
     "OutboxSession",

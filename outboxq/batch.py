@@ -14,11 +14,13 @@ from typing import Protocol, assert_never
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq import settle
 from outboxq.arrange import Span, arrange
 from outboxq.claim import Anchor, Claimed, ClaimRequest, claim, forgive
 from outboxq.driver import is_lost, run_script, transaction_status
+from outboxq.entities import EntityKey
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import (
     JobDied,
@@ -33,7 +35,9 @@ from outboxq.execute import FREE_RETRIES, ConnectionLost, Result, TransactionEsc
 from outboxq.failure import ErrorRecord, Failed, describe_failure, describe_reason
 from outboxq.fault_points import fault_point
 from outboxq.groups import run_group
+from outboxq.handlers import AnyHandler
 from outboxq.job import Job
+from outboxq.preload import Locks, entity_keys, lock_ahead
 from outboxq.progress import BatchReport, Progress
 from outboxq.retry import DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.shared import run_shared
@@ -142,20 +146,54 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
 def _execute_spans(
     connection: Connection, progress: Progress, work: Work, spans: Sequence[Span], *, shared: bool
 ) -> None:
+    locks = Locks()
+    if progress.one_run is None:
+        # Else it locks what it loads.
+        _lock_rows(connection, progress, work, locks)
     for span in spans:
-        if span.how == "shared" and run_shared(connection, progress, work, span.places, span.arguments):
+        if span.how == "shared" and run_shared(connection, progress, work, span.places, span.arguments, locks):
             continue
-        if span.how == "group" and _execute_group(connection, progress, work, span):
+        if span.how == "group" and _execute_group(connection, progress, work, span, locks):
             continue
-        progress.one_run = None
+        if span.how != "alone":
+            progress.one_run = None
+            # What it locked, and what was locked before it, was let go when it was undone.
+            locks.forget()
+            _lock_rows(connection, progress, work, locks)
         for position in span.places:
             progress.position = position
             _execute_alone(connection, progress, work, shared=shared)
 
 
-def _execute_group(connection: Connection, progress: Progress, work: Work, span: Span) -> bool:
+def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Locks) -> None:
+    """Lock what the handlers of several jobs ask for, before the first of them runs.
+
+    All in one order: else two batches that have rows in common could wait for each other.
+    """
+    if len(progress.jobs) > 1 and not progress.is_leased:
+        keys = [key for job in progress.jobs for key in _locked_keys(work.handler_of(job), job)]
+        try:
+            lock_ahead(connection, keys, locks)
+        except (psycopg.Error, SQLAlchemyError):
+            # Each takes its own when it runs, and fails by itself if it cannot.
+            if is_lost(connection) or progress.anchor is None:
+                raise
+            run_script(connection, f"ROLLBACK TO SAVEPOINT {progress.anchor.seal}")
+            locks.forget()
+
+
+def _locked_keys(handler: AnyHandler | None, job: Job) -> list[EntityKey]:
+    if handler is None or not handler.signature().locks:
+        return []
+    try:
+        return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
+    except Exception:  # noqa: BLE001  # users' own types raise what they like; when the job runs, it is recorded with it
+        return []
+
+
+def _execute_group(connection: Connection, progress: Progress, work: Work, span: Span, locks: Locks) -> bool:
     begun = time.perf_counter()
-    outcomes = run_group(connection, progress, work, span.places, span.arguments)
+    outcomes = run_group(connection, progress, work, span.places, span.arguments, locks)
     if outcomes is None:
         return False
     seconds = time.perf_counter() - begun

@@ -7,21 +7,27 @@ accepted at enqueue can be read at execution. Entities (mapped objects) are stor
 import hashlib
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
-from typing import Annotated, NotRequired, Protocol, TypedDict, TypeGuard, Union, cast
+from typing import NotRequired, Protocol, TypedDict, Union, cast
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import inspect as sqlalchemy_inspect
-from sqlalchemy.orm import InstanceState, Mapper
 from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.annotations import declared_signature, resolve_annotation
+from outboxq.entities import (
+    EntityKey,
+    entity_mapper,
+    entity_of,
+    entity_state,
+    is_locked,
+    primary_key_of,
+    primary_key_type,
+)
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, PayloadError, RegistryError
 
 MAX_ARGS_BYTES = 256 * 1024
@@ -37,15 +43,6 @@ _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Inv
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty
-
-
-@dataclass(frozen=True, slots=True)
-class EntityKey:
-    """The stored primary key of an entity argument, to be loaded in the handler's session."""
-
-    entity: type[object]
-    primary_key: object
-    optional: bool
 
 
 class _PydanticLike(Protocol):
@@ -72,42 +69,9 @@ _canonical_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorte
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def entity_mapper(annotation: object) -> Mapper[object] | None:
-    """The mapper of a mapped class, else None."""
-    if not isinstance(annotation, type):
-        return None
-    found: object = sqlalchemy_inspect(annotation, raiseerr=False)
-    return found if isinstance(found, Mapper) else None
-
-
-def entity_state(value: object) -> InstanceState[object] | None:
-    """The ORM state of a mapped object, else None."""
-    found: object = sqlalchemy_inspect(value, raiseerr=False)
-    return found if isinstance(found, InstanceState) else None
-
-
 def is_expression(value: object) -> bool:
     """Whether it is SQL, which only the server can compute."""
     return type(value) not in PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
-
-
-def is_pending(value: object) -> TypeGuard[object]:
-    """Whether `value` is an entity whose primary key is known only after its flush."""
-    state = entity_state(value)
-    return state is not None and state.key is None
-
-
-def primary_key_of(entity: object) -> object:
-    """The primary key as stored in arguments: one value, or a list where the key is composite.
-
-    Raises:
-        ArgumentError: the entity was never flushed.
-    """
-    state = entity_state(entity)
-    if state is None or state.key is None:
-        raise ArgumentError(f"this {type(entity).__name__} has no primary key yet: flush its session first")
-    values = tuple(state.key[1])
-    return values[0] if len(values) == 1 else list(values)
 
 
 def encode_value(name: str, value: object) -> bytes:
@@ -266,6 +230,7 @@ class Parameter:
     required: bool
     entity: type[object] | None
     optional: bool
+    locked: bool
     decoder: msgspec.json.Decoder[object]
 
     def encode(self, value: object) -> bytes:
@@ -323,7 +288,7 @@ class Parameter:
         """A decoded value, with an `EntityKey` for an entity."""
         if self.entity is None or value is None:
             return value
-        return EntityKey(self.entity, value, self.optional)
+        return EntityKey(self.entity, value, self.optional, self.locked)
 
 
 def _problem(error: ValueError) -> str:
@@ -346,6 +311,7 @@ class Signature:
         self._binder = binder
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.locks = any(parameter.locked for parameter in parameters)
         self._takes_entities = any(parameter.entity is not None for parameter in parameters)
         self._decoder = _object_decoder_of(parameters)
         self._reader = _struct_decoder_of(parameters)
@@ -451,31 +417,23 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
             f"handler {kind!r}, argument {declared.name!r}: stored arguments go by name, so remove the '/'"
         )
     annotation = object if declared.annotation is _EMPTY else resolve_annotation(function, declared)
-    entity, optional = _entity_of(annotation)
+    entity, optional = entity_of(annotation)
     stored = typing.Any if annotation is object else annotation
     if entity is None:
         _refuse_nested_entities(kind, declared.name, annotation)
     else:
-        stored = _primary_key_type(entity)
+        stored = primary_key_type(entity)
         stored = Union[stored, None] if optional and stored is not typing.Any else stored  # noqa: UP007  # at run time
     try:
         decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
     except TypeError as error:
         raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
-    return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, decoder)
-
-
-def _entity_of(annotation: object) -> tuple[type[object] | None, bool]:
-    """The mapped class of `Account` or `Account | None`, and whether None is allowed."""
-    if typing.get_origin(annotation) is Annotated:
-        return _entity_of(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        mapped = [member for member in members if entity_mapper(member) is not None]
-        if len(members) == 1 and mapped:
-            return mapped[0], True
-        return None, False
-    return (cast("type[object]", annotation), False) if entity_mapper(annotation) is not None else (None, False)
+    locked = is_locked(annotation)
+    if locked and entity is None:
+        raise RegistryError(
+            f"handler {kind!r}, argument {declared.name!r}: Locked[...] takes a mapped class, or one of them or None"
+        )
+    return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, locked, decoder)
 
 
 def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:
@@ -486,17 +444,3 @@ def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:
         )
     for member in typing.get_args(annotation):
         _refuse_nested_entities(kind, name, member)
-
-
-def _primary_key_type(entity: type[object]) -> object:
-    mapper = entity_mapper(entity)
-    assert mapper is not None
-    columns = [_python_type(column.type) for column in mapper.primary_key]
-    return columns[0] if len(columns) == 1 else tuple[tuple(columns)]  # type: ignore[misc]  # built at run time
-
-
-def _python_type(column_type: object) -> object:
-    try:
-        return cast("type[object]", column_type.python_type)  # type: ignore[attr-defined]  # any TypeEngine
-    except NotImplementedError:
-        return typing.Any

@@ -10,7 +10,7 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
-from outboxq.deferred import defer
+from outboxq.deferred import Write, checked_write, defer
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.effect_request import Classify
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
@@ -85,7 +85,10 @@ class Context(_JobContext[S]):
         Raises:
             DeferError: it does not write, returns rows, or the parameters are not values by name.
         """
-        defer(self.session, statement, parameters)
+        self._keep(checked_write(statement, parameters))
+
+    def _keep(self, write: Write) -> None:
+        defer(self.session, write)
 
     def once(
         self,
@@ -141,7 +144,10 @@ class AsyncContext(_JobContext[S]):
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent before COMMIT. Not a coroutine: it does no I/O. See `Context.defer`."""
-        defer(self.session.sync_session, statement, parameters)
+        self._keep(checked_write(statement, parameters))
+
+    def _keep(self, write: Write) -> None:
+        defer(self.session.sync_session, write)
 
     async def once(
         self,

@@ -1,21 +1,19 @@
-"""Deferred writes: Core statements that handlers leave behind, sent together after the flush and before COMMIT.
+"""Deferred writes: Core statements that a handler leaves behind, to be sent after its flush and before COMMIT."""
 
-Equal ones go together, as one statement over arrays or as one executemany, which psycopg pipelines: many jobs of one
-UPDATE each cost about one round trip.
-"""
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
+from itertools import groupby
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outboxq.codec import PLAIN, entity_state, is_expression
+from outboxq.codec import PLAIN, is_expression
 from outboxq.enqueue import OutboxSession
+from outboxq.entities import entity_state
 from outboxq.errors import DeferError
-from outboxq.set_based import Statement, executions, single_executions
+from outboxq.set_based import Statement, single_executions
 from outboxq.sql_words import first_word
 
 _WAITING = "outboxq.deferred"
@@ -31,67 +29,7 @@ class Write:
     parameters: dict[str, object]
 
 
-@dataclass(slots=True)
-class _Run:
-    """Equal statements, sent as one."""
-
-    statement: Statement
-    parameters: list[dict[str, object]] = field(default_factory=list)
-
-
-class Deferred:
-    """The writes of a batch's jobs, equal ones together, in the order in which they were first deferred.
-
-    The writes of one job keep their order; those of two jobs keep it per statement.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[_Run] = []
-        self._places: dict[object, list[int]] = {}
-        # The same object comes again and again: what it is equal to is found out once.
-        self._keys: dict[int, tuple[Statement, int]] = {}
-        self._numbers: dict[object, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._runs)
-
-    def add_job(self, writes: Iterable[Write]) -> None:
-        """Add the writes of one job."""
-        reached = 0
-        for write in writes:
-            # Without their order: sorting takes longer than finding them equal.
-            key = (self._key(write.statement), frozenset(write.parameters))
-            places = self._places.setdefault(key, [])
-            # Not before what the same job deferred earlier.
-            place = next((place for place in places if place >= reached), None)
-            if place is None:
-                place = len(self._runs)
-                places.append(place)
-                self._runs.append(_Run(write.statement))
-            self._runs[place].parameters.append(write.parameters)
-            reached = place
-
-    def send(self, connection: Connection, *, one_by_one: bool = False) -> None:
-        """Send and forget what was added.
-
-        Args:
-            one_by_one: Each row by its own execution: where nobody tries again with fewer.
-        """
-        runs, self._runs, self._places = self._runs, [], {}
-        for run in runs:
-            execute_all = single_executions if one_by_one else executions
-            for statement, parameters in execute_all(run.statement, run.parameters):
-                connection.execute(statement, parameters)
-
-    def _key(self, statement: Statement) -> int:
-        known = self._keys.get(id(statement))
-        if known is None:
-            number = self._numbers.setdefault(_key_of(statement), len(self._numbers))
-            known = self._keys[id(statement)] = (statement, number)
-        return known[1]
-
-
-def _key_of(statement: Statement) -> object:
+def statement_key(statement: Statement) -> object:
     """Equal for statements that differ in their parameters alone; values inside a statement count as part of it."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
     if key is None:
@@ -111,14 +49,18 @@ def _literal(value: object) -> tuple[type[object], object]:
     return type(value), repr(value) if isinstance(value, float | Decimal) else value
 
 
-def defer(session: Session, statement: object, parameters: object) -> None:
-    """Keep a write until the session's transaction is about to be committed.
+def checked_write(statement: object, parameters: object) -> Write:
+    """A statement and its parameters that can be deferred.
 
     Raises:
         DeferError: not a statement that writes, or parameters that it cannot be given.
     """
-    write = Write(_checked(statement), _checked_parameters(parameters))
-    session.info.setdefault(_WAITING, []).append(write)
+    return Write(_checked(statement), _checked_parameters(parameters))
+
+
+def defer(session: Session, *writes: Write) -> None:
+    """Keep writes until the session's transaction is about to be committed."""
+    session.info.setdefault(_WAITING, []).extend(writes)
     if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
         event.listen(session, "before_commit", _before_commit)
         event.listen(session, "after_soft_rollback", _after_rollback)
@@ -143,12 +85,19 @@ def _before_commit(session: Session) -> None:
     if session.in_nested_transaction() or not (_WAITING in session.info or _FAILED in session.info):
         return
     session.flush()
-    deferred = Deferred()
-    deferred.add_job(take_writes(session))
+    writes = take_writes(session)
     # Until it is sent: a handler that commits may swallow the error.
     session.info[_FAILED] = True
-    deferred.send(session.connection(), one_by_one=True)
+    _send(session.connection(), writes)
     del session.info[_FAILED]
+
+
+def _send(connection: Connection, writes: list[Write]) -> None:
+    # Each row by its own execution: nobody tries again with fewer.
+    for _, some in groupby(writes, lambda write: (id(write.statement), write.parameters.keys())):
+        alike = list(some)
+        for statement, rows in single_executions(alike[0].statement, [write.parameters for write in alike]):
+            connection.execute(statement, rows)
 
 
 def _after_rollback(session: Session, previous: SessionTransaction) -> None:

@@ -44,7 +44,7 @@ _CONNECTION = "outboxq.connection"
 # Tells batches apart in their session's identity map.
 _numbers = count(1)
 # The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
-_QUEUES_ANNOUNCED = 64
+QUEUES_ANNOUNCED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,21 +263,53 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
     # On the dialect: engine.execution_options() makes engines for a moment, which share it.
     if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
         event.listen(connection.dialect, "handle_error", _explain_missing_tables)
-    if session.twophase or _are_too_many(session, jobs):
-        # PREPARE TRANSACTION refuses a transaction that has notified; relays find such jobs when they poll. Local, and
-        # per flush: a rolled back savepoint takes the setting with it.
+    # PREPARE TRANSACTION refuses a transaction that has notified.
+    insert_all(connection, jobs, announced=not (session.twophase or _are_too_many(session, jobs)))
+
+
+def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, announced: bool = True) -> None:
+    """Insert jobs by their ids, in their order.
+
+    Args:
+        announced: Whether relays that sleep are woken. Others find them when they poll.
+    """
+    if not announced:
+        # Local, and per flush: a rolled back savepoint takes the setting with it.
         connection.execute(text("SELECT set_config('outboxq.notify', 'off', true)"))
     rest = iter(jobs.items())
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
 
 
+def holds_only_jobs(session: Session) -> bool:
+    """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
+    batch = _pending_batch(session)
+    is_whole = all(each is batch for each in _unwritten(session))
+    return is_whole and not session.info.get(WAITING) and len(session.new) == (batch is not None)
+
+
+def take_jobs(session: Session) -> Mapping[str, NewJob]:
+    """Take the jobs of the session's next flush out of it, to be inserted by `insert_all` in the same transaction."""
+    batch = _pending_batch(session)
+    if batch is None:
+        return {}
+    jobs, batch.jobs = batch.jobs or {}, None
+    Session.expunge(session, batch)
+    del session.info[_BATCH]
+    return jobs
+
+
 def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:
     """Whether, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
     *_, root = _transactions(session)
     queues = _added.setdefault(root, _Added()).queues
-    queues.update({envelope.queue for envelope in {new.envelope for new in jobs.values()}})
-    return len(queues) > _QUEUES_ANNOUNCED
+    queues.update(queues_of(jobs))
+    return len(queues) > QUEUES_ANNOUNCED
+
+
+def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
+    """The queues of new jobs."""
+    return {envelope.queue for envelope in {new.envelope for new in jobs.values()}}
 
 
 def _after_flush(session: Session, context: UOWTransaction) -> None:

@@ -97,15 +97,6 @@ class DeferError(HandlerError, TypeError):
     """`ctx.defer` was given something that cannot be sent later, together with others."""
 
 
-class SharedRunEnded(HandlerError):
-    """A handler of a shared batch did what could undo another job's rows: each job runs again by itself."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} is not for a batchable handler, which shares its session: each job of the batch runs by itself"
-        )
-
-
 class LeaseLost(OutboxqError):
     """A job's lease ran out, or was taken, while its handler ran: nothing of that run was committed."""
 

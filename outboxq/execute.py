@@ -6,7 +6,7 @@ Whatever a handler does, its rows are either all in the transaction or none of t
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,13 +17,12 @@ from sqlalchemy import Connection, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from outboxq.codec import EntityKey
 from outboxq.driver import is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
+from outboxq.entities import EntityKey
 from outboxq.errors import (
     EffectInProgress,
     EffectRefused,
-    EntityGone,
     HandlerError,
     HandlerRolledBack,
     HandlerTimedOut,
@@ -34,12 +33,14 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard, Savepoint
 from outboxq.handlers import AnyHandler
-from outboxq.invoke import Invoker, Opened, Run
+from outboxq.invoke import Invoker, Opened, Run, hand_over
 from outboxq.job import Job
+from outboxq.preload import load_entity
 from outboxq.registry import Registry
 from outboxq.retention import spoken
 from outboxq.retry import Done, Outcome, Snooze
 from outboxq.settle import check_shared, current_xid
+from outboxq.table_facts import Catalog
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
@@ -107,6 +108,7 @@ class Work:
     caller: Caller | AsyncCaller | None
     sharing_queues: frozenset[str]
     is_interruption: Callable[[BaseException], bool]
+    catalog: Catalog = field(default_factory=Catalog)
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.
@@ -325,12 +327,14 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
     arguments = handler.signature().decode(job.args)
     for name, value in arguments.items():
         if isinstance(value, EntityKey):
-            arguments[name] = _load(opened, name, value)
+            arguments[name] = load_entity(opened.session(), name, value)
     fault_point("before-handler")
-    run = Run(job, work.state, partial(work.permit, handler, job))
+    run = Run(job, work.state, partial(work.permit, handler, job), [])
     outcome = handler.returned.outcome(work.call(connection, handler, opened.session, run, arguments))
     if not isinstance(outcome, Done):
         return outcome
+    if run.deferred:
+        hand_over(run.deferred, opened.session())
     if opened.made is None and place.savepoint is None:
         # It never came near the database.
         return _DONE
@@ -342,15 +346,6 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
     return _DONE
-
-
-def _load(opened: Opened, name: str, stored: EntityKey) -> object:
-    """An entity argument's row, in the handler's session."""
-    key = tuple(stored.primary_key) if isinstance(stored.primary_key, list | tuple) else stored.primary_key
-    entity = opened.session().get(stored.entity, key)
-    if entity is None and not stored.optional:
-        raise EntityGone(name, stored.entity.__name__)
-    return entity
 
 
 def _keep(connection: Connection, session: Session, place: Place, shared_xid: str | None) -> None:

@@ -9,19 +9,25 @@ from sqlalchemy.orm import Session
 
 from outboxq.context import BatchItem
 from outboxq.driver import transaction_status
+from outboxq.entities import EntityKey
 from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
 from outboxq.invoke import LazySession, Run
+from outboxq.preload import Locks, entity_keys, load_entity, load_together
 from outboxq.progress import Progress
 from outboxq.retry import Outcome
 from outboxq.shared import SharedSavepoint
-from outboxq.shared_session import Loaded
 
 
 def run_group(
-    connection: Connection, batch: Progress, work: Work, places: range, arguments: Sequence[Mapping[str, object]]
+    connection: Connection,
+    batch: Progress,
+    work: Work,
+    places: range,
+    arguments: Sequence[Mapping[str, object]],
+    locks: Locks,
 ) -> Sequence[Outcome] | None:
     """Call a batch handler with these jobs; None where nothing of it stands, and each is to run by itself.
 
@@ -37,7 +43,7 @@ def run_group(
     session = work.invoker.open_session(connection, _nothing)
     assert isinstance(session, LazySession)
     try:
-        returned = _call(connection, batch, work, places, arguments, session, place)
+        returned = _call(connection, batch, work, places, arguments, session, place, locks)
         # However it goes: what stands is the certificate's to say.
         _close(session)
     except BaseException as error:
@@ -64,22 +70,26 @@ def _call(
     arguments: Sequence[Mapping[str, object]],
     session: LazySession,
     place: SharedSavepoint,
+    locks: Locks,
 ) -> Sequence[Outcome]:
     jobs = batch.jobs[places.start : places.stop]
     handler = work.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
     # Joined now: a rollback of a session that has not joined would be seen by nobody.
     session.connection()
-    loaded = Loaded(session, arguments)
+    # Held: the session alone would forget them.
+    loaded = load_together(session, entity_keys(arguments), locks)
     items = [
-        BatchItem(handler.arguments(**loaded.arguments(values)[0]), job)
+        BatchItem(handler.arguments(**_given(session, values)), job)
         for job, values in zip(jobs, arguments, strict=True)
     ]
+    del loaded
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     call: Callable[..., object] = work.call
-    returned = call(connection, handler.together, lambda: session, Run(jobs[0], work.state, _nothing), {"items": items})
+    run = Run(jobs[0], work.state, _nothing, [])
+    returned = call(connection, handler.together, lambda: session, run, {"items": items})
     batch.deadline = None
     if place.savepoint is None or not place.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
@@ -90,6 +100,13 @@ def _call(
     fault_point("after-handler")
     assert isinstance(returned, list)
     return returned
+
+
+def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
+        for name, value in arguments.items()
+    }
 
 
 def _nothing() -> None:

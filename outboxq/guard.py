@@ -100,7 +100,7 @@ class Watcher(Protocol):
     The relay's own scripts (`run_script`) are not told of.
     """
 
-    def sees(self, statement: str) -> None:
+    def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """A statement is about to be sent. What is raised here keeps it from being sent."""
         ...
 
@@ -268,7 +268,7 @@ class Guard:
         if self.opener is not None:
             self.opener()
         if self.watcher is not None:
-            self.watcher.sees(statement)
+            self.watcher.sees(statement, context)
         if self.savepoint is not None:
             self._admit(statement, self.savepoint)
             self._note(_looked_at(statement, context), {} if many else parameters)

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.context import AsyncContext, Context
+from outboxq.deferred import Write, defer
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.enqueue import AsyncOutboxSession, OutboxSession
 from outboxq.errors import HandlerTimedOut
@@ -43,11 +44,23 @@ class LazySession(OutboxSession):
 
 
 class Run(NamedTuple):
-    """What a handler's context is made of, besides its session."""
+    """What a handler's context is made of, besides its session.
+
+    Attributes:
+        deferred: What the handler defers before it has a session.
+    """
 
     job: Job
     state: object
     permit: Callable[[], Permit[Any] | None]
+    deferred: list[Write]
+
+
+def hand_over(deferred: list[Write], session: Session) -> None:
+    """Have a session send what was deferred before it was there."""
+    if deferred:
+        defer(session, *deferred)
+        deferred.clear()
 
 
 class Opened:
@@ -85,16 +98,23 @@ class _OpeningContext(Context[Any]):
     """Opens the session at its first use."""
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, _permit=run.permit, _session=session)
+        self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
+
+    def _keep(self, write: Write) -> None:
+        if "session" in self.__dict__:
+            super()._keep(write)
+        else:
+            self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
     def permit(self) -> Permit[Caller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: Permit[Caller] | None = self.__dict__["_permit"]()
+        permit: Permit[Caller] | None = self.__dict__["_run"].permit()
         return permit
 
     @functools.cached_property
     def session(self) -> OutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
         session: OutboxSession = self.__dict__["_session"]()
+        hand_over(self.__dict__["_run"].deferred, session)
         return session
 
 
@@ -102,16 +122,23 @@ class _OpeningAsyncContext(AsyncContext[Any]):
     """As `_OpeningContext`."""
 
     def __init__(self, run: Run, session: Callable[[], AsyncOutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, _permit=run.permit, _session=session)
+        self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
+
+    def _keep(self, write: Write) -> None:
+        if "session" in self.__dict__:
+            super()._keep(write)
+        else:
+            self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
     def permit(self) -> Permit[AsyncCaller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: Permit[AsyncCaller] | None = self.__dict__["_permit"]()
+        permit: Permit[AsyncCaller] | None = self.__dict__["_run"].permit()
         return permit
 
     @functools.cached_property
     def session(self) -> AsyncOutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
         session: AsyncOutboxSession = self.__dict__["_session"]()
+        hand_over(self.__dict__["_run"].deferred, session.sync_session)
         return session
 
 

@@ -15,9 +15,9 @@ from outboxq.codec import (
     check_name,
     encode_headers,
     encode_value,
-    is_pending,
     join_object,
 )
+from outboxq.entities import is_pending
 from outboxq.errors import ArgumentError, JobTooLarge
 from outboxq.retry import MAX_DELAY
 

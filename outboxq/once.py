@@ -15,8 +15,9 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from outboxq.codec import MAX_ARGS_BYTES, decode_stored, encode_value, entity_state
+from outboxq.codec import MAX_ARGS_BYTES, decode_stored, encode_value
 from outboxq.effect_request import Doubt, Request, provider_key
+from outboxq.entities import entity_state
 from outboxq.errors import (
     ArgumentError,
     CallNotApplied,

@@ -1,11 +1,12 @@
 """Set-based updates: many executions of an UPDATE by primary key, sent as one statement over arrays.
 
-Only where PostgreSQL does the same for both: each execution changes at most one row, no row is changed twice, and what
-a row becomes depends on nothing but itself and the parameters. Whatever else is deferred stays an executemany.
+Only where PostgreSQL does the same for both: each execution changes at most one row, no row is changed twice, what a
+row becomes depends on nothing but itself and the parameters, and the table runs no code and compares no rows. Whatever
+else is deferred stays an executemany.
 """
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -54,8 +55,11 @@ from sqlalchemy.sql import functions, operators, visitors
 from sqlalchemy.sql.elements import BooleanClauseList, ClauseList, ExpressionClauseList, Grouping, TypeClause
 from sqlalchemy.types import NullType, TypeEngine
 
+from outboxq.table_facts import RowWrite, TableFacts
+
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 Row: TypeAlias = dict[str, object]
+FactsOf: TypeAlias = Callable[[Table], TableFacts | None]
 
 # With fewer rows there is nothing to win.
 _LEAST_ROWS = 4
@@ -98,17 +102,24 @@ class _SetBased:
     statement: Update
     key: str
     values: Mapping[str, type[object]]
+    table: Table
+    assigned: frozenset[str]
+
+    def is_allowed_by(self, facts: TableFacts | None) -> bool:
+        """Whether each row becomes what single executions would make of it, and nothing else happens."""
+        if facts is None or not (facts.is_plain and facts.is_inert):
+            return False
+        by_key = facts.primary_key == {column.name for column in self.table.primary_key}
+        return by_key and facts.bound_columns.isdisjoint(self.assigned)
 
 
-def executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same.
-
-    It may fail where single executions would not: rows are changed in the server's order, and a unique key that one
-    gives up is not free for another in the same statement.
-    """
+def executions(
+    statement: Statement, rows: Sequence[Row], facts_of: FactsOf
+) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
+    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same."""
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
-    if set_based is None:
+    if set_based is None or not set_based.is_allowed_by(facts_of(set_based.table)):
         yield from single_executions(statement, rows)
         return
     # Who changes a row again finds what the first one made of it: these come behind, in their order.
@@ -132,6 +143,27 @@ def single_executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tup
             yield statement, row
     else:
         yield statement, rows
+
+
+def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
+    """What a statement writes; None if it writes to more than the rows of its table, or nobody here can say.
+
+    Args:
+        names: Of its parameters: those that a column has are the values of the column.
+    """
+    is_plain = isinstance(statement, Insert | Update | Delete) and isinstance(statement.table, Table)
+    if not is_plain or any(getattr(statement, part, None) for part in (*_MORE, "_post_values_clause")):
+        return None
+    assert isinstance(statement, Insert | Update | Delete)
+    assert isinstance(statement.table, Table)
+    table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
+    if not isinstance(statement, Update):
+        return RowWrite(table, "INSERT" if isinstance(statement, Insert) else "DELETE", frozenset())
+    assigned = _assigned(statement, table)
+    if None in assigned:
+        return None
+    by_name = [column for name, column in table.columns.items() if name in names or column.onupdate is not None]
+    return RowWrite(table, "UPDATE", frozenset(column.name for column in (*assigned, *by_name)))
 
 
 def _array(name: str) -> str:
@@ -189,7 +221,9 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
     own = _ELEMENTS.get(type(primary_key.type))
     if own is None or own[0] is not values[key] or values[key] not in _KEYS:
         return None
-    return _SetBased(_over_arrays(statement, primary_key, key, types), key, values)
+    by_itself_assigned = [column for column in table.columns if column.onupdate is not None]
+    names_assigned = frozenset(column.name for column in (*assigned, *by_itself_assigned))
+    return _SetBased(_over_arrays(statement, primary_key, key, types), key, values, table, names_assigned)
 
 
 def _only_computes(element: Any, table: Table) -> bool:
@@ -227,6 +261,11 @@ def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset
     is_clear = len(typed) == len(binds) and len(types) == len(names) and names == set(found)
     is_given = all(bind.callable is None and (bind.key in names or not bind.required) for bind in binds)
     return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else None
+
+
+def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
+    """The type of a plain column's values, which the driver is given as they are; None for any other column."""
+    return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
 
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:

@@ -1,36 +1,47 @@
-"""Shared batches: jobs of batchable kinds in one session, on one savepoint, with one flush.
+"""Shared batches: jobs of batchable kinds on one savepoint, which share the loading and the writing of rows.
+
+Each has a session of its own, as everywhere. Rows of entity arguments are loaded ahead, and what a job leaves to be
+written waits for the next one's, as far as no statement could tell the difference: before anything is sent for a
+handler, what waits is sent, and what was loaded is dropped.
 
 Whatever goes wrong, or ends otherwise than done, takes all of them back to the savepoint; then each runs by itself,
 where a failure is its own.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Table
+from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
-from outboxq.deferred import Deferred, take_writes
+from outboxq.changes import has_changes, row_changes, row_writes
+from outboxq.deferred import take_writes
 from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
-from outboxq.enqueue import OURS, WAITING
-from outboxq.errors import HandlerError, HandlerRolledBack, SharedRunEnded, TransactionEndedByHandler
+from outboxq.enqueue import holds_only_jobs, take_jobs
+from outboxq.entities import EntityKey
+from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
 from outboxq.execute import ConnectionLost, TransactionEscaped, Work
 from outboxq.failure import describe_failure
 from outboxq.fault_points import fault_point
-from outboxq.guard import Savepoint
-from outboxq.invoke import Run
+from outboxq.guard import Savepoint, may_end_transaction
+from outboxq.invoke import Opened, Run, hand_over
 from outboxq.job import Job
+from outboxq.kinds import NewJob
+from outboxq.preload import Locks, Preloaded, entity_keys, load_entity
 from outboxq.progress import Progress
 from outboxq.retry import Done
+from outboxq.set_based import row_write
 from outboxq.settle import check_shared, current_xid
-from outboxq.shared_session import Loaded, SharedSession
+from outboxq.table_facts import RowWrite, TableFacts
+from outboxq.write_buffer import RowChange, WriteBuffer
 
-# With more than so many changes pending they are flushed: after each job all of them are looked at.
-_FLUSHED_AT = 100
 _DEADLOCKS = ("40001", "40P01")
 
 
@@ -52,6 +63,7 @@ class SharedSavepoint:
         self._connection = connection
         self._guard = work.guard
         self._batch = batch
+        self.xid = batch.anchor.xid
         self._root = connection.get_transaction()
         # Asked after each job.
         self._libpq = driver_connection(connection).pgconn
@@ -121,7 +133,12 @@ class SharedSavepoint:
 
 
 def run_shared(
-    connection: Connection, batch: Progress, work: Work, jobs: range, arguments: Sequence[Mapping[str, object]]
+    connection: Connection,
+    batch: Progress,
+    work: Work,
+    jobs: range,
+    arguments: Sequence[Mapping[str, object]],
+    locks: Locks,
 ) -> bool:
     """Run jobs of batchable kinds; False where nothing of them stands, and each is to run by itself.
 
@@ -133,7 +150,7 @@ def run_shared(
         ConnectionLost, TransactionEscaped: see `execute`.
     """
     events = len(batch.events)
-    run = _SharedRun(connection, batch, work, jobs, arguments)
+    run = _SharedRun(connection, batch, work, jobs, arguments, locks)
     try:
         run.run()
     except BaseException as error:
@@ -146,17 +163,16 @@ def run_shared(
     finally:
         batch.deadline = None
         work.guard.let_go()
-        run.end()
     run.undo(failed)
     del batch.events[events:]
     return False
 
 
 class _SharedRun:
-    """Before a job sends anything by itself, all rows of the jobs before it are sent: their events stand for that.
+    """Jobs that run one after the other: the watcher of everything that their handlers send.
 
-    So should it end the transaction, what stands is known: the rows of all jobs with an event, none of the others'
-    but its own.
+    Before a job sends anything, what the jobs before it left is sent: their events stand for that. So should it end the
+    transaction, what stands is known: the rows of all jobs with an event, none of the others' but its own.
     """
 
     def __init__(
@@ -166,47 +182,63 @@ class _SharedRun:
         work: Work,
         jobs: range,
         arguments: Sequence[Mapping[str, object]],
+        locks: Locks,
     ) -> None:
         self._connection = connection
         self._batch = batch
         self._work = work
         self._jobs = jobs
         self._arguments = arguments
+        self._locks = locks
         self._seconds: list[float] = []
         self._sent = 0
         self._is_over = False
-        self._deferred = Deferred()
+        # Of the job that runs.
+        self._is_suspicious = False
+        self._written: set[RowWrite | None] = set()
+        # The driver's own connection was taken: what goes over it is not seen, by whoever kept it.
+        self._is_unseen = False
+        self._failed: BaseException | None = None
+        self._is_closed = True
+        self._ahead = len(jobs)
+        self._buffer = WriteBuffer(self._facts_of)
+        self._rows = Preloaded(connection, self._facts_of, locks)
         self._place = SharedSavepoint(connection, work, batch, jobs.start)
-        session = work.invoker.open_session(connection, self._catch_up, SharedSession)
-        assert isinstance(session, SharedSession)
-        self._session = session
 
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
         self._batch.position = self._jobs.start
-        self._work.guard.opener = self._session.touch
-        self._work.guard.watcher = self._session
-        loaded = Loaded(self._session, self._arguments)
+        self._work.catalog.refresh()
+        self._work.guard.watcher = self
+        if any(key.locked for key in entity_keys(self._arguments)):
+            # All in one order, before a handler can make the rows of some come first.
+            self._load_ahead()
         for position, arguments in zip(self._jobs, self._arguments, strict=True):
             self._batch.position = position
-            self._run_one(self._batch.jobs[position], arguments, loaded)
-        self._flush()
-        self._session.commit()
-        self._session.close()
-        if self._session.ended_by is not None:
-            raise SharedRunEnded(self._session.ended_by)
+            self._run_one(self._batch.jobs[position], arguments)
+        self._send()
         # Last: once the savepoint is released nothing may send the jobs on their way again.
         self._is_over = True
         self._place.keep()
 
-    def end(self) -> None:
-        """Whoever still has the session has no turn any more."""
-        self._session.end_turns()
+    def sees(self, statement: str, context: ExecutionContext | None) -> None:
+        """Something is about to be sent for a handler: first all that the jobs before it left."""
+        self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
+        writes = row_writes(statement, context)
+        self._written.update((None,) if writes is None else writes)
+        self._catch_up()
+
+    def hands_out(self) -> None:
+        """The driver's connection is taken, and can be used unseen from now on."""
+        self._is_suspicious = self._is_unseen = True
+        self._written.add(None)
+        self._catch_up()
 
     def undo(self, error: BaseException) -> None:
         """Back to before the first of them. Raises: as `SharedSavepoint.undo`."""
+        self._locks.forget()
         try:
-            self._place.undo(error, closed=self._closed())
+            self._place.undo(error, closed=self._is_closed)
         except TransactionEscaped:
             if self._is_over:
                 # Nobody saw whose handler it was, nor whose rows stand.
@@ -226,119 +258,174 @@ class _SharedRun:
         batch.jobs = (*jobs[:first], jobs[position], *jobs[first:position], *jobs[position + 1 :])
         batch.position = first
 
-    def _run_one(self, job: Job, arguments: Mapping[str, object], loaded: Loaded) -> None:
-        begun, session = time.perf_counter(), self._session
-        handler = self._work.registry.find(job.kind)
-        given, entities = loaded.arguments(arguments)
-        if entities and self._deferred:
-            # What an earlier job deferred may be for this very row.
-            self._send()
-            given, entities = loaded.arguments(arguments)
-        session.meet(entities)
-        fault_point("before-handler")
-        seconds = handler.timeout_seconds
-        self._batch.deadline = None if seconds is None else time.monotonic() + seconds
-        run = Run(job, self._work.state, partial(self._work.permit, handler, job))
-        session.begin_turn(job)
+    def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
+        begun, work = time.perf_counter(), self._work
+        handler = work.registry.find(job.kind)
+        self._is_suspicious = self._is_unseen
+        self._written.clear()
+        opened = Opened(self._open_session)
+        run = Run(job, work.state, partial(work.permit, handler, job), [])
         try:
-            returned = self._work.call(self._connection, handler, lambda: session, run, given)
+            given = self._given(opened, arguments)
+            fault_point("before-handler")
+            seconds = handler.timeout_seconds
+            self._batch.deadline = None if seconds is None else time.monotonic() + seconds
+            outcome = handler.returned.outcome(work.call(self._connection, handler, opened.session, run, given))
+            self._batch.deadline = None
+            if not isinstance(outcome, Done):
+                raise HandlerError(f"the handler returned a {type(outcome).__name__}")
+            self._keep(opened, run)
         finally:
-            session.end_turn()
-        self._batch.deadline = None
-        outcome = handler.returned.outcome(returned)
-        if not isinstance(outcome, Done):
-            raise HandlerError(f"the handler returned a {type(outcome).__name__}")
-        self._look()
+            self._is_closed = opened.close()
+            # What goes on of a job has nothing of the next one's.
+            work.guard.take_back()
+        self._check()
         self._seconds.append(time.perf_counter() - begun)
-        if self._has_to_send():
-            self._send()
-        self._tidy_up()
+        if not self._buffer:
+            self._mark_sent()
         fault_point("after-handler")
 
-    def _look(self) -> None:
-        """Whether the handler left everything to the others as it was.
+    def _open_session(self) -> Session:
+        return self._work.invoker.open_session(self._connection, _nothing)
+
+    def _given(self, opened: Opened, arguments: Mapping[str, object]) -> dict[str, object]:
+        """The arguments of one job, with its entities, as they are now, in its own session."""
+        keys = entity_keys([arguments])
+        if not keys:
+            return dict(arguments)
+        if not self._is_unsure and any(key not in self._rows or self._is_waiting(key) for key in keys):
+            self._load_ahead()
+        given, found = dict(arguments), dict[object, object]()
+        for name, key in arguments.items():
+            if isinstance(key, EntityKey):
+                identity = key.entity, key.identity
+                if identity not in found:
+                    found[identity] = self._entity(opened.session(), name, key)
+                given[name] = found[identity]
+        return given
+
+    def _entity(self, session: Session, name: str, key: EntityKey) -> object:
+        entity = self._rows.take(key)
+        if entity is None:
+            # Its class cannot be loaded ahead, or the row is not there.
+            return load_entity(session, name, key)
+        session.add(entity)
+        return entity
+
+    def _is_waiting(self, key: EntityKey) -> bool:
+        oid = self._rows.oid(key.entity)
+        return oid is None or self._buffer.concerns((oid, key.identity), key.entity)
+
+    def _load_ahead(self) -> None:
+        """Load rows of the next jobs, as what waits to be written leaves them.
+
+        Of all of them at first; behind a handler that sent something of one, then of twice as many each time: the next
+        one may send something too, and all would be dropped.
+        """
+        self._send()
+        first = self._batch.position - self._jobs.start
+        with self._unwatched():
+            self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
+        self._ahead *= 2
+
+    def _keep(self, opened: Opened, run: Run) -> None:
+        """Put what the job left to be written into the buffer; what may not wait is sent at once."""
+        self._check()
+        if self._is_suspicious and not self._place.is_same_transaction():
+            raise TransactionEndedByHandler
+        session, writes = opened.made, run.deferred
+        if session is not None:
+            hand_over(run.deferred, session)
+            may_wait = self._may_wait(session)
+            changes = row_changes(session, self._facts_of, self._locks.has) if may_wait else None
+            if changes is not None:
+                self._add(changes, take_jobs(session))
+                writes = take_writes(session)
+            if changes is None or not has_changes(session):
+                # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
+                session.commit()
+        for write in writes:
+            self._buffer.add_deferred(write)
+            self._written.add(row_write(write.statement, write.parameters))
+            self._rows.drop()
+        if self._may_fail_at_commit():
+            self._send()
+            check_shared(self._connection, self._place.xid)
+
+    def _may_wait(self, session: Session) -> bool:
+        is_usable = session.is_active and not session.in_nested_transaction()
+        return is_usable and not self._is_unsure and holds_only_jobs(session)
+
+    def _may_fail_at_commit(self) -> bool:
+        """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
+        if not self._written or self._is_unsure:
+            return bool(self._written)
+        if all(map(self._is_contained, self._written)):
+            return False
+        return self._work.catalog.has_deferrable(self._connection)
+
+    def _is_contained(self, write: RowWrite | None) -> bool:
+        facts = None if write is None else self._facts_of(write.table)
+        return write is not None and facts is not None and facts.contains(write)
+
+    def _add(self, changes: Sequence[RowChange], jobs: Mapping[str, NewJob]) -> None:
+        if any(self._buffer.concerns(change.row, change.entity) for change in changes):
+            self._send()
+        for change in changes:
+            self._buffer.add_change(change)
+            self._rows.changed(change.row, change.entity)
+        if jobs:
+            self._buffer.add_jobs(jobs)
+
+    def _facts_of(self, table: Table) -> TableFacts | None:
+        return None if self._is_unsure else self._work.catalog.facts(self._connection, table)
+
+    @property
+    def _is_unsure(self) -> bool:
+        """Whether a handler may have altered any table: unseen, or by what only the server understands."""
+        return self._is_unseen or self._work.guard.left is not None
+
+    def _check(self) -> None:
+        """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.
 
         Raises:
-            SharedRunEnded, HandlerRolledBack, TransactionEndedByHandler: it did not.
+            HandlerRolledBack: it is not.
         """
-        session = self._session
-        if session.in_nested_transaction():
-            # The handler's own, left open: its rows count, as where it runs alone.
-            session.commit()
-        if session.ended_by is not None:
-            raise SharedRunEnded(session.ended_by)
-        if not self._place.is_whole:
+        if self._failed is not None:
+            # Raised where the handler sent something, which may have swallowed it.
+            raise self._failed
+        if not (self._is_closed and self._place.is_whole):
             raise HandlerRolledBack("the handler undid its session, or swallowed a database error")
-        if (session.exposed or session.suspicious) and not self._place.is_same_transaction():
-            raise TransactionEndedByHandler
-        if writes := take_writes(session):
-            self._deferred.add_job(writes)
-        if session.has_lost_changes():
-            raise SharedRunEnded("what takes the changes of other jobs out of the session")
-
-    def _tidy_up(self) -> None:
-        """The next job finds the session as if it were fresh."""
-        session = self._session
-        if session.info.get(WAITING):
-            raise SharedRunEnded("a job for an entity that left the session")
-        session.info.clear()
-        session.autoflush = True
-
-    def _has_to_send(self) -> bool:
-        session = self._session
-        return (
-            session.touched
-            or session.exposed
-            or session.stale
-            or bool(session.info.get(WAITING))
-            # Theirs, for hooks of theirs at the flush.
-            or not session.info.keys() <= OURS
-            or session.has_deletions()
-            or session.pending > _FLUSHED_AT
-            or session.has_expressions
-        )
-
-    def _send(self) -> None:
-        """Send all rows of the jobs that have run, and load anew what others may have changed."""
-        session = self._session
-        self._flush()
-        if session.exposed or session.stale:
-            session.expire_all()
-            session.stale = False
 
     def _catch_up(self) -> None:
-        """A handler is about to send something: first whatever the jobs before it have not sent."""
-        session = self._session
+        self._rows.drop()
+        self._ahead = 1
         try:
-            if not (session.pending or self._deferred):
-                self._mark_sent()
-                return
-            if self._deferred and session.has_met():
-                session.end_shared("rows in hand that an earlier job deferred a write to, perhaps,")
-            with session.ours():
-                self._flush()
-        except BaseException:
-            # It is raised in the handler, which may swallow it: what was not sent is gone.
-            session.ended_by = session.ended_by or "an error while the rows of others were sent"
+            self._send()
+        except BaseException as error:
+            self._failed = error
             raise
 
-    def _flush(self) -> None:
-        session = self._session
-        session.flush()
-        # They may write rows that are loaded here.
-        session.stale |= bool(self._deferred)
-        self._deferred.send(self._connection)
+    def _send(self) -> None:
+        if self._buffer:
+            with self._unwatched():
+                self._buffer.send(self._connection)
         self._mark_sent()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        guard = self._work.guard
+        watcher, guard.watcher = guard.watcher, None
+        try:
+            yield
+        finally:
+            guard.watcher = watcher
 
     def _mark_sent(self) -> None:
         for seconds in self._seconds[self._sent :]:
             self._batch.events.append(JobDone(self._batch.jobs[self._jobs.start + self._sent], seconds))
             self._sent += 1
 
-    def _closed(self) -> bool:
-        try:
-            with self._session.turn_of_batch():
-                self._session.close()
-        except Exception:  # noqa: BLE001  # whatever it is, the transaction below is not as it was
-            return False
-        return True
+
+def _nothing() -> None:
+    """The savepoint is there already."""

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Date,
     DateTime,
     Engine,
@@ -46,15 +48,22 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session, registry, sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession
-from outboxq.deferred import Deferred, Write
+from outboxq.deferred import Write
 from outboxq.events import Event, JobDied, JobDone
 from outboxq.set_based import executions
+from outboxq.table_facts import Catalog, TableFacts
+from outboxq.write_buffer import WriteBuffer
 from tests.support.app import Account
 from tests.support.shared_app import statements
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
 ROWS = 20
+
+
+def facts_on(connection: Connection) -> Callable[[Table], TableFacts | None]:
+    """What the catalogs say, asked on a connection."""
+    return partial(Catalog().facts, connection)
 
 
 class Doubled(TypeDecorator[int]):
@@ -199,9 +208,9 @@ def _both_ways(engine: Engine, statement: Any, rows: list[dict[str, Any]], befor
         expected = _contents(connection)
         _fill(connection)
         connection.exec_driver_sql(before)
-        deferred = Deferred()
+        deferred = WriteBuffer(facts_on(connection))
         for row in rows:
-            deferred.add_job([Write(statement, row)])
+            deferred.add_deferred(Write(statement, row))
         with statements() as seen:
             deferred.send(connection)
         assert _contents(connection) == expected
@@ -292,7 +301,7 @@ def test_what_a_parameter_computes_is_computed_for_each_row(engine: Engine) -> N
     made = iter(uuid.UUID(int=n) for n in range(100))
     statement = BY_KEY.values(n=bindparam("value"), other=bindparam("token", type_=Uuid, callable_=lambda: next(made)))
     with engine.begin() as connection:
-        for each, parameters in executions(statement, _rows([1, 2, 3, 4, 5])):
+        for each, parameters in executions(statement, _rows([1, 2, 3, 4, 5]), facts_on(connection)):
             connection.execute(each, parameters)
         assert len(set(connection.scalars(select(sample.c.other).where(sample.c.other.is_not(None))))) == 5
 
@@ -411,9 +420,9 @@ def test_values_that_an_array_might_change_are_sent_row_by_row(name: str, engine
 def test_lists_are_sent_one_by_one(statement: Any, engine: Engine) -> None:
     """SQLAlchemy refuses them in an executemany."""
     with engine.begin() as connection:
-        deferred = Deferred()
+        deferred = WriteBuffer(facts_on(connection))
         for row in _rows([[1, 2], [], [2, 3], [3], [5, 4]]):
-            deferred.add_job([Write(statement, row)])
+            deferred.add_deferred(Write(statement, row))
         deferred.send(connection)
         found = set(connection.scalars(select(sample.c.id).where(sample.c.n == sample.c.id).where(sample.c.id < 5)))
     assert found == {0, 1}
@@ -423,10 +432,11 @@ def test_literals_that_are_equal_and_not_the_same_are_kept_apart(engine: Engine)
     """A negative zero, and an amount with two digits."""
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE sample ALTER price TYPE numeric"))
-        deferred = Deferred()
+        deferred = WriteBuffer(facts_on(connection))
         for key, ratio, price in ((1, 0.0, Decimal("1.0")), (2, -0.0, Decimal("1.00"))):
             at = update(sample).where(sample.c.id == KEY)
-            deferred.add_job([Write(at.values(ratio=ratio), {"key": key}), Write(at.values(price=price), {"key": key})])
+            deferred.add_deferred(Write(at.values(ratio=ratio), {"key": key}))
+            deferred.add_deferred(Write(at.values(price=price), {"key": key}))
         deferred.send(connection)
         found = connection.execute(
             text("SELECT ratio::text, price::text FROM sample WHERE id IN (1, 2) ORDER BY id")
@@ -454,7 +464,7 @@ def test_who_waits_for_a_row_adds_to_what_another_transaction_made_of_it(engine:
 
     def send() -> None:
         with engine.begin() as connection:
-            for each, parameters in executions(statement, _rows([5] * 10)):
+            for each, parameters in executions(statement, _rows([5] * 10), facts_on(connection)):
                 connection.execute(each, parameters)
         sent.set()
 
@@ -477,7 +487,8 @@ def test_who_waits_for_a_row_adds_to_what_another_transaction_made_of_it(engine:
 
 def test_a_plan_that_was_made_for_a_small_table_does_not_walk_over_a_large_one(engine: Engine) -> None:
     """A prepared statement keeps its plan until the table is analyzed, as a new one is within minutes."""
-    statement = next(executions(BY_KEY.values(n=bindparam("value")), _rows([1, 2, 3, 4])))[0]
+    with engine.connect() as connection:
+        statement = next(executions(BY_KEY.values(n=bindparam("value")), _rows([1, 2, 3, 4]), facts_on(connection)))[0]
     sql = str(statement.compile(dialect=engine.dialect))
     prepared = re.sub(r"%\(oq_(key|value)\)s", lambda name: "$1" if name[1] == "key" else "$2", sql)
     with engine.begin() as connection:

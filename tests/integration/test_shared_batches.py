@@ -169,10 +169,10 @@ def test_jobs_that_change_the_same_row_all_count(
     assert effects(engine) == {f"{id_}": 3 for id_ in range(1, len(CREDITS) + 1)}
 
 
-def test_a_row_with_a_version_is_changed_once_for_all_jobs_of_a_batch(
+def test_a_row_with_a_version_is_changed_once_by_each_job_of_a_batch(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """The second job sees the first one's change, and one UPDATE carries both."""
+    """The second job sees the first one's change, and each counts as one version, as alone."""
     jobs = Jobs()
 
     @jobs.handler(queue="versioned", batchable=True)
@@ -188,7 +188,7 @@ def test_a_row_with_a_version_is_changed_once_for_all_jobs_of_a_batch(
     drain(jobs, **ONE_SLOT)
     with Session(engine) as session:
         found = {row.id: (row.balance, row.version) for row in session.scalars(select(Versioned))}
-    assert found == {1: (12, 2), 2: (1, 2)}
+    assert found == {1: (12, 3), 2: (1, 2)}
 
 
 def test_entities_with_a_key_of_two_columns_are_loaded_in_one_select(

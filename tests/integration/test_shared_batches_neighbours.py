@@ -16,7 +16,7 @@ from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.postgres import Database
 from tests.support.app import Account, Child, Effect
 from tests.support.ledger import ledger
-from tests.support.shared_app import ADD, statements
+from tests.support.shared_app import ADD, ADD_TO_ROW, statements
 
 ONCE = Backoff(max_attempts=1)
 
@@ -256,13 +256,13 @@ def test_jobs_that_defer_with_the_same_arguments_are_sent_together(
 
     @jobs.handler(queue="q", batchable=True)
     def credit(ctx: Context, account_id: int, cents: int) -> None:
-        ctx.defer(ADD, {"id": account_id, "cents": cents})
+        ctx.defer(ADD_TO_ROW, {"account": account_id, "cents": cents})
 
     with sessions.begin() as session:
         session.add_jobs(credit.job(account_id=number, cents=5) for number in range(1, 11))
     with statements() as seen:
         drain(jobs)
-    assert [count for statement, count in seen if statement.startswith("UPDATE account")] == [10]
+    assert [count for statement, count in seen if statement.startswith("UPDATE account")] == [1]
 
 
 def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
@@ -303,7 +303,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
     outboxq_database: Database,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where all jobs of a batch run together COMMIT checks them, and no question goes before it."""
+    """COMMIT checks the jobs of one batch handler; else each is checked before a later one could mend it."""
     jobs, asked, events, original = Jobs(), [], [], shared_module.check_shared
 
     @dataclass
@@ -344,7 +344,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
         JobDone: 2 + others,
         JobDied: 1,
     }
-    assert bool(asked) is (others > 0)
+    assert bool(asked) is (others > 0 or sort == "batchable")
 
 
 def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_its_jobs(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sqlalchemy import Connection, Engine, event, insert, select, text, update
+from sqlalchemy import Connection, Engine, bindparam, event, insert, select, text, update
 from sqlalchemy.orm import Mapped, Session, make_transient, mapped_column, object_session
 from sqlalchemy.orm.attributes import set_committed_value
 
@@ -36,6 +36,10 @@ class Pair(Base):
 
 
 ADD = text("UPDATE account SET balance = balance + :cents WHERE id = :id")
+# The same, and everybody can see which table it writes to.
+ADD_TO_ROW = (
+    update(Account).where(Account.id == bindparam("account")).values(balance=Account.balance + bindparam("cents"))
+)
 
 
 def _nested_rollback(session: Session, account: Account) -> None:

@@ -1,0 +1,154 @@
+"""Changes of a session that may wait: those of plain columns of plain rows, whose flush runs nothing but UPDATEs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import Column, Table, TextClause, Update, bindparam, update
+from sqlalchemy.engine.interfaces import ExecutionContext
+from sqlalchemy.orm import InstanceState, Mapper, Session
+
+from outboxq.set_based import FactsOf, python_type, row_write
+from outboxq.sql_words import first_word
+from outboxq.table_facts import RowWrite, TableFacts
+from outboxq.write_buffer import RowChange
+
+# Users' listeners for these want to see a flush or a commit, and may change what it writes.
+_AT_FLUSH = ("before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit")
+_MISSING = object()
+_READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
+_WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writable:
+    """A mapped class whose plain columns can be written by UPDATEs of ours, to the effect of a flush."""
+
+    mapper: Mapper[Any]
+    table: Table
+    columns: Mapping[str, tuple[Column[Any], type[object]]]
+
+    def is_allowed_by(self, facts: TableFacts | None) -> bool:
+        """Whether an UPDATE of one row does nothing else, and meets just the row of the primary key."""
+        if facts is None or not (facts.is_plain and facts.is_inert):
+            return False
+        hooks = self.mapper.dispatch
+        is_listened_to = bool(hooks.before_update) or bool(hooks.after_update)
+        return not is_listened_to and facts.primary_key == {column.name for column in self.table.primary_key}
+
+
+def row_changes(
+    session: Session, facts_of: FactsOf, is_locked: Callable[[type[object], tuple[object, ...]], bool]
+) -> list[RowChange] | None:
+    """What a flush of the session's changed rows would send; None where it would do more than that.
+
+    New objects are not looked at.
+
+    Args:
+        is_locked: Whether this transaction has locked the row of a class with this primary key.
+    """
+    if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
+        return None
+    changes: list[RowChange] = []
+    for state in session.identity_map._modified:  # noqa: SLF001  # as above, `dirty`
+        writable = _writable(state.mapper)
+        facts = None if writable is None else facts_of(writable.table)
+        if writable is None or facts is None or not writable.is_allowed_by(facts):
+            return None
+        values = _changed_values(state, writable, facts)
+        if values is None:
+            return None
+        if values:
+            assert state.key is not None
+            key = state.key[1]
+            statement = _update(state.mapper, tuple(values))
+            parameters = {**_numbered("key", key), **_numbered("value", values.values())}
+            entity = state.mapper.class_
+            changes.append(RowChange((facts.oid, key), entity, statement, parameters, is_locked(entity, key)))
+    return changes
+
+
+def has_changes(session: Session) -> bool:
+    """Whether a flush would find changed rows."""
+    return bool(session.identity_map._modified)  # noqa: SLF001  # as above
+
+
+def is_listened_to(session: Session, events: Iterable[str]) -> bool:
+    """Whether users' code listens to one of these events of the session, or of all sessions."""
+    dispatch = session.dispatch
+    listeners = (listener for event in events for listener in getattr(dispatch, event))
+    return any(not str(getattr(listener, "__module__", "")).startswith("outboxq.") for listener in listeners)
+
+
+def row_writes(statement: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
+    """What a statement writes that is about to be sent, besides what functions do; None if that cannot be said."""
+    compiled: Any = getattr(context, "compiled", None)
+    if compiled is None or isinstance(compiled.statement, TextClause):
+        return None
+    verb = first_word(statement)
+    if verb in _READS_OR_MARKS:
+        return ()
+    # A CTE, which may write too, would come first.
+    write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
+    return None if write is None else (write,)
+
+
+def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
+    """The new values by attribute, in the order of their names; None where one cannot wait."""
+    values: dict[str, object] = {}
+    for name in sorted(state.committed_state):
+        column, type_ = writable.columns.get(name, (None, None))
+        value = state.dict.get(name, _MISSING)
+        # An expression, a mutable value, something that the type would convert: all of it by a flush.
+        if column is None or not (type(value) is type_ or value is None) or column.name in facts.bound_columns:
+            return None
+        # As a flush compares them.
+        if column.type.compare_values(value, state.committed_state[name]) is not True:
+            values[name] = value
+    return values
+
+
+@lru_cache(256)
+def _writable(mapper: Mapper[Any]) -> _Writable | None:
+    table = mapper.local_table
+    is_plain = (
+        isinstance(table, Table)
+        and mapper.persist_selectable is table
+        and mapper.inherits is None
+        and mapper.polymorphic_on is None
+        and mapper.version_id_col is None
+        # A changed row may turn out to be an orphan.
+        and not mapper._delete_orphans  # noqa: SLF001  # SQLAlchemy has no other name for it
+    )
+    if not (is_plain and isinstance(table, Table)) or set(mapper.primary_key) != set(table.primary_key):
+        return None
+    if any(column.onupdate is not None or column.server_onupdate is not None for column in table.columns):
+        return None
+    if any(python_type(column.type) is None for column in table.primary_key):
+        return None
+    return _Writable(mapper, table, _plain_columns(mapper, table))
+
+
+def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[Any], type[object]]]:
+    found = {}
+    for attribute in mapper.column_attrs:
+        column = attribute.columns[0]
+        if len(attribute.columns) == 1 and isinstance(column, Column) and column.table is table:
+            type_ = python_type(column.type)
+            if type_ is not None and not column.primary_key:
+                found[attribute.key] = column, type_
+    return found
+
+
+@lru_cache(1024)
+def _update(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
+    table: Any = mapper.local_table
+    columns = [mapper.column_attrs[name].columns[0] for name in names]
+    values = {column: bindparam(f"oq_value_{n}", type_=column.type) for n, column in enumerate(columns)}
+    keys = (column == bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key))
+    return update(table).where(*keys).values(values)
+
+
+def _numbered(what: str, values: Iterable[object]) -> dict[str, object]:
+    return {f"oq_{what}_{n}": value for n, value in enumerate(values)}

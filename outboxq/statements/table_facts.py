@@ -1,0 +1,68 @@
+"""What the catalogs say of a table: whether its rows can be changed later, and several at once, to the same effect.
+
+The catalogs can be read by every role. No locks but those of any look at a catalog.
+"""
+
+from psycopg import sql
+
+# Constraints that are checked at COMMIT, of any table: internal triggers stand for them too.
+DEFERRABLE = "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgdeferrable)"
+
+# By the table's oid, which the name is resolved to as any statement of this session would resolve it.
+#
+# - plain: an ordinary table, whose rows are what a SELECT and an UPDATE of that name meet, and nothing else.
+# - inert: an UPDATE of it runs no code of the user's (built-in functions are in no row of pg_depend) and computes none.
+# - contains: such a statement changes no other table, by a cascade or a default, and is checked at once.
+# - bound columns: where an UPDATE may meet other rows: in a unique or an exclusion index, or in a constraint that is
+#   checked at COMMIT, or of a type of the user's with rules of its own.
+_FACTS = """\
+SELECT facts.oid::bigint AS oid,
+  facts.relkind = 'r' AND NOT facts.relrowsecurity AND NOT facts.relhasrules AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_inherits WHERE inhrelid = facts.oid OR inhparent = facts.oid
+  ) AS is_plain,
+  NOT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = facts.oid AND NOT tgisinternal) AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_constraint AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
+      AND classid = 'pg_catalog.pg_constraint'::regclass AND refclassid = 'pg_catalog.pg_proc'::regclass
+    WHERE entry.conrelid = facts.oid
+  ) AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_attribute WHERE attrelid = facts.oid AND attgenerated <> ''
+  ) AS is_inert,
+  NOT EXISTS (
+    SELECT FROM pg_catalog.pg_constraint WHERE conrelid = facts.oid AND condeferrable
+  ) AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_attrdef AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
+      AND classid = 'pg_catalog.pg_attrdef'::regclass AND refclassid = 'pg_catalog.pg_proc'::regclass
+    WHERE entry.adrelid = facts.oid
+  ) AS contains_inserts,
+  NOT EXISTS (
+    SELECT FROM pg_catalog.pg_constraint
+    WHERE confrelid = facts.oid AND (condeferrable OR confdeltype NOT IN ('a', 'r'))
+  ) AS contains_deletes,
+  ARRAY(
+    SELECT attname::text FROM pg_catalog.pg_index AS key JOIN pg_catalog.pg_attribute ON attrelid = key.indrelid
+      AND attnum = ANY (key.indkey)
+    WHERE key.indrelid = facts.oid AND key.indisprimary
+  ) AS primary_key,
+  ARRAY(
+    SELECT attname::text FROM pg_catalog.pg_attribute AS of_table JOIN pg_catalog.pg_type ON pg_type.oid = atttypid
+    WHERE attrelid = facts.oid AND attnum > 0 AND NOT attisdropped AND (
+      NOT (typtype = 'e' OR typtype = 'b' AND typnamespace = 'pg_catalog'::regnamespace)
+      OR EXISTS (
+        SELECT FROM pg_catalog.pg_index AS key
+        WHERE key.indrelid = facts.oid AND (key.indisunique OR key.indisexclusion)
+          AND (attnum = ANY (key.indkey) OR key.indexprs IS NOT NULL OR key.indpred IS NOT NULL)
+      ) OR EXISTS (
+        SELECT FROM pg_catalog.pg_constraint WHERE conrelid = facts.oid AND condeferrable AND attnum = ANY (conkey)
+      )
+    )
+  ) AS bound_columns
+FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})"""
+
+
+def table_facts(name: str) -> str:
+    """The facts of one table. Index: pg_class by oid, and what hangs on it; a row, or none if there is no such table.
+
+    Args:
+        name: As it stands in SQL, quoted if need be.
+    """
+    return sql.SQL(_FACTS).format(name=sql.Literal(name)).as_string(None)

@@ -1,8 +1,10 @@
 """The engines that a relay works on: the user's own, or ones made from a URL."""
 
 import asyncio
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,6 +12,7 @@ import psycopg
 from psycopg.pq import Conninfo
 from sqlalchemy import URL, Connection, Dialect, Engine, NullPool, QueuePool, create_engine, event
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from outboxq.config import host_names, psycopg_url
@@ -76,13 +79,25 @@ _OUTAGE_REASONS = (
     "in recovery mode",
     "session is read-only",
     "server is in hot standby mode",
-    "password authentication failed",
     "Connection refused",
     "timeout expired",
     "could not translate host name",
     "closed the connection unexpectedly",
     "No space left on device",
+    "No such file or directory",
+    "No route to host",
+    "Network is unreachable",
 )
+# What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
+# the words are left out.
+_REFUSALS = {
+    "database does not exist": r'database "[^"\n]*" does not exist',
+    "role does not exist": r'role "[^"\n]*" does not exist',
+    "authentication failed": r"authentication failed for user",
+    "no pg_hba.conf entry": r"no pg_hba\.conf entry|pg_hba\.conf rejects",
+    "role is not permitted to log in": r"is not permitted to log in",
+    "permission denied for database": r"permission denied for database",
+}
 # A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
 # A plan that was made while the table was small would read all of it, for as long as the connection lives.
@@ -300,10 +315,37 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
         )
 
 
-def outage_reason(error: BaseException) -> str | None:
-    """Why nobody gets in, in words that are safe to log; None where the error says nothing that is known.
+class NoConnection(Exception):
+    """An engine gave no connection, for a reason that is its own: a token service, or a listener; the cause has it."""
 
-    A refused connection has no SQLSTATE in libpq. Where several hosts were tried, the first known reason of any.
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """While a connection is opened: whatever users' code in an engine raises is an outage, as the database's own are.
+
+    Raises:
+        NoConnection: it raised what no driver does.
     """
-    said = str(error)
-    return next((reason for reason in _OUTAGE_REASONS if reason in said), None)
+    try:
+        yield
+    except (psycopg.Error, SQLAlchemyError, OSError):
+        raise
+    except Exception as error:
+        raise NoConnection from error
+
+
+def outage_reason(error: BaseException) -> str | None:
+    """Why there is no way in, in words that are safe to log; None if the error says nothing that is known.
+
+    A refused connection has no SQLSTATE in libpq. If several hosts were tried, the first known reason of any.
+    """
+    return next((reason for reason in _OUTAGE_REASONS if reason in str(error)), None) or _refusal(error)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a server answered, and knows no such database, role or password; of several hosts, all of them."""
+    return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
+
+
+def _refusal(error: BaseException) -> str | None:
+    return next((words for words, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)

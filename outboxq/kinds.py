@@ -88,7 +88,8 @@ class JobKind(Generic[P]):
         Args:
             delay: Run this long after the database's clock at the INSERT.
             run_at: Run at this time (with a time zone). Replaces `delay`, and the other way round.
-            priority: -32767 to 32767; higher runs first, 0 by default.
+            priority: -32767 to 32767; 0 by default. Among the jobs that are ready, higher runs first; one with a delay,
+                or that is retried, comes by its time.
             max_attempts: Overrides the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.

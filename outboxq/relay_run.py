@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
+    AsyncExitStack,
     ExitStack,
     asynccontextmanager,
     contextmanager,
@@ -25,7 +26,7 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.callers import make_callers
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.cursors import Sweeps
-from outboxq.engines import Engines, check_durability, listen_connector
+from outboxq.engines import Engines, NoConnection, check_durability, listen_connector, opening
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.handlers import Flavour
@@ -282,7 +283,7 @@ class RelayRun:
         while not self._stopping.is_set():
             try:
                 version = self._read_version()
-            except (DBAPIError, OSError) as error:
+            except (DBAPIError, NoConnection, OSError) as error:
                 if not is_outage(error):
                     raise
                 self._emit(DatabaseLost(describe_error(error), pause_seconds))
@@ -294,7 +295,9 @@ class RelayRun:
 
     def _read_version(self) -> int | None:
         if self._engines.sync is not None:
-            with self._engines.sync.connect() as connection:
+            with opening():
+                opened = self._engines.sync.connect()
+            with opened as connection:
                 return self._examine(connection)
         return self._in_loop(self._read_version_async())
 
@@ -304,7 +307,9 @@ class RelayRun:
 
     async def _read_version_async(self) -> int | None:
         assert self._engines.asynchronous is not None
-        async with self._engines.asynchronous.connect() as connection:
+        async with AsyncExitStack() as stack:
+            with opening():
+                connection = await stack.enter_async_context(self._engines.asynchronous.connect())
             return await connection.run_sync(self._examine)
 
     def _serve_to_the_end(self) -> None:

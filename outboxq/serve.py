@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import psycopg
@@ -12,10 +12,13 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outboxq.engines import NoConnection, opening
 from outboxq.execute import Abandoned, ConnectionLost, Work
 from outboxq.invoke import AsyncInvoker, SyncInvoker
 from outboxq.slot import UNFLAGGED_PAUSE_SECONDS, Slot
 from outboxq.tables import SCHEMA
+
+_OUTAGES = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
 
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
@@ -33,14 +36,16 @@ def serve_in_thread(slot: Slot, engine: Engine, bell: threading.Event) -> None:
     while not (stopping.is_set() or slot.is_seized()):
         try:
             options = connection_options(engine, slot.shared.schema)
-            with engine.connect().execution_options(**options) as connection, _not_returned(connection):
+            with opening():
+                opened = engine.connect()
+            with opened.execution_options(**options) as connection, _not_returned(connection):
                 work = slot.prepare(connection, SyncInvoker())
                 while not (stopping.is_set() or slot.needs_connection(work)):
                     if not slot.work_once(connection, work) and _rest_in_thread(slot, connection, work, bell):
                         return
         except Abandoned:
             return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
+        except _OUTAGES as error:
             if slot.is_seized():
                 return
             stopping.wait(slot.lost(error))
@@ -86,7 +91,9 @@ async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) ->
     stopping = slot.shared.stopping
     while not (stopping.is_set() or slot.is_seized()):
         try:
-            async with engine.connect() as connection:
+            async with AsyncExitStack() as stack:
+                with opening():
+                    connection = await stack.enter_async_context(engine.connect())
                 await connection.execution_options(**connection_options(engine, slot.shared.schema))
                 try:
                     work = await connection.run_sync(slot.prepare, AsyncInvoker(connection))
@@ -100,7 +107,7 @@ async def serve_in_loop(slot: Slot, engine: AsyncEngine, bell: asyncio.Event) ->
                     await connection.invalidate()
         except Abandoned:
             return
-        except (psycopg.Error, SQLAlchemyError, ConnectionLost, OSError) as error:
+        except _OUTAGES as error:
             if slot.is_seized():
                 return
             # The listener, which lost its connection too, has rung: without this the slot would spin.

@@ -19,7 +19,7 @@ from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
 from outboxq.driver import is_lost, pause, run_alone, run_script, sqlstate_of
-from outboxq.engines import outage_reason
+from outboxq.engines import NoConnection, outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
     BatchRolledBack,
@@ -443,6 +443,8 @@ def is_outage(error: BaseException) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """The type of an error, and its SQLSTATE or a known reason: driver texts may hold a host, a user or a value."""
+    if isinstance(error, NoConnection):
+        return type(error.__cause__).__name__
     original: object = error.orig if isinstance(error, DBAPIError) else error
     reason = sqlstate_of(error) or (outage_reason(error) if isinstance(error, DBAPIError | psycopg.Error) else None)
     return f"{type(original).__name__}{f' ({reason})' if reason else ''}"

@@ -57,7 +57,7 @@ def connect(url: "URL") -> "Iterator[Connection]":
     """
     from sqlalchemy.exc import DBAPIError
 
-    from outboxq.engines import make_engine
+    from outboxq.engines import is_refused, make_engine
     from outboxq.errors import ConfigError
 
     engine = make_engine(url, application_name="outboxq cli")
@@ -66,7 +66,8 @@ def connect(url: "URL") -> "Iterator[Connection]":
     except DBAPIError as error:
         if type(error.orig).__name__ == "ProgrammingError":
             raise ConfigError(f"the database URL cannot be used: {_reason(error, url)}") from error
-        raise DatabaseUnreachable(f"no connection to the database at {address(url)}: {_reason(error, url)}") from error
+        message = f"no connection to the database at {address(url)}: {_reason(error, url)}"
+        raise DatabaseUnreachable(message, refused=is_refused(error)) from error
     try:
         yield connection
     finally:

@@ -15,7 +15,14 @@ class Failure:
 
 
 class DatabaseUnreachable(OutboxqError):
-    """No connection to the database could be opened."""
+    """No connection to the database could be opened.
+
+    `refused`: a server answered, and knows no such database, role or password.
+    """
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class WrongUsage(ConfigError):

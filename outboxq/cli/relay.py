@@ -127,7 +127,8 @@ def relay(
     """Claim jobs and run their handlers, until SIGTERM or Ctrl-C.
 
     A stopping relay lets the running handlers finish; a second signal ends it at once, and what was open is rolled
-    back. While the database is down it waits and says so. Exit codes: 0 it stopped as told or the queues are drained,
+    back. While the database is down it waits and says so; a database, role or password that the server does not know at
+    the first connection, and missing tables, end it with 2. Exit codes: 0 it stopped as told or the queues are drained,
     whatever became of the jobs (see `outboxq dead list`); 1 it failed; 2 it could not be started like this; 3 a
     handler could not be freed within its deadline, so that the process must be replaced.
 
@@ -158,6 +159,8 @@ def relay(
     if processes == 1:
         _run(target, url, settings, drain=drain, level=log_level.value, health_file=health_file)
     else:
+        # Once, for all of them.
+        _look_at_database(url, settings)
         command = _child_command(target, settings, queue or [], drain=drain, level=log_level.value)
         _set_up_logging(log_level.value)
         _supervise(
@@ -177,7 +180,7 @@ def _run(
     """One relay, in this process."""
     from outboxq import config, health
     from outboxq.cli.loading import load_jobs
-    from outboxq.errors import RelayStuck
+    from outboxq.errors import ConfigError, RelayStuck, SchemaError
     from outboxq.logs import log_event
     from outboxq.relay import Relay
     from outboxq.signals import stop_signals, stop_when_parent_dies
@@ -193,11 +196,14 @@ def _run(
             stop_when_parent_dies(parent, relay.stop)
         if heartbeat is not None:
             health.send_beats(heartbeat, lambda: state.state)
-        _say_why_it_waits(url)
+        if parent is None:
+            _look_at_database(url, settings)
         try:
             report = relay.drain() if drain else relay.run()
         except RelayStuck as error:
             _end_stuck(error)
+        except SchemaError as error:
+            raise ConfigError(str(error)) from error
     if drain:
         typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
 
@@ -275,18 +281,36 @@ def _secrets(url: "URL", settings: "RelayConfig") -> Mapping[str, str]:
     return secrets
 
 
-def _say_why_it_waits(url: "URL") -> None:
-    """The relay waits for a database that is down; only here is it known what libpq said, and where."""
+def _look_at_database(url: "URL", settings: "RelayConfig") -> None:
+    """Refuse to start if no waiting helps, and say why if it does; only here is it known what libpq said, and where.
+
+    Raises:
+        ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.
+    """
     import logging
+
+    from sqlalchemy.exc import DBAPIError
 
     from outboxq.cli.database import connect
     from outboxq.cli.failures import DatabaseUnreachable
+    from outboxq.engines import check_durability
+    from outboxq.errors import ConfigError, SchemaError
+    from outboxq.relay_run import check_version
+    from outboxq.statements.version import schema_version
 
     try:
-        with connect(url):
-            return
+        with connect(url) as connection:
+            check_durability(connection, allowed=settings.allow_asynchronous_commit)
+            check_version(schema_version(connection, settings.schema), settings.schema)
     except DatabaseUnreachable as error:
+        if error.refused:
+            raise ConfigError(str(error)) from error
         logging.getLogger("outboxq.relay").warning("%s", error)
+    except SchemaError as error:
+        raise ConfigError(str(error)) from error
+    except DBAPIError:
+        # The relay meets it too, and says what it is.
+        return
 
 
 def _set_up_logging(level: str) -> None:

@@ -1,6 +1,7 @@
 """`outboxq relay` and `outboxq migrate`, as processes."""
 
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import Engine, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession
@@ -179,15 +180,53 @@ def test_processes_that_cannot_be_started_like_this_end_it(outboxq_database: Dat
     assert "Traceback" not in said.stderr
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"database": "not there"}, 'database "not there" does not exist'), ({"username": "stranger"}, "stranger")],
+)
+def test_what_the_server_refuses_at_the_first_connection_ends_the_relay(
+    outboxq_database: Database, wrong: dict[str, str], said: str, processes: int
+) -> None:
+    """With the server's own words, once: no waiting mends a wrong database or role."""
+    url = make_url(outboxq_database.url).set(**wrong).render_as_string(hide_password=False)
+    ended = run("relay", TARGET, "--processes", processes, url=url, cwd=REPOSITORY)
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("Error: ")
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_missing_tables_end_the_relay_with_one_error(outboxq_database: Database, empty: Engine, processes: int) -> None:
+    """However many processes: what is missing and the command that makes it, said once."""
+    ended = run("relay", TARGET, "--processes", processes, url=outboxq_database.url, cwd=REPOSITORY)
+    assert ended.exit_code == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "run `outboxq migrate`" in ended.stderr
+
+
 def test_a_relay_says_why_it_waits_for_its_database(outboxq_database: Database) -> None:
-    """While nobody answers the relay waits, and its log names host, port and cause; SIGTERM ends the wait."""
-    url = make_url(outboxq_database.url).set(database="not there yet", password="hunter2-do-not-print")
+    """While no server answers the relay waits, and its log names host, port and cause; SIGTERM ends the wait."""
+    with socket.socket() as bound:
+        # Bound and not listening: refused, and no other process's meanwhile.
+        bound.bind(("127.0.0.1", 0))
+        url = make_url(outboxq_database.url).set(
+            host="127.0.0.1", port=bound.getsockname()[1], password="hunter2-do-not-print", query={}
+        )
+        _waits(url)
+
+
+def _waits(url: URL) -> None:
     with started(TARGET, env=environment(url.render_as_string(hide_password=False))) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert f":{url.port or 5432}: " in line
-        assert 'database "not there yet" does not exist' in line
-        assert "trying again" in process.stderr.readline()
+        assert f":{url.port}: " in line
+        assert "Connection refused" in line
+        for _ in range(3):
+            again = process.stderr.readline()
+            assert "trying again" in again
+            assert "(Connection refused)" in again
         process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0

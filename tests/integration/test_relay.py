@@ -5,10 +5,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, func, select, text
+from sqlalchemy import Engine, NullPool, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -640,3 +640,77 @@ def test_idle_slots_end_quickly_when_the_relay_stops(start_relay: StartRelay, en
         wait_until(lambda: running.of(RelayStarted), "the start")
         begun = time.monotonic()
     assert time.monotonic() - begun < 3
+
+
+class TokenServiceDownError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_whatever_an_engine_raises_instead_of_a_connection_is_an_outage(
+    flavour: str, outboxq_database: Database, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """A token service that is down at the start, and again later: the relay waits, says so, and works on."""
+    jobs, down, served = Jobs(), threading.Event(), threading.Event()
+
+    if flavour == "sync":
+
+        @jobs.handler(queue="q")
+        def work(ctx: Context) -> None:
+            served.set()
+
+    else:
+
+        @jobs.handler(queue="q")
+        async def work(ctx: AsyncContext) -> None:
+            served.set()
+
+    make = create_engine if flavour == "sync" else create_async_engine
+    own = make(make_url(outboxq_database.url), poolclass=NullPool)
+
+    def connect(*_: object) -> None:
+        if down.is_set():
+            raise TokenServiceDownError("secret")
+
+    event.listen(own if flavour == "sync" else own.sync_engine, "do_connect", connect)
+    down.set()
+    with start_relay(jobs, RelayConfig(poll_seconds=0.1, slots_per_queue=1), engine=own) as running:
+        wait_until(lambda: running.of(DatabaseLost), "the outage at the start")
+        down.clear()
+        wait_until(lambda: running.of(RelayStarted), "the start")
+        with sessions.begin() as session:
+            session.add_job(work)
+        assert served.wait(30)
+        served.clear()
+        down.set()
+        before = len(running.of(DatabaseLost))
+        with sessions() as session:
+            session.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            )
+        wait_until(lambda: len(running.of(DatabaseLost)) > before + 1, "the outage later")
+        down.clear()
+        with sessions.begin() as session:
+            session.add_job(work)
+        assert served.wait(30)
+    errors = {each.error for each in running.of(DatabaseLost)}
+    assert "TokenServiceDownError" in errors
+    assert not any("secret" in error for error in errors)
+
+
+def test_due_jobs_come_by_their_time_and_ready_ones_by_priority(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
+) -> None:
+    """As the README says: a priority is for the jobs that are ready."""
+    with sessions.begin() as session:
+        for name, priority in (("third", 9), ("first", 1), ("second", 5)):
+            session.add_job(app.record.options(delay=timedelta(hours=1), priority=priority), name=name)
+    with engine.begin() as connection:
+        order = "CASE args->>'name' WHEN 'first' THEN 3 WHEN 'second' THEN 2 ELSE 1 END"
+        connection.execute(text(f"UPDATE outboxq.job SET run_at = now() - interval '1 minute' * {order}"))
+    app.calls.clear()
+    drain(slots_per_queue=1)
+    assert app.calls == ["first", "second", "third"]

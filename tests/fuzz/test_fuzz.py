@@ -7,8 +7,9 @@ import pytest
 from outboxq.postgres import Server
 from tests.fuzz import program
 from tests.fuzz.compare import Differs
-from tests.fuzz.explore import explore
-from tests.fuzz.lanes import ALONE, SAVEPOINTS, Lane, open_lanes
+from tests.fuzz.explore import explore, run_and_compare
+from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, open_lanes
+from tests.fuzz.seen import SEEN
 
 # Hundreds of batches, on a machine that may have other things to do.
 pytestmark = pytest.mark.timeout(900)
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def lanes(outboxq_server: Server) -> Iterator[dict[str, Lane]]:
     """A lane of each mode."""
-    with open_lanes(outboxq_server, ALONE, SAVEPOINTS) as opened:
+    with open_lanes(outboxq_server, ALONE, SHARED, SAVEPOINTS) as opened:
         yield {lane.mode.name: lane for lane in opened}
 
 
@@ -38,3 +39,14 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
 def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
     """In one transaction, each in a savepoint of its own, 100 random batches leave what they leave job by job."""
     explore([lanes["alone"], lanes["savepoints"]], 100, start=None)
+
+
+def test_jobs_that_share_a_batch_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
+    """300 random batches, the same ones each time; `python -m tests.fuzz` draws others."""
+    explore([lanes["alone"], lanes["shared"]], 300, start=None)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_batches_that_once_differed_do_not(name: str, lanes: dict[str, Lane]) -> None:
+    """Alone, in savepoints and shared."""
+    run_and_compare([lanes["alone"], lanes["savepoints"], lanes["shared"]], SEEN[name])

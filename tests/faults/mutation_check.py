@@ -34,12 +34,12 @@ MUTANTS = (
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
-        '        return f"{self.head}{start}{self.middle}{int(limit)}{self.tail}"\n',
-        '        columns = self.tail.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
-        '        conditions = f"{self.head}{start}{self.middle}".split("WHERE queue", 1)[1]\n'
+        '{not_paused}{queue}{limited}{int(limit)}{action or claiming}"\n',
+        '        columns = claiming.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
+        '        walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
         "        return (\n"
         '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.id IN ("\n'
-        '            f"SELECT id FROM outboxq.job WHERE queue{conditions}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
+        '            f"SELECT id FROM outboxq.job WHERE queue{walk}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
         '            f") RETURNING claimed.{columns}) "\n'
         '            "SELECT 0, claimed.* FROM claimed"\n'
         "        )\n",
@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "the token of jobs that are removed together",
         "outboxq/statements/held.py",
-        "held WHERE job.id = held.id AND job.lease_token = held.token\n  RETURNING",
-        "held WHERE job.id = held.id\n  RETURNING",
+        " AND job.id = held.id AND job.lease_token = held.token",
+        " AND job.id = held.id",
         ("tests/integration/test_held.py",),
     ),
     Mutant(

@@ -17,6 +17,16 @@ class Callers:
     _sync_transactions: EngineTransactions | None
     _async_transactions: AsyncEngineTransactions | None
 
+    def trim(self) -> None:
+        """Close the connections that nobody has needed for a while."""
+        if self._sync_transactions is not None:
+            self._sync_transactions.trim()
+
+    async def trim_async(self) -> None:
+        """The same for those of the event loop."""
+        if self._async_transactions is not None:
+            await self._async_transactions.trim()
+
     def dispose(self, in_loop: Callable[[Awaitable[None]], object]) -> None:
         """Close the pools; what needs the event loop is given to `in_loop`."""
         if self._sync_transactions is not None:

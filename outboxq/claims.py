@@ -3,17 +3,17 @@
 No I/O: the slot sends what is asked for here, and says what came of it.
 """
 
+import random
 import time
 from dataclasses import replace
-
-from sqlalchemy import Connection
+from typing import cast
 
 from outboxq.batch import ClaimedQueue
 from outboxq.claim import Aside, ClaimRequest, PreparedClaims
 from outboxq.cursors import Position
-from outboxq.driver import driver_connection
 from outboxq.held import Held
 from outboxq.job import Job
+from outboxq.lookout import Order, Sort
 from outboxq.progress import Progress
 from outboxq.relay_state import Shared
 from outboxq.statements.claim import ClaimScript, ClaimStatements
@@ -35,26 +35,31 @@ class Claims:
     `request` is the last one, and `queue` the one that it was for.
     """
 
-    def __init__(self, shared: Shared, queues: tuple[str, ...]) -> None:
+    def __init__(self, shared: Shared, order: Order) -> None:
+        queues = order.queues
+        # Of the line that the slot has.
+        self.prepared: PreparedClaims | None = None
+        # Another queue, or another sort of jobs, wants the slot: it looks before it claims again.
+        self.is_called_away = False
         self.request: ClaimRequest | None = None
         # So many more jobs run one by one.
         self.alone_for = 0
         self._shared = shared
-        self._queue_names = queues
+        self._order = order
+        # Other slots, and other processes, begin elsewhere.
+        self._last = random.choice(queues)
         self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
         self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
         self.queue = self._queues[queues[0]]
-        self._due_first = dict.fromkeys(queues, False)
+        # The same for one queue, which is claimed from without a look, and for several.
+        self._due_first, self._due_next = False, set[str]()
         self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
-        self._asides = {name: Aside(calls_away(shared.schema, queues, name), self._is_called) for name in queues}
         self._positions = {name: Position(name, shared.sweeps) for name in queues}
-        self._prepared: PreparedClaims | None = None
         self._follow_until = 0.0
         self._counts_due_at = 0.0
-        self._is_called_away = False
         self._walks_since: float | None = None
 
     @property
@@ -67,30 +72,43 @@ class Claims:
         """Whether the last claim did not start at the start of its queue."""
         return self.request is not None and self.request.cursor is not None
 
-    def connected(self, connection: Connection) -> None:
-        """Nothing is prepared on a new connection; nor ever, where there is a pooler, or for reasons of the user's."""
-        prepares = driver_connection(connection).prepare_threshold is not None
-        self._prepared = PreparedClaims() if prepares else None
-        # A handler may have left something on the last one: what was claimed with its job had to go back.
-        self._most_leased = dict.fromkeys(self._queue_names, 1)
+    def begin_anew(self) -> None:
+        """A handler left something on the last line, or lost it: what was claimed with its job had to go back."""
+        self._most_leased = dict.fromkeys(self._order.queues, 1)
 
     def begin_walk(self) -> None:
-        """The slot looks at all of its queues."""
+        """The slot looks for jobs in its queues."""
         self._walks_since = _now()
+
+    def wants_look(self, seen_at: float, look_seconds: float) -> bool:
+        """Whether what was seen then, by a look that took so long, is not to be trusted any more."""
+        return self.is_called_away or _now() > seen_at + follow_seconds(look_seconds)
+
+    def take_turn(self) -> tuple[str, ClaimScript] | None:
+        """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
+        turn = self._shared.lookout.take_turn(self._order, self._last, self._due_next)
+        if turn is None:
+            return None
+        self._last, sort = turn
+        (self._due_next.add if sort == "ready" else self._due_next.discard)(self._last)
+        return self._last, self._script(self._last, sort)
+
+    def _script(self, name: str, sort: Sort) -> ClaimScript:
+        statements = self._statements[name]
+        if self._shared.registry.claims[name] == "lease":
+            return statements.lease_ready if sort == "ready" else statements.lease_due
+        return statements.ready if sort == "ready" else statements.due
 
     def sorts(self, name: str) -> tuple[ClaimScript, ...]:
         """Alternating, so that neither a backlog of ready jobs nor one of due jobs starves the other."""
-        statements = self._statements[name]
-        if self._shared.registry.claims[name] == "lease":
-            ready, due = statements.lease_ready, statements.lease_due
-        else:
-            ready, due = statements.ready, statements.due
-        self._due_first[name] = not self._due_first[name]
-        return (due, ready) if self._due_first[name] else (ready, due)
+        ready, due = self._script(name, "ready"), self._script(name, "due")
+        self._due_first = not self._due_first
+        return (due, ready) if self._due_first else (ready, due)
 
     def expect_ready(self) -> None:
         """The next walk asks for ready jobs first: it is these that wake a slot."""
-        self._due_first = dict.fromkeys(self._due_first, True)
+        self._due_first = True
+        self._due_next.clear()
 
     def suspects(self, name: str) -> ClaimScript:
         """For the suspects of a queue, which run one by one under the lease."""
@@ -101,7 +119,7 @@ class Claims:
         self.queue = self._queues[name]
         cursor = self._positions[name].start() if script.is_keyed else None
         limit, settings = self._limit(name, script), local_timeouts(self.queue.timeout_seconds)
-        self.request = ClaimRequest(script, limit, cursor, settings, self._prepared)
+        self.request = ClaimRequest(script, limit, cursor, settings, self.prepared)
         return self.request
 
     def _limit(self, name: str, script: ClaimScript) -> int:
@@ -113,12 +131,20 @@ class Claims:
         """The last claim took these, and moved so many to the suspects."""
         assert self.request is not None
         if self._walks_since is not None:
-            self._is_called_away = False
-            self._follow_until = _now() + follow_seconds(_now() - self._walks_since)
+            self.is_called_away = False
+            # In a round each of those that take turns has its share, and one claim at least.
+            shares = 1 + self._order.count_peers(name, self._shared.lookout.waiting())
+            self._follow_until = _now() + follow_seconds(_now() - self._walks_since) / shares
             self._counts_due_at = _now() + COUNTS_SECONDS
             self._walks_since = None
         if self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)
+
+    def is_more(self, jobs: tuple[Job, ...], moved: int) -> bool:
+        """Whether the last claim may have left some to others."""
+        assert self.request is not None
+        is_suspect = self.request.script is self._statements[self.queue.name].lease_suspect
+        return len(jobs) + moved >= self.request.limit and not is_suspect
 
     def found_nothing(self, name: str, script: ClaimScript) -> None:
         """No such job waits behind where the claim started."""
@@ -162,16 +188,19 @@ class Claims:
             return None
         if _now() <= self._follow_until:
             return self.ask(name, script)
-        has_suspects = self._shared.suspects.wait_in(self._queue_names)
-        if self._is_called_away or has_suspects or not script.is_keyed or script.leased:
+        has_suspects = self._shared.suspects.wait_in(self._order.queues)
+        has_others = self.is_called_away or self._order.before(name, self._shared.lookout.waiting())
+        if has_others or has_suspects or not script.is_keyed or script.leased:
             return None
-        return replace(self.ask(name, script), aside=self._asides[name])
+        asked = calls_away(self._shared.schema, self._order.before(name, self._order.queues), name)
+        return replace(self.ask(name, script), aside=Aside(asked, self._is_called))
 
     def _is_called(self, row: tuple[object, ...]) -> None:
         """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""
-        self._is_called_away = row[0] is True
-        if not self._is_called_away:
-            self._follow_until = _now() + follow_seconds(0.0)
+        called, seconds = row
+        self.is_called_away = called is True
+        if not self.is_called_away:
+            self._follow_until = _now() + follow_seconds(cast("float", seconds))
 
 
 def follow_seconds(walk_seconds: float) -> float:

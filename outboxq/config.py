@@ -180,17 +180,25 @@ def check_schema(schema: str) -> str:
 class SlotGroup:
     """Slots that serve the same queues: each claims from the first queue that has a job.
 
-    `queues` is ordered by precedence; `("*",)` stands for every queue of the registry that no other group names.
+    `queues` is ordered by precedence; `*` stands for every queue of the registry that no group names.
+
+    Args:
+        in_turns: Of the queues, those that take turns instead of having precedence over one another. Those that `*`
+            stands for do.
     """
 
     queues: tuple[str, ...]
     slots: int = 1
+    in_turns: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.queues:
             raise ConfigError("a group of slots names at least one queue")
         if len(set(self.queues)) != len(self.queues):
             raise ConfigError(f"a queue is named twice in {', '.join(self.queues)!r}")
+        if not self.in_turns <= set(self.queues):
+            strangers = ", ".join(sorted(self.in_turns - set(self.queues)))
+            raise ConfigError(f"in_turns names queues that are not in the group: {strangers}")
         for name in self.queues:
             if name != "*":
                 try:

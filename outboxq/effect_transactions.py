@@ -4,6 +4,7 @@ A caller that holds one of its engine's connections cannot starve them, because 
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,8 @@ from outboxq.tables import SCHEMA
 
 T = TypeVar("T")
 
+# Connections that nobody has used for so long are closed.
+LINGER_SECONDS = 5.0
 _KEEPER_ANSWER_SECONDS = 30.0
 _READ_ONLY = "25006"
 
@@ -55,9 +58,11 @@ class EngineTransactions:
             beside(engine).execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
             for _ in range(2)
         )
+        self._used_at: float | None = None
 
     def run(self, work: Callable[[Connection], T]) -> T:
         """See `Transactions`."""
+        self._used_at = time.monotonic()
         with self._engine.begin() as connection:
             return _unless_standby(connection, work)
 
@@ -66,9 +71,16 @@ class EngineTransactions:
         return self._keep
 
     def _keep(self, work: Callable[[Connection], T]) -> T:
+        self._used_at = time.monotonic()
         # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
         with self._keeper_engine.begin() as connection:
             return work(connection)
+
+    def trim(self) -> None:
+        """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
+        if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
+            self._used_at = None
+            self.dispose()
 
     def dispose(self) -> None:
         """Close the pools."""
@@ -81,6 +93,7 @@ class AsyncEngineTransactions:
 
     def __init__(self, engine: AsyncEngine, schema: str) -> None:
         self.was_used = False
+        self._used_at: float | None = None
         self._engine, self._keeper_engine = (
             AsyncEngine(beside(engine.sync_engine)).execution_options(
                 isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
@@ -91,13 +104,21 @@ class AsyncEngineTransactions:
     async def run(self, work: Callable[[Connection], T]) -> T:
         """See `AsyncTransactions`."""
         self.was_used = True
+        self._used_at = time.monotonic()
         async with self._engine.begin() as connection:
             return await connection.run_sync(_unless_standby, work)
 
     async def _keep(self, work: Callable[[Connection], T]) -> T:
+        self._used_at = time.monotonic()
         # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
         async with self._keeper_engine.begin() as connection:
             return await connection.run_sync(work)
+
+    async def trim(self) -> None:
+        """See `EngineTransactions`."""
+        if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
+            self._used_at = None
+            await self.dispose()
 
     async def dispose(self) -> None:
         """Close the pools."""

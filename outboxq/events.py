@@ -106,10 +106,11 @@ class LeaseExtensionFailed:
 
 @dataclass(frozen=True, slots=True)
 class RelayStarted:
-    """The relay is about to claim."""
+    """The relay is about to claim. `connections`: how many it holds while all of its slots work, `ctx.once` apart."""
 
     queues: tuple[str, ...]
     slots: int
+    connections: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,12 @@ def _by_flavour(group: SlotGroup, rest: tuple[str, ...], registry: Registry) -> 
             f"the queues {', '.join(names)} have sync and async handlers, which cannot share slots: "
             "give each flavour a group of its own"
         )
-    return [
-        (SlotGroup(tuple(name for name in names if registry.flavours[name] == flavour), group.slots), flavour)
-        for flavour in flavours
-    ]
+    in_turns = group.in_turns.union(rest if "*" in group.queues else ())
+    found: list[tuple[SlotGroup, Flavour]] = []
+    for flavour in flavours:
+        own = tuple(name for name in names if registry.flavours[name] == flavour)
+        found.append((SlotGroup(own, group.slots, in_turns=in_turns.intersection(own)), flavour))
+    return found
 
 
 def _report_hook(hook: Hook, event: Event) -> None:

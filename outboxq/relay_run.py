@@ -31,6 +31,7 @@ from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.handlers import Flavour
 from outboxq.lease import Lease, Suspects
+from outboxq.lines import AsyncLines, Lines
 from outboxq.listener import Listener
 from outboxq.lookout import Lookout
 from outboxq.progress import BatchReport
@@ -43,6 +44,9 @@ from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.upkeep import Upkeep
 from outboxq.watch import Runner, Watch
 
+# Slots that all sleep keep so many connections for the next job: with the listener's and the lease's four.
+_WARM_LINES = 2
+_TRIM_SECONDS = 1.0
 _LOOP_STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 # An event loop that does not answer within so long is blocked by a handler.
@@ -91,13 +95,13 @@ class RelayRun:
         self._cut_off: list[Runner] = []
         self._failures: list[BaseException] = []
         self._abandoned = 0
+        self._trim_at = 0.0
+        self._trimming: Future[None] | None = None
         listens = config.listen and not until_empty
-        listener = (
-            Listener(listen_connector(engines, config.listen_url, lambda: self._loop), config.schema)
-            if listens
-            else None
-        )
         self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
+        lookout = Lookout(config.schema, self._queues)
+        connect = listen_connector(engines, config.listen_url, lambda: self._loop)
+        listener = Listener(connect, config.schema, lookout.called) if listens else None
         suspects = Suspects()
         lease = Lease(
             # Not by `listen_url`: through a pooler is as good.
@@ -141,7 +145,7 @@ class RelayRun:
             until_empty=until_empty,
             emit=emit,
             listener=listener,
-            lookout=Lookout(config.schema, self._queues),
+            lookout=lookout,
             lease=lease,
             suspects=suspects,
             sweeps=Sweeps(),
@@ -150,6 +154,16 @@ class RelayRun:
             stopping=stopping,
             tally=Tally(),
             lock=threading.Lock(),
+        )
+        flavours = {flavour for _, flavour in groups}
+        harmless = self._shared.functions.harmless
+        kept = 0 if until_empty else _WARM_LINES // len(flavours)
+        sync, asynchronous = engines.sync, engines.asynchronous
+        self._lines = Lines(sync, config.schema, kept, harmless) if sync is not None and "sync" in flavours else None
+        self._async_lines = (
+            AsyncLines(asynchronous, config.schema, kept, harmless)
+            if asynchronous is not None and "async" in flavours
+            else None
         )
 
     def work(self) -> RelayReport:
@@ -177,6 +191,7 @@ class RelayRun:
             if self._stopping.is_set():
                 return RelayReport(0, 0, 0)
             stack.callback(self._shared.callers.dispose, self._finish_in_loop)
+            stack.callback(self._close_lines)
             self._shared.state = self._enter_lifespan(stack, lifespan)
             if self._shared.listener is not None:
                 self._shared.listener.start()
@@ -195,10 +210,16 @@ class RelayRun:
         tally = self._shared.tally
         return RelayReport(tally.done, tally.failed, tally.died, tally.leases_lost)
 
+    def _close_lines(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+        if self._async_lines is not None:
+            self._finish_in_loop(self._async_lines.close())
+
     def wake_all(self) -> None:
         """Ring every slot, so that it sees that the relay is stopping."""
         for runner in list(self._runners):
-            runner.slot.sleeper.wake()
+            runner.slot.rest.sleeper.wake()
 
     def _leased(self) -> set[tuple[str, int]]:
         """The jobs that run here under the lease, or wait for their turn, with their tokens."""
@@ -313,7 +334,10 @@ class RelayRun:
             return await connection.run_sync(self._examine)
 
     def _serve_to_the_end(self) -> None:
-        self._emit(RelayStarted(self._queues, sum(group.slots for group, _ in self._groups)))
+        slots = sum(group.slots for group, _ in self._groups)
+        # Each slot's, the lease's and the listener's.
+        connections = slots + 1 + (self._shared.listener is not None)
+        self._emit(RelayStarted(self._queues, slots, connections))
         tally = self._shared.tally
         while not self._stopping.is_set():
             before = tally.claimed, self._watch.cuts
@@ -332,7 +356,24 @@ class RelayRun:
         ]
         while not self._stopping.is_set() and self._wait_a_moment():
             self._watch.look(self._runners)
+            self._trim()
         self._let_finish()
+
+    def _trim(self) -> None:
+        """Now and then close the connections that nobody has needed for a while. Never waits for the event loop."""
+        if time.monotonic() < self._trim_at:
+            return
+        self._trim_at = time.monotonic() + _TRIM_SECONDS
+        if self._lines is not None:
+            self._lines.trim()
+        self._shared.callers.trim()
+        if self._loop is not None and (self._trimming is None or self._trimming.done()):
+            self._trimming = asyncio.run_coroutine_threadsafe(self._trim_in_loop(), self._loop)
+
+    async def _trim_in_loop(self) -> None:
+        if self._async_lines is not None:
+            await self._async_lines.trim()
+        await self._shared.callers.trim_async()
 
     def _wait_a_moment(self) -> bool:
         """Wait for a slot, in slices, so that signals and deadlines are seen; False where all have ended."""
@@ -346,11 +387,12 @@ class RelayRun:
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
         if flavour == "sync":
-            assert self._engines.sync is not None
-            return SlotThread(self._shared, group, self._engines.sync, self._failed)
+            assert self._lines is not None
+            return SlotThread(self._shared, group, self._lines, self._failed)
         assert self._engines.asynchronous is not None
+        assert self._async_lines is not None
         assert self._loop is not None
-        return SlotTask(self._shared, group, self._engines.asynchronous, self._loop, self._failed)
+        return SlotTask(self._shared, group, self._engines.asynchronous, self._async_lines, self._loop, self._failed)
 
     def _replace(self, runner: Runner) -> None:
         """Start another in the place of a slot that was cut off."""
@@ -359,7 +401,8 @@ class RelayRun:
             return
         self._runners.remove(runner)
         if not self._stopping.is_set():
-            self._runners.append(self._start_slot(SlotGroup(runner.slot.queues), runner.slot.flavour))
+            slot = runner.slot
+            self._runners.append(self._start_slot(SlotGroup(slot.queues, in_turns=slot.in_turns), slot.flavour))
 
     def _failed(self, error: BaseException) -> None:
         """A slot met an error that is none of the database's, or is stuck: end the relay instead of limping on."""

@@ -58,3 +58,10 @@ class Shared:
     tally: Tally
     lock: threading.Lock
     functions: Functions = field(default_factory=Functions)
+
+    def call(self, queue: str) -> None:
+        """More than one slot takes may wait in this queue: another one that sleeps shall look."""
+        if self.listener is None:
+            self.lookout.called(queue)
+        else:
+            self.listener.call(queue)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, Engine, ExceptionContext, event
+from sqlalchemy import ExceptionContext, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outboxq.config import SlotGroup
 from outboxq.driver import dbapi_connection, transaction_status
 from outboxq.guard import is_same
+from outboxq.lines import AsyncLines, Lines
 from outboxq.relay_state import Shared
 from outboxq.serve import serve_in_loop, serve_in_thread
 from outboxq.slot import Slot
@@ -28,28 +29,19 @@ from outboxq.threads import BoundedStart
 class SlotThread:
     """A slot with sync handlers, in a thread of its own."""
 
-    def __init__(
-        self, shared: Shared, group: SlotGroup, engine: Engine, failed: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, shared: Shared, group: SlotGroup, lines: Lines, failed: Callable[[BaseException], None]) -> None:
         bell = threading.Event()
-        self.slot = Slot(shared, "sync", group.queues, bell.set)
+        self.slot = Slot(shared, "sync", group.queues, bell.set, group.in_turns)
         self.has_failed = False
         self._failed = failed
-        self._connection: Connection | None = None
         self._detached: DBAPIConnection | None = None
-        # The same pool and events, and one of our own.
-        own = engine.execution_options()
-        event.listen(own, "engine_connect", self._connected)
         # A daemon: a handler that outlives the time to drain must not keep the process alive.
-        self._thread = BoundedStart(partial(self._run, own, bell), "outboxq-slot")
+        self._thread = BoundedStart(partial(self._run, lines, bell), "outboxq-slot")
         self._thread.start()
 
-    def _connected(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def _run(self, engine: Engine, bell: threading.Event) -> None:
+    def _run(self, lines: Lines, bell: threading.Event) -> None:
         try:
-            serve_in_thread(self.slot, engine, bell)
+            serve_in_thread(self.slot, lines, bell)
         except BaseException as error:  # noqa: BLE001  # raised again by the relay
             self.has_failed = True
             self._failed(error)
@@ -65,8 +57,11 @@ class SlotThread:
 
     def abandon(self) -> None:
         """Nothing can stop a thread, and it cannot commit; its place in the pool is for the slot that follows."""
-        connection = self._connection
-        if connection is None or connection.closed or connection.invalidated or self._detached is not None:
+        line = self.slot.line
+        if line is None or self._detached is not None:
+            return
+        connection = line.connection
+        if connection.closed or connection.invalidated:
             return
         # Its thread may be closing it at this moment.
         with contextlib.suppress(SQLAlchemyError):
@@ -91,6 +86,7 @@ class SlotTask:
         shared: Shared,
         group: SlotGroup,
         engine: AsyncEngine,
+        lines: AsyncLines,
         loop: asyncio.AbstractEventLoop,
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -101,21 +97,16 @@ class SlotTask:
         self._answered = threading.Event()
         self.has_failed = False
         self._failed = failed
-        self._connection: Connection | None = None
-        self.slot = Slot(shared, "async", group.queues, self._wake)
-        # As in the thread.
-        self._future = asyncio.run_coroutine_threadsafe(self._run(engine.execution_options()), loop)
-
-    def _connected(self, connection: Connection) -> None:
-        self._connection = connection
+        self.slot = Slot(shared, "async", group.queues, self._wake, group.in_turns)
+        self._future = asyncio.run_coroutine_threadsafe(self._run(engine, lines), loop)
 
     def _keep_connection(self, context: ExceptionContext) -> None:
         """SQLAlchemy gives up a connection on which a coroutine is cancelled, even by a timeout of the handler's own.
 
         psycopg has cancelled its query in the server, and the savepoint contains that as it does any error.
         """
-        connection = context.connection
-        if connection is None or not is_same(connection, self._connection):
+        connection, line = context.connection, self.slot.line
+        if connection is None or line is None or not is_same(connection, line.connection):
             return
         if isinstance(context.original_exception, asyncio.CancelledError) and transaction_status(connection) in (
             TransactionStatus.INTRANS,
@@ -123,14 +114,13 @@ class SlotTask:
         ):
             context.is_disconnect = False
 
-    async def _run(self, engine: AsyncEngine) -> None:
+    async def _run(self, engine: AsyncEngine, lines: AsyncLines) -> None:
         self._loop_thread = threading.get_ident()
         self._task = asyncio.current_task()
-        event.listen(engine.sync_engine, "engine_connect", self._connected)
         # SQLAlchemy keeps these by dialect, so for all who use the engine.
         event.listen(engine.sync_engine, "handle_error", self._keep_connection)
         try:
-            await serve_in_loop(self.slot, engine, self._bell)
+            await serve_in_loop(self.slot, lines, self._bell)
         except BaseException as error:
             if self.slot.is_abandoned and isinstance(error, asyncio.CancelledError):
                 raise

@@ -1,14 +1,13 @@
-"""A slot: one connection that claims and runs one batch at a time, and sleeps where nothing waits.
+"""A slot: it claims and runs one batch at a time, on a line that it has while something waits.
 
 On a sync `Connection`, for both worlds; the thin loops around it are in `serve.py`.
 """
 
-import concurrent.futures
 import logging
 import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import psycopg
@@ -31,29 +30,25 @@ from outboxq.events import (
 )
 from outboxq.execute import ConnectionLost, ConnectionSpoiled, TransactionEscaped, Work, is_cancellation
 from outboxq.failure import describe_failure
-from outboxq.guard import Guard
 from outboxq.handlers import Flavour
 from outboxq.held import Held, relieve, run_held
-from outboxq.invoke import Invoker
 from outboxq.job import Job
-from outboxq.listener import Sleeper
+from outboxq.lines import Line
+from outboxq.lookout import Order
 from outboxq.progress import BatchReport, Progress
 from outboxq.recover import charge, lost_with, recover, resolve, settle_late
 from outboxq.relay_state import Shared
+from outboxq.rest import Rest
 from outboxq.settle import JobRowHeld
 from outboxq.statements.claim import ClaimScript
-from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import suspect_queues
 
 _HELD = "another transaction held the job's row when its handler had ended"
 
 logger = logging.getLogger("outboxq.relay")
 
-FIRST_PAUSE_SECONDS = 0.01
 # query_canceled: by a time-out, or by a call of pg_cancel_backend().
 _CANCELLED = "57014"
-# Without the sleep flag nobody promises to wake us: look again at least this often.
-UNFLAGGED_PAUSE_SECONDS = 1.0
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
@@ -65,22 +60,35 @@ _RECONNECT_CAP_SECONDS = 10.0
 class Slot:
     """The claims of one slot, and its pauses."""
 
-    def __init__(self, shared: Shared, flavour: Flavour, queues: tuple[str, ...], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        flavour: Flavour,
+        queues: tuple[str, ...],
+        wake: Callable[[], None],
+        in_turns: Collection[str] = (),
+    ) -> None:
+        order = Order(queues, in_turns)
         self.shared = shared
         self.flavour: Flavour = flavour
         self.queues = queues
-        self.sleeper = Sleeper(queues, wake)
+        self.in_turns = frozenset(in_turns)
+        self.rest = Rest(shared, order, wake)
+        self.line: Line | None = None
         # Its task was, or will be, cancelled by the relay.
         self.is_abandoned = False
         self.progress: Progress | None = None
         # What is claimed under the lease besides the job that runs.
         self.held: Held | None = None
-        self._claims = Claims(shared, queues)
-        self._asleep = False
+        self._claims = Claims(shared, order)
         self._told: set[str] = set()
+        # It left its line for another one, with work to do.
+        self._goes_on = False
+        # Since the last look at its queues.
+        self._has_found = True
+        self._is_rested = True
+        self._look_seconds = 0.0
         self._lease_waits = 0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._looked = shared.lookout.latest
         self._lost_since: float | None = None
         self._spoiled: ConnectionSpoiled | None = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
@@ -96,14 +104,23 @@ class Slot:
         progress = self.progress
         return progress is not None and progress.seized
 
-    def prepare(self, connection: Connection, invoker: Invoker) -> Work:
-        """Set the connection up for claiming."""
-        self._claims.connected(connection)
-        self.shared.functions.answer(connection)
-        work = self.work_on(connection, invoker)
+    def wants_work(self) -> bool:
+        """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
+        is_in_doubt = self.progress is not None or self.held is not None or self._lost_since is not None
+        return is_in_doubt or self._goes_on or self.rest.is_called()
+
+    def _take(self, line: Line) -> Work:
+        self.line = line
+        self._claims.prepared = line.prepared
+        if self._goes_on or self._spoiled is not None or self._lost_since is not None:
+            self._claims.begin_anew()
+        self._goes_on = False
+        self.shared.functions.answer(line.connection)
+        work = self.work_on(line)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
             self._lost_since = None
+        connection = line.connection
         self._relieve(connection)
         lost = self._spoiled or ConnectionLost("the connection was lost while the job ran")
         report = self._settle_doubt(connection, work, lost)
@@ -112,20 +129,18 @@ class Slot:
             self.tell(report)
         return work
 
-    def work_on(self, connection: Connection, invoker: Invoker) -> Work:
-        """What executing on this connection needs."""
+    def work_on(self, line: Line) -> Work:
+        """What executing on this line needs."""
         shared = self.shared
-        with connection.begin():
-            epoch = server_epoch(connection)
         caller = shared.callers.sync if self.flavour == "sync" else shared.callers.asynchronous
         return Work(
             shared.registry,
             shared.state,
-            invoker,
-            Guard(connection, shared.functions.harmless),
+            line.invoker,
+            line.guard,
             shared.schema,
             shared.max_crashes,
-            epoch,
+            line.epoch,
             caller,
             sharing_queues=self._claims.sharing_queues,
             is_interruption=self._is_interruption,
@@ -136,26 +151,98 @@ class Slot:
         # the slot's task too.
         return self.is_abandoned and is_cancellation(error)
 
-    def needs_connection(self, work: Work) -> bool:
-        """Whether the next job has to start on another connection, because a handler left something on this one."""
-        left = work.guard.left
+    @contextmanager
+    def _on(self, line: Line) -> Iterator[Work]:
+        """Work on this line. What a lost one has left is settled first."""
+        try:
+            yield self._take(line)
+        finally:
+            self.line = None
+
+    def work_all(self, line: Line) -> bool:
+        """Claim and run what waits, until nothing does or the relay stops; False where another line is needed."""
+        with self._on(line) as work:
+            self._work_on(line, work)
+        return not self._goes_on
+
+    def work_seen(self, line: Line) -> bool:
+        """Look if that is due, and work if something is seen to wait; False where nothing was done."""
+        with self._on(line) as work:
+            self.rest.look(line.connection)
+            return self.rest.is_called() and self._work_on(line, work)
+
+    def drain(self, line: Line) -> bool:
+        """Work until nothing waits, suspects included; False where another line is needed."""
+        with self._on(line) as work:
+            connection = line.connection
+            while not (self.shared.stopping.is_set() or self._needs_line(line)):
+                if not (self.work_once(connection, work) or self.drain_suspects(connection, work)):
+                    return True
+            return self.shared.stopping.is_set()
+
+    def _work_on(self, line: Line, work: Work) -> bool:
+        worked, self._is_rested = False, True
+        while not self.shared.stopping.is_set():
+            if self._needs_line(line):
+                break
+            if not self.work_once(line.connection, work):
+                break
+            worked = True
+        return worked
+
+    def _needs_line(self, line: Line) -> bool:
+        """Whether the next job has to start on another line, because a handler left something on this one."""
+        left = line.guard.left
         if left is None:
             return False
-        self.shared.functions.ask_for(work.guard.called)
+        self._goes_on = True
+        self.shared.functions.ask_for(line.guard.called)
         if left not in self._told:
             self._told.add(left)
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
         return True
 
     def work_once(self, connection: Connection, work: Work) -> bool:
-        """Claim and run one batch from the first queue that has one; False where nothing waits."""
+        """Claim and run the jobs of a turn; False where nothing waits."""
         self._claims.begin_walk()
-        return any(self._work_on_queue(connection, name, work) for name in self.queues)
-
-    def _work_on_queue(self, connection: Connection, name: str, work: Work) -> bool:
-        if name in self.shared.suspects.queues and self._run_suspect(connection, name, work):
+        self.rest.works()
+        if any(self._run_suspect(connection, name, work) for name in self._suspected()):
             return True
-        return any(self._work_with(connection, name, script, work) for script in self._claims.sorts(name))
+        if len(self.queues) == 1:
+            # A claim tells as much as a look.
+            name = self.queues[0]
+            self.shared.lookout.go(name)
+            return any(self._work_with(connection, name, script, work) for script in self._claims.sorts(name))
+        while (turn := self._next_turn(connection)) is not None:
+            if self._work_with(connection, *turn, work):
+                return True
+        return False
+
+    def _suspected(self) -> tuple[str, ...]:
+        found = self.shared.suspects.queues
+        return tuple(name for name in self.queues if name in found) if found else ()
+
+    def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
+        """Where to claim next, after a look if the last one is old, or if all that it named was claimed."""
+        seen_at = self.shared.lookout.seen_at(self.queues[0])
+        if self._claims.wants_look(seen_at, self._look_seconds) and not self._is_rested:
+            self._look(connection)
+        self._is_rested = False
+        turn = self._claims.take_turn()
+        if turn is None and self._has_found:
+            self._look(connection)
+            turn = self._claims.take_turn()
+        return turn
+
+    def _look(self, connection: Connection) -> None:
+        """Look at the queues of this slot."""
+        lookout, begun = self.shared.lookout, _now()
+        taken = lookout.begin()
+        rows = run_alone(connection, lookout.statement_for(self.queues))
+        lookout.saw(taken, rows, self.queues)
+        self.shared.suspects.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        self._look_seconds = _now() - begun
+        self._claims.is_called_away = self._has_found = False
 
     def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> bool:
         """Run batches of one sort for a while; False where none waits."""
@@ -278,11 +365,11 @@ class Slot:
         return not self.shared.stopping.is_set() and self.shared.lease.want()
 
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
-        self._pause_seconds = FIRST_PAUSE_SECONDS
         self._claims.took(queue, jobs, moved)
-        if self._asleep and self.shared.listener is not None:
-            self._asleep = False
-            self.shared.listener.wake_up(self.sleeper)
+        calls_another = self.rest.is_asleep and self._claims.is_more(jobs, moved)
+        self.rest.found_jobs()
+        if calls_another:
+            self.shared.call(queue)
 
     def following(self, progress: Progress) -> ClaimRequest | None:
         """See `Pilot`."""
@@ -342,6 +429,7 @@ class Slot:
 
     def _after(self, connection: Connection, name: str, report: BatchReport, work: Work) -> None:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
+        self._has_found = True
         self._claims.alone_for = max(0, self._claims.alone_for - report.claimed)
         if report.suspected:
             self.shared.suspects.queues.add(name)
@@ -362,45 +450,10 @@ class Slot:
                 self.shared.suspects.queues.add(event.queue)
             self.shared.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 
-    def fall_asleep(self) -> "concurrent.futures.Future[bool] | None":
-        """Ask for the sleep flags; None where this relay does not listen."""
-        if self.shared.listener is None:
-            return None
-        self._asleep = True
-        return self.shared.listener.fall_asleep(self.sleeper)
-
-    def work_seen(self, connection: Connection, work: Work, *, fresh: bool) -> bool:
-        """As `work_once`, where a look says that something waits.
-
-        Args:
-            fresh: Whether nothing but a look that begins now will do.
-        """
-        shared = self.shared
-        taken = shared.lookout.take(None if fresh else self._looked)
-        if taken is not None:
-            rows = run_alone(connection, shared.lookout.statement)
-            shared.lookout.saw(taken, rows)
-            shared.suspects.queues.update(str(name) for name, _, _, suspected in rows if suspected)
-        if not (shared.lookout.is_waiting(self.queues) or self._has_suspects()):
-            return False
-        return self.work_once(connection, work)
-
-    def _has_suspects(self) -> bool:
-        return self.shared.suspects.wait_in(self.queues)
-
     def pause_seconds(self, *, flagged: bool) -> float:
-        """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last look."""
-        shared = self.shared
+        """How long to sleep."""
         self._claims.expect_ready()
-        growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, shared.poll_seconds)
-        self._pause_seconds = min(self._pause_seconds * 2, shared.poll_seconds)
-        self._looked = shared.lookout.latest
-        if self._has_suspects():
-            return growing
-        pause = (shared.poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
-        due = shared.lookout.due_in_seconds(self.queues)
-        # Due, and yet not claimed: another transaction runs it. Not a reason to spin.
-        return min(max(self._looked.begun_at + pause - _now(), 0.0), due if due > 0 else growing)
+        return self.rest.pause_seconds(flagged=flagged)
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection; returns how long to wait before the next try."""
@@ -408,6 +461,7 @@ class Slot:
             # Closed by us: the server is well.
             self._spoiled = error
             return 0.0
+        self.rest.want_look()
         pause = self._reconnect_seconds * random.uniform(0.5, 1.0)
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
         if is_outage(error):

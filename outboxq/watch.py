@@ -26,9 +26,9 @@ from outboxq.execute import ConnectionLost
 from outboxq.failure import Failed, describe_failure
 from outboxq.held import Held, relieve
 from outboxq.invoke import SyncInvoker
+from outboxq.lines import connection_options, make_line
 from outboxq.progress import BatchReport, Progress
 from outboxq.recover import cut_off, end_other_transaction
-from outboxq.serve import connection_options
 from outboxq.slot import Slot
 from outboxq.threads import BoundedStart
 
@@ -239,7 +239,7 @@ class Watch:
         if report is not None:
             runner.slot.tell(report)
         for other in others:
-            other.slot.sleeper.wake()
+            other.slot.rest.sleeper.wake()
 
     def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
         """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""
@@ -283,7 +283,7 @@ def _settle(
 ) -> BatchReport | None:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
-    work = slot.work_on(connection, SyncInvoker())
+    work = slot.work_on(make_line(connection, SyncInvoker()))
     try:
         end_other_transaction(connection, progress, terminate=True)
         deadline = time.monotonic() + _RESOLVE_SECONDS

@@ -41,7 +41,7 @@ def relay(
             "--queue",
             metavar="NAMES[=SLOTS]",
             help="How many jobs of which queues run at once: accounts=4, or urgent,normal=2 (in this order of "
-            "precedence), or *=2 for all others. May be repeated. Without it, two of each queue.",
+            "precedence), or *=2 for all others, in turns. May be repeated. Without it, two of each queue.",
             show_default=False,
         ),
     ] = None,

@@ -4,6 +4,7 @@ The trigger of migration step 2 is the other side, and uses the same key and cha
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from psycopg import sql
 
@@ -34,11 +35,11 @@ def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
     )
 
 
-def drop_sleep_flag(schema: str, queue: str) -> str:
-    """Let go of the sleep flag."""
+def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
+    """Let go of the sleep flags of queues."""
     return (
-        sql.SQL("SELECT pg_advisory_unlock(hashtext({}), hashtext({}))")
-        .format(sql.Literal(channel_name(schema)), sql.Literal(queue))
+        sql.SQL("SELECT pg_advisory_unlock(hashtext({}), hashtext(name)) FROM unnest({}::text[]) AS dropped (name)")
+        .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
         .as_string(None)
     )
 
@@ -52,6 +53,7 @@ def notify(schema: str, queue: str) -> str:
     )
 
 
+@lru_cache(64)
 def look(schema: str, queues: tuple[str, ...]) -> str:
     """What waits in these queues: a row for each that is not paused and has a job that no lease holds.
 
@@ -81,30 +83,30 @@ WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found)
     )
 
 
-def calls_away(schema: str, queues: tuple[str, ...], queue: str) -> str:
-    """One row: whether something waits that a slot with ready jobs of `queue` has to look after.
+@lru_cache(64)
+def calls_away(schema: str, before: tuple[str, ...], queue: str) -> str:
+    """One row: whether something waits that a slot with jobs of `queue` has to look after, and how long it was asked.
 
-    A job that is due in this queue, or any in one before it in the slot's order; none in a paused queue. Of this
-    queue's own ready jobs nothing is asked: behind an old snapshot they would be found at the end of all dead entries.
+    A job that is due in this queue, or any in one of those `before`; none in a paused queue. Of this queue's own ready
+    jobs nothing is asked: behind an old snapshot they would be found at the end of all dead entries.
     Indexes: job_ready and job_scheduled, the first entry of each queue. In their order, and not by EXISTS: where many
     jobs are scheduled and many ready ones were due long ago, the planner takes the two for the same, and expects a walk
     over the table to find one at once.
     """
-    before = queues.index(queue)
     return (
         sql.SQL(
             """\
-SELECT EXISTS (
+SELECT called, extract(epoch FROM ended - begun)::float8 FROM (SELECT clock_timestamp() AS begun, EXISTS (
   SELECT FROM unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
   WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)
     AND ((SELECT run_at FROM {job} WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1)
         <= statement_timestamp()
       OR place <= {before} AND (SELECT true FROM {job} WHERE queue = wanted.name AND state = 'ready'
-        ORDER BY (-priority), seq LIMIT 1)))"""
+        ORDER BY (-priority), seq LIMIT 1))) AS called, clock_timestamp() AS ended OFFSET 0) AS asked"""
         )
         .format(
-            queues=sql.Literal(list(queues[: before + 1])),
-            before=sql.Literal(before),
+            queues=sql.Literal([*before, queue]),
+            before=sql.Literal(len(before)),
             job=sql.Identifier(schema, "job"),
             queue_table=sql.Identifier(schema, "queue"),
         )

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, text
 
 from outboxq.claim import ClaimRequest, claim, park_unknown
 from outboxq.driver import run_script
-from outboxq.serve import connection_options
+from outboxq.lines import connection_options
 from outboxq.statements.claim import ClaimStatements
 from tests.support.waiting import wait_until
 

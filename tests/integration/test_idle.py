@@ -12,12 +12,12 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
+import outboxq.lookout as lookout_module
 from benchmarks.proxy import RunningProxy, running_proxy
 from benchmarks.relays import RelayOptions, running_relay
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.driver import run_alone
 from outboxq.events import JobDone, RelayStarted
-from outboxq.invoke import SyncInvoker
 from outboxq.listener import Listener, Sleeper
 from outboxq.lookout import Lookout
 from outboxq.postgres import Database
@@ -26,7 +26,7 @@ from outboxq.statements.listen import look
 from tests.conftest import StartRelay
 from tests.integration.test_wake import wait_until_asleep
 from tests.support import app
-from tests.support.slots import shared_by_slots
+from tests.support.slots import line_on, shared_by_slots
 from tests.support.waiting import PATIENCE, wait_until
 
 SECONDS = 5
@@ -160,12 +160,13 @@ def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
     shared = shared_by_slots(engine, ("ledger",))
     first, second = (Slot(shared, "sync", ("ledger",), lambda: None) for _ in range(2))
     with engine.connect() as one, engine.connect() as two:
-        work = first.prepare(one, SyncInvoker()), second.prepare(two, SyncInvoker())
-        assert not first.work_seen(one, work[0], fresh=True)
+        lines = line_on(one), line_on(two)
+        assert not first.work_seen(lines[0])
         with sessions.begin() as session:
             session.add_job(app.record, name="in between")
-        assert not second.work_seen(two, work[1], fresh=False), "the first slot's look is shared"
-        assert second.work_seen(two, work[1], fresh=True)
+        assert not second.work_seen(lines[1]), "the first slot's look is shared"
+        second.rest.want_look()
+        assert second.work_seen(lines[1])
 
 
 def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
@@ -174,16 +175,17 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
     start_relay: StartRelay,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second one looks for itself, although the first has just looked."""
+    """One whose flags go up after a look has it looked again, although that was at all queues."""
     fall_asleep, saw, seen = Listener.fall_asleep, Lookout.saw, threading.Event()
-    calls = itertools.count()
+    jobs, calls = eight_queues(), itertools.count()
 
-    def insert_before_the_second(listener: Listener, sleeper: Sleeper) -> "Future[bool]":
+    def insert_before_the_second(listener: Listener, sleeper: Sleeper) -> "Future[float | None]":
         if next(calls) == 1:
             assert seen.wait(PATIENCE)
+            (queue,) = sleeper.queues
             with sessions.begin() as session:
                 session.execute(text("SET LOCAL outboxq.notify = 'off'"))
-                session.add_job(app.record, name="in between")
+                session.add_job(jobs.resolve().find(queue.replace("queue", "kind")))
         return fall_asleep(listener, sleeper)
 
     def note(lookout: Lookout, *found: object) -> None:
@@ -192,36 +194,38 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
 
     monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_second)
     monkeypatch.setattr(Lookout, "saw", note)
-    config = RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=600)
-    with start_relay(one_queue(), config) as running:
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=600)) as running:
         wait_until(lambda: running.of(JobDone), "the job")
 
 
 def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
-    engine: Engine, sessions: sessionmaker[OutboxSession]
+    engine: Engine, sessions: sessionmaker[OutboxSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No slot depends on another one's connection."""
+    monkeypatch.setattr(lookout_module, "OVERDUE_SECONDS", 0.5)
     shared = shared_by_slots(engine, ("ledger",))
     slot = Slot(shared, "sync", ("ledger",), lambda: None)
     with engine.connect() as connection:
-        work = slot.prepare(connection, SyncInvoker())
+        line = line_on(connection)
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        assert shared.lookout.take() is not None
-        assert not slot.work_seen(connection, work, fresh=False)
-        slot.pause_seconds(flagged=True)
-        assert slot.work_seen(connection, work, fresh=False)
+        taken = shared.lookout.take("ledger", shared.lookout.latest)
+        assert taken is not None
+        assert not slot.rest.wants_line()
+        assert not slot.work_seen(line)
+        assert slot.pause_seconds(flagged=True) < 0.5
+        wait_until(slot.rest.wants_line, "the end of the slot's patience")
+        assert time.monotonic() >= taken.begun_at + 0.5
+        assert slot.work_seen(line)
 
 
 def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
     """The last look that was begun is the one to go by."""
     lookout = shared_by_slots(engine, ("ledger",)).lookout
-    older, newer = lookout.take(), lookout.take()
-    assert older is not None
-    assert newer is not None
+    older, newer = lookout.begin(), lookout.begin()
     lookout.saw(newer, [("ledger", True, None, None)])
     lookout.saw(older, [])
-    assert lookout.is_waiting(("ledger",))
+    assert lookout.waiting() == {"ledger"}
 
 
 def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:

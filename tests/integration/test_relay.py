@@ -106,7 +106,7 @@ def test_a_star_stands_for_every_queue_that_no_group_names(
         session.add_job(app.record_async, name="b")
     report = Relay(outboxq_database.url, app.jobs, config, hooks=[events.append]).drain()
     assert report.done == 2
-    assert RelayStarted(("ledger", "ledger-async"), 6) in events
+    assert RelayStarted(("ledger", "ledger-async"), 6, 7) in events
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def test_the_state_follows_the_events() -> None:
     states = []
     for event in (
         DatabaseLost("OperationalError", 0.5),
-        RelayStarted(("ledger",), 1),
+        RelayStarted(("ledger",), 1, 3),
         DatabaseLost("OperationalError", 0.5),
         DatabaseBack(1.0),
         RelayStopping(1, 30.0),

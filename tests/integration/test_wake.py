@@ -18,13 +18,13 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import JobDone, RelayStarted
-from outboxq.invoke import SyncInvoker
 from outboxq.listener import Listener, Sleeper
 from outboxq.postgres import Database
-from outboxq.slot import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, Slot
+from outboxq.rest import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
+from outboxq.slot import Slot
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
-from tests.support.slots import shared_by_slots
+from tests.support.slots import line_on, shared_by_slots
 from tests.support.waiting import PATIENCE, wait_until
 
 PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=600)
@@ -268,7 +268,7 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
     slot = Slot(shared, "sync", ("ledger",), lambda: None)
     with engine.begin() as other, engine.connect() as connection:
         other.execute(text("SELECT FROM outboxq.job FOR UPDATE"))
-        assert not slot.work_seen(connection, slot.prepare(connection, SyncInvoker()), fresh=True)
+        assert not slot.work_seen(line_on(connection))
         pauses = [slot.pause_seconds(flagged=True) for _ in range(10)]
     assert pauses[0] == FIRST_PAUSE_SECONDS
     assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS

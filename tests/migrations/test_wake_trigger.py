@@ -31,7 +31,7 @@ class Relay:
         return bool(row[1])
 
     def wakes_up(self, queue: str) -> None:
-        self.connection.execute(listen.drop_sleep_flag(SCHEMA, queue).encode())
+        self.connection.execute(listen.drop_sleep_flags(SCHEMA, [queue]).encode())
 
     def heard(self) -> list[str]:
         """The queues notified since the last call, up to a notification of our own: they come in order."""

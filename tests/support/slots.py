@@ -3,13 +3,15 @@
 import threading
 from uuid import uuid4
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
 from outboxq.callers import make_callers
 from outboxq.cursors import Sweeps
 from outboxq.engines import Engines
 from outboxq.events import Emitter
+from outboxq.invoke import SyncInvoker
 from outboxq.lease import Lease, Suspects
+from outboxq.lines import Line, make_line
 from outboxq.lookout import Lookout
 from outboxq.relay_state import Shared, Tally
 from tests.support import app
@@ -43,3 +45,8 @@ def _unheld_lease(emit: Emitter) -> Lease:
     """A lease whose thread was never started."""
     settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
     return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), set, emit, lambda _: None, lambda: None, **settings)
+
+
+def line_on(connection: Connection) -> Line:
+    """A slot's line on a connection of the test's."""
+    return make_line(connection, SyncInvoker())

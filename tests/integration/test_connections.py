@@ -1,0 +1,168 @@
+"""How many connections a relay holds: a slot has one while it works, and gives it back when it sleeps."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+import outboxq.effect_transactions as effects_module
+import outboxq.lines as lines_module
+from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
+from outboxq.postgres import Database
+from tests.conftest import RunningRelay, StartRelay
+from tests.support.waiting import wait_until
+
+COUNT = text(
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND application_name LIKE :name"
+)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is over is closed soon."""
+    monkeypatch.setattr(lines_module, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(effects_module, "LINGER_SECONDS", 0.5)
+
+
+@pytest.fixture
+def looker(outboxq_database: Database) -> Iterator[Engine]:
+    engine = create_engine(outboxq_database.url, isolation_level="AUTOCOMMIT")
+    yield engine
+    engine.dispose()
+
+
+def held(looker: Engine, name: str = "outboxq%") -> int:
+    with looker.connect() as connection:
+        return int(connection.execute(COUNT, {"name": name}).scalar_one())
+
+
+class Gate:
+    """Handlers that wait until all of them are inside."""
+
+    def __init__(self) -> None:
+        self.inside = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def pass_through(self) -> None:
+        self.inside.release()
+        assert self.open.wait(60)
+
+
+def seven_queues(gate: Gate, flavours: tuple[str, ...]) -> Jobs:
+    jobs = Jobs()
+
+    def work(ctx: Context) -> None:
+        if ctx.job.queue.endswith("0"):
+            ctx.once("scope", key=str(ctx.job.id), call=lambda _key: None, provider_remembers=None)
+        gate.pass_through()
+
+    async def work_async(ctx: AsyncContext) -> None:
+        gate.inside.release()
+        while not gate.open.is_set():  # noqa: ASYNC110  # opened by another thread
+            await asyncio.sleep(0.01)
+
+    for number in range(7):
+        flavour = flavours[number % len(flavours)]
+        jobs.handler(queue=f"queue {number}", kind=f"kind {number}")(work if flavour == "sync" else work_async)
+    return jobs
+
+
+@pytest.mark.parametrize("flavours", [("sync",), ("async",), ("sync", "async")], ids="-".join)
+def test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues(
+    flavours: tuple[str, ...], looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Before its first job, and after all of its slots have worked at the same time; then as many as it said."""
+    gate = Gate()
+    jobs = seven_queues(gate, flavours)
+    with start_relay(jobs, RelayConfig()) as running:
+        (started,) = wait_until(lambda: running.of(RelayStarted), "the start")
+        assert isinstance(started, RelayStarted)
+        assert (started.slots, started.connections) == (14, 16)
+        wait_until(lambda: 2 <= held(looker) <= 4, "an idle relay's connections")
+        registry = jobs.resolve()
+        with sessions.begin() as session:
+            session.add_jobs(registry.find(f"kind {number % 7}").job() for number in range(14))
+        for _ in range(14):
+            assert gate.inside.acquire(timeout=60)
+        assert held(looker) >= 14
+        # ctx.once has connections of its own, for a moment.
+        assert held(looker) <= started.connections + 4
+        gate.open.set()
+        wait_until(lambda: len(running.of(JobDone)) == 14, "the jobs")
+        wait_until(lambda: held(looker) <= 4, "an idle relay's connections")
+
+
+def test_slots_that_wake_take_a_connection_that_is_there(
+    looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Opening one takes longer than everything else between COMMIT and the handler."""
+    pids: set[int] = set()
+    jobs = Jobs()
+
+    def note(ctx: Context) -> None:
+        pids.add(ctx.session.scalar(text("SELECT pg_backend_pid()")) or 0)
+
+    kinds = [jobs.handler(queue=f"queue {number}", kind=f"kind {number}")(note) for number in range(7)]
+    with start_relay(jobs, RelayConfig(poll_seconds=30)) as running:
+        wait_until(lambda: running.of(RelayStarted), "the start")
+        for number in range(21):
+            with sessions.begin() as session:
+                session.add_job(kinds[number % 7])
+            wait_until(lambda count=number + 1: len(running.of(JobDone)) == count, "the job")
+        wait_until(lambda: held(looker) <= 4, "an idle relay's connections")
+    assert len(pids) <= 4
+
+
+def test_spare_connections_that_were_cut_cost_no_job(
+    looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The first one that turns out to be lost takes the others with it."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="cut")
+    def work(ctx: Context) -> None:
+        ctx.session.execute(text("SELECT 1"))
+
+    def run(running: RunningRelay, count: int) -> None:
+        with sessions.begin() as session:
+            session.add_jobs(work.job() for _ in range(4))
+        wait_until(lambda: len(running.of(JobDone)) == count, "the jobs")
+
+    config = RelayConfig(groups=(SlotGroup(("cut",), 4),))
+    with start_relay(jobs, config) as running:
+        run(running, 4)
+        with looker.connect() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE application_name LIKE 'outboxq%' AND datname = current_database()"
+                )
+            )
+        run(running, 8)
+        wait_until(lambda: len(running.of(DatabaseBack)) == len(running.of(DatabaseLost)), "all slots back")
+
+
+def test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool(
+    outboxq_database: Database, looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its session settings, and its claims, would be found there by others."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="async")
+    async def work(ctx: AsyncContext) -> None:
+        await (await ctx.session.connection()).execute(text("SELECT 1"))
+
+    own = create_async_engine(outboxq_database.url, pool_size=5, connect_args={"application_name": "mine"})
+    with start_relay(jobs, RelayConfig(), engine=own) as running:
+        with sessions.begin() as session:
+            session.add_jobs(work.job() for _ in range(3))
+        wait_until(lambda: len(running.of(JobDone)) == 3, "the jobs")
+        wait_until(lambda: held(looker, "mine") >= 1, "the relay's connections")
+    # The server sees a moment later that they were closed.
+    wait_until(lambda: held(looker, "mine") == 0, "no connection of the relay's")

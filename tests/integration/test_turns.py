@@ -1,0 +1,214 @@
+"""Many queues: each has its turn, and claims are sent only to those in which a look or a commit found something."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Connection, Engine
+from sqlalchemy.orm import sessionmaker
+
+import outboxq.batch as batch_module
+import outboxq.claim as claim_module
+import outboxq.slot as slot_module
+from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq.driver import ScriptResult, run_script
+from outboxq.errors import ConfigError
+from outboxq.events import JobDone
+from outboxq.lookout import Order
+from outboxq.postgres import Database
+from tests.conftest import StartRelay
+from tests.integration.test_wake import wait_until_asleep
+from tests.support.waiting import wait_until
+
+MANY = 200
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The claims that are sent, by themselves or behind a COMMIT."""
+    sent: list[str] = []
+
+    def noting(connection: Connection, script: str) -> list[ScriptResult]:
+        sent.extend(["claim"] * script.count("EXECUTE outboxq_"))
+        return run_script(connection, script)
+
+    for module in (batch_module, claim_module):
+        monkeypatch.setattr(module, "run_script", noting)
+    return sent
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The looks that slots make on their own account while they work."""
+    sent: list[str] = []
+    original = slot_module.run_alone
+    monkeypatch.setattr(slot_module, "run_alone", lambda line, script: (sent.append(script), original(line, script))[1])
+    return sent
+
+
+def many_queues(number: int, handler: Callable[[Context, int], None]) -> Jobs:
+    jobs = Jobs()
+    for place in range(number):
+        jobs.handler(queue=f"queue {place:03}", kind=f"kind {place:03}")(handler)
+    return jobs
+
+
+def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs, numbers: range, queues: int) -> None:
+    registry = jobs.resolve()
+    with sessions.begin() as session:
+        session.add_jobs(registry.find(f"kind {number % queues:03}").job(number) for number in numbers)
+
+
+@pytest.mark.parametrize("queues", [2, 10, MANY])
+@pytest.mark.parametrize("group", ["*", "ordered"])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues(
+    group: str,
+    queues: int,
+    slots: int,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    claims: list[str],
+    looks: list[str],
+) -> None:
+    """Queues in which nothing waits are not claimed from, and a look serves many claims."""
+    done: list[int] = []
+    jobs = many_queues(MANY, lambda ctx, number: done.append(number))
+    names = ("*",) if group == "*" else tuple(sorted(jobs.resolve().flavours))
+    enqueue(sessions, jobs, range(MANY), queues)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(names, slots),))).drain()
+    assert sorted(done) == list(range(MANY))
+    # Of each look a slot may claim in vain from where the others are at work.
+    assert len(claims) <= 2 * MANY + (slots - 1) * len(looks)
+    assert len(looks) <= MANY
+
+
+def test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no_other(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    claims: list[str],
+) -> None:
+    """From COMMIT to the handler it takes one claim and no look, with two queues or with hundreds."""
+    before: list[int] = []
+    jobs = many_queues(MANY, lambda ctx, number: before.append(len(claims)))
+    config = RelayConfig(groups=(SlotGroup(("*",)),), poll_seconds=30)
+    with start_relay(jobs, config) as running:
+        for count, number in enumerate((170, 3, 99), start=1):
+            wait_until_asleep(engine, f"queue {number:03}")
+            # What comes after the last claim is a look, and no claim.
+            sent = len(claims)
+            enqueue(sessions, jobs, range(number, number + 1), MANY)
+            wait_until(lambda: len(before) == count, "the handler", 15)  # noqa: B023  # called at once
+            assert before[-1] == sent + 1
+            wait_until(lambda: len(running.of(JobDone)) == count, "its COMMIT")  # noqa: B023
+            wait_until(lambda: len(claims) >= sent + 2, "the claim that went with it")  # noqa: B023
+
+
+def test_queues_of_the_star_take_turns(sessions: sessionmaker[OutboxSession], outboxq_database: Database) -> None:
+    """A job of the last one runs beside a first one that is never empty."""
+    order: list[str] = []
+    jobs = Jobs()
+
+    @jobs.handler(queue="a")
+    def endless(ctx: Context, number: int) -> None:
+        order.append("a")
+        if number < 5_000 and "z" not in order:
+            ctx.session.add_job(endless, number + 1)
+
+    @jobs.handler(queue="z")
+    def waits(ctx: Context) -> None:
+        order.append("z")
+
+    with sessions.begin() as session:
+        session.add_jobs(endless.job(number) for number in range(50))
+        session.add_job(waits)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
+    assert "z" in order
+    assert order.index("z") < 4_000
+
+
+def test_every_full_queue_of_the_star_is_served_in_each_round(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, claims: list[str]
+) -> None:
+    """None is empty before all have begun, and the claims go on in step."""
+    order: list[int] = []
+    jobs = many_queues(10, lambda ctx, number: order.append(number % 10))
+    enqueue(sessions, jobs, range(3_000), 10)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
+    half = Counter(order[:1_500])
+    assert len(half) == 10
+    assert len(order) == 3_000
+    assert len(claims) <= 2 * 3_000
+
+
+def test_queues_that_are_ordered_by_name_come_before_the_star(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """`urgent,*`: what is named has precedence, and the rest takes turns behind it."""
+    order: list[str] = []
+    jobs = Jobs()
+    for name in ("a", "urgent", "z"):
+
+        def note(ctx: Context, name: str = name) -> None:
+            order.append(ctx.job.queue)
+
+        jobs.handler(queue=name, kind=name)(note)
+    with sessions.begin() as session:
+        for name in ("a", "z", "urgent"):
+            session.add_jobs(jobs.resolve().find(name).job() for _ in range(5))
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("urgent", "*")),))).drain()
+    assert order[:5] == ["urgent"] * 5
+    assert Counter(order) == dict.fromkeys(("a", "urgent", "z"), 5)
+
+
+def test_due_jobs_and_ready_ones_of_a_queue_among_many_both_run(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """A look names both sorts, and each has its turn."""
+    done: list[int] = []
+    jobs = many_queues(3, lambda ctx, number: done.append(number))
+    kind = jobs.resolve().find("kind 001")
+    with sessions.begin() as session:
+        session.add_jobs(kind.job(number) for number in range(20))
+        session.add_jobs(kind.options(delay=timedelta(microseconds=1)).job(number) for number in range(20, 40))
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
+    assert sorted(done) == list(range(40))
+
+
+def test_all_slots_come_to_a_burst_and_one_to_a_single_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The slot that finds jobs calls the next one, whichever queues they sleep on."""
+    together = threading.Barrier(4)
+
+    def meet(ctx: Context, number: int) -> None:
+        together.wait(15.0)
+
+    jobs = many_queues(20, meet)
+    config = RelayConfig(groups=(SlotGroup(("*",), 4),), poll_seconds=30)
+    with start_relay(jobs, config) as running:
+        wait_until_asleep(engine, "queue 007")
+        enqueue(sessions, jobs, range(7, 7 + 4 * 20, 20), 20)
+        wait_until(lambda: len(running.of(JobDone)) == 4, "four jobs at the same time", 15)
+
+
+def test_the_order_of_queues() -> None:
+    """Lowest rank first; of those that take turns, the next one behind the last."""
+    order = Order(("urgent", "a", "b", "c", "late"), {"a", "b", "c"})
+    assert order.first("b", {"a", "b", "c", "late"}) == "c"
+    assert order.first("c", {"a", "b", "late"}) == "a"
+    assert order.first("b", {"b", "late"}) == "b"
+    assert order.first("a", {"urgent", "b"}) == "urgent"
+    assert order.first("a", {"late", "elsewhere"}) == "late"
+    assert order.first("a", {"elsewhere"}) is None
+    assert order.before("b", ("urgent", "a", "b", "c", "late")) == ("urgent", "a", "c")
+    assert order.before("urgent", ("urgent", "a", "late", "elsewhere")) == ()
+
+
+def test_a_group_cannot_give_turns_to_queues_that_it_does_not_have() -> None:
+    """A typing mistake is named."""
+    with pytest.raises(ConfigError, match="not in the group: b"):
+        SlotGroup(("a",), in_turns=frozenset({"b"}))

@@ -34,7 +34,8 @@ MUTANTS = (
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
-        '{not_paused}{queue}{limited}{int(limit)}{action or claiming}"\n',
+        '        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}'
+        '{int(limit)}{action or claiming}"\n',
         '        columns = claiming.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
         '        walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
         "        return (\n"
@@ -81,10 +82,10 @@ MUTANTS = (
         ("tests/integration/test_following.py",),
     ),
     Mutant(
-        "the look for changes that a handler took from other jobs",
+        "what the jobs before it left, sent before anything of a handler's",
         "outboxq/shared.py",
-        "        if session.has_lost_changes():\n",
-        "        if session.has_lost_changes() and session is None:\n",
+        "        self._written.update((None,) if writes is None else writes)\n        self._catch_up()\n",
+        "        self._written.update((None,) if writes is None else writes)\n",
         ("tests/integration/test_shared_batches.py",),
     ),
     Mutant(

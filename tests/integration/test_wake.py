@@ -4,15 +4,15 @@ Every relay here polls once in ten minutes, so what happens sooner happened by w
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, func, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
@@ -29,20 +29,35 @@ from tests.support.waiting import PATIENCE, wait_until
 
 PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=600)
 FLAGS = """
-SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted
+SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND classid::bigint = hashtext('outboxq_outboxq')::bigint & 4294967295
 AND objid::bigint = hashtext(:queue)::bigint & 4294967295
 """
 
 
-def sleeps(engine: Engine, queue: str = "ledger") -> bool:
+def sleeps(engine: Engine, queue: str = "ledger") -> int | None:
+    """The server process that holds the queue's sleep flag, if any."""
     with engine.connect() as connection:
-        return bool(connection.execute(text(FLAGS), {"queue": queue}).scalar())
+        return connection.execute(text(FLAGS), {"queue": queue}).scalar_one_or_none()
 
 
-def wait_until_asleep(engine: Engine, queue: str = "ledger") -> None:
-    wait_until(lambda: sleeps(engine, queue), f"a relay that sleeps on {queue}")
+def wait_until_asleep(engine: Engine, queue: str = "ledger") -> int:
+    """The server process that holds the flag then."""
+    return wait_until(lambda: sleeps(engine, queue), f"a relay that sleeps on {queue}")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each pause that a slot has begun, whether it sleeps under its flags."""
+    pause_seconds, begun = Slot.pause_seconds, []
+
+    def note(slot: Slot, *, flagged: bool) -> float:
+        begun.append(flagged)
+        return pause_seconds(slot, flagged=flagged)
+
+    monkeypatch.setattr(Slot, "pause_seconds", note)
+    return begun
 
 
 @contextmanager
@@ -54,8 +69,13 @@ def listening(database: Database) -> Iterator[Callable[[], list[str]]]:
         heard: list[str] = []
 
         def collect() -> list[str]:
-            heard.extend(notify.payload for notify in connection.notifies(timeout=0.05))
-            return heard
+            # Notifications come in the order of their COMMITs: behind our own there is none of before.
+            connection.execute("NOTIFY outboxq_outboxq, 'ours'")
+            for notify in connection.notifies(timeout=PATIENCE):
+                if notify.payload == "ours":
+                    return heard
+                heard.append(notify.payload)
+            raise AssertionError("our own notification did not come back")
 
         yield collect
 
@@ -112,16 +132,15 @@ def test_a_relay_on_an_async_engine_alone_is_woken_too(
 
 
 def test_a_producer_whose_transaction_is_open_while_the_relay_falls_asleep_loses_nothing(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, pauses: list[bool]
 ) -> None:
     """Its uncommitted insert keeps the flag down, and a relay without the flag keeps looking."""
     with sessions() as session:
         session.add_job(app.record, name="late commit")
         session.flush()
         with start_relay(config=PATIENT) as running:
-            wait_until(lambda: running.of(RelayStarted), "the relay's start")
-            # Long enough to have looked, to have tried the flag, and to have gone to rest without it.
-            time.sleep(0.5)
+            wait_until(lambda: len(pauses) > 1, "the slot to have asked for the flag, and to look again")
+            assert not any(pauses)
             assert not sleeps(engine)
             session.commit()
             wait_until_done(running)
@@ -196,18 +215,10 @@ def test_a_relay_whose_listener_was_cut_listens_again(
     """A lost connection costs one full look, then waking works as before."""
     with start_relay(config=PATIENT) as running:
         for count in (1, 2):
-            wait_until_asleep(engine)
+            first = wait_until_asleep(engine)
             with engine.begin() as connection:
-                terminated = connection.execute(
-                    text(
-                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                        "WHERE datname = current_database() AND query LIKE '%pg_try_advisory_lock%' "
-                        "AND pid <> pg_backend_pid()"
-                    )
-                ).all()
-            assert terminated
-            wait_until(lambda: not sleeps(engine), "the flag to go with its process")
-            wait_until_asleep(engine)
+                connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": first})
+            wait_until(lambda first=first: sleeps(engine) not in (None, first), "the flag of another process")
             with sessions.begin() as session:
                 session.add_job(app.record, name="job")
             wait_until_done(running, count)
@@ -229,33 +240,42 @@ def test_a_second_relay_takes_the_flag_over_from_one_that_stopped(
 def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """A relay sleeps no longer than until the next scheduled job of its queues."""
-    with start_relay(config=PATIENT) as running:
+    """A relay sleeps no longer than until the next scheduled job of its queues, and no shorter."""
+    jobs, was_due = Jobs(), []
+
+    @jobs.handler(queue="ledger")
+    def look(ctx: Context) -> None:
+        was_due.append(ctx.session.scalar(select(func.clock_timestamp())) >= ctx.job.run_at)
+
+    with start_relay(jobs, PATIENT) as running:
         wait_until_asleep(engine)
         with sessions.begin() as session:
-            session.add_job(app.record.options(delay=timedelta(seconds=1)), name="job")
-            committed = time.monotonic()
+            session.add_job(look.options(delay=timedelta(seconds=1)))
         wait_until_done(running)
-        assert time.monotonic() - committed > 0.8
+    assert was_due == [True]
 
 
-def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay) -> None:
-    """With the flag up it sleeps for its whole poll interval: idle relays cost nothing."""
-    last_statement = text(
-        "SELECT max(state_change) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay, pauses: list[bool]) -> None:
+    """With the flag up it sleeps for its whole poll interval: nothing but its heart beats."""
+    statements = text(
+        "SELECT pid, query_start FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name = 'outboxq relay'"
     )
-    with start_relay(config=PATIENT):
-        wait_until_asleep(engine)
+
+    def latest() -> set[tuple[int, datetime]]:
         with engine.connect() as connection:
+            return {(pid, moment) for pid, moment in connection.execute(statements)}
 
-            def moments() -> tuple[object, object]:
-                connection.rollback()
-                first = connection.execute(last_statement).scalar()
-                connection.execute(text("SELECT pg_sleep(0.5)"))
-                connection.rollback()
-                return first, connection.execute(last_statement).scalar()
-
-            wait_until(lambda: len(set(moments())) == 1, "half a second without a statement")
+    config = replace(PATIENT, lease_seconds=3, heartbeat_seconds=0.25, prune_seconds=0, reindex=False)
+    with start_relay(config=config):
+        wait_until(lambda: True in pauses, "a slot that sleeps under its flag")
+        before = latest()
+        seen = set(before)
+        # A slot without the flag would have looked twice by then.
+        wait_until(lambda: seen.update(latest()) or len(seen) >= len(before) + 10, "ten heartbeats")
+    assert len({pid for pid, _ in before}) == len(before) > 1
+    assert len({pid for pid, _ in seen - before}) == 1
+    assert pauses == [True]
 
 
 def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
@@ -296,18 +316,27 @@ def test_blocking_sync_handlers_do_not_delay_async_ones(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
     """Sync handlers have threads of their own, and never the event loop."""
+    jobs, release, blocking = Jobs(), threading.Event(), threading.Semaphore(0)
+    jobs.add(app.record_async)
+
+    @jobs.handler(queue="ledger")
+    def block(ctx: Context) -> None:
+        blocking.release()
+        release.wait(PATIENCE)
+
     config = RelayConfig(slots_per_queue=2, poll_seconds=600)
-    with start_relay(config=config) as running:
-        wait_until_asleep(engine, "ledger")
-        wait_until_asleep(engine, "ledger-async")
-        with sessions.begin() as session:
-            session.add_jobs(app.record_slowly.job(name=f"slow {n}", seconds=3) for n in range(2))
-        wait_until(lambda: not waiting(engine), "the blocking handlers' start")
-        with sessions.begin() as session:
-            session.add_jobs(app.record_async.job(name=f"async {n}") for n in range(10))
-        wait_until_done(running, 10)
-        done = [event.job.kind for event in running.of(JobDone)]
-        assert done == ["record_async"] * 10
+    with start_relay(jobs, config) as running:
+        try:
+            with sessions.begin() as session:
+                session.add_jobs(block.job() for _ in range(2))
+            for _ in range(2):
+                assert blocking.acquire(timeout=PATIENCE)
+            with sessions.begin() as session:
+                session.add_jobs(app.record_async.job(name=f"async {n}") for n in range(10))
+            wait_until_done(running, 10)
+            assert [event.job.kind for event in running.of(JobDone)] == ["record_async"] * 10
+        finally:
+            release.set()
 
 
 def test_a_relay_without_listening_finds_jobs_by_polling(

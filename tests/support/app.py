@@ -3,6 +3,7 @@
 import asyncio
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from sqlalchemy import ForeignKey, String, create_engine, event, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -69,6 +70,15 @@ def record_slowly(ctx: Context, name: str, seconds: float) -> None:
     ctx.session.add(Effect(name=name))
     ctx.session.flush()
     time.sleep(seconds)
+
+
+@jobs.handler(queue="ledger", retry=QUICK)
+def record_at_gate(ctx: Context, name: str, gate: str) -> None:
+    """Write the row, and stay until the file `gate` is there."""
+    ctx.session.add(Effect(name=name))
+    ctx.session.flush()
+    while not Path(gate).exists():
+        time.sleep(0.02)
 
 
 @jobs.handler(queue="ledger", retry=QUICK)

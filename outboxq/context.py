@@ -71,11 +71,11 @@ class Context(_JobContext[S]):
     permit: Permit[Caller] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Have a Core statement sent after the flush and before COMMIT, together with its equals.
+        """Have a Core statement sent after the handler's flush and before COMMIT, together with its equals.
 
-        Does no I/O. The jobs of a batch whose handlers defer the same statement send it once, with the parameters of
-        all. Statements of one job keep their order; between two jobs it is kept per statement alone. A savepoint of the
-        handler's that is rolled back takes nothing back.
+        Does no I/O. In a shared batch equal statements that follow one another, of one job or of several, are sent as
+        one, with the parameters of all; the order is always that of the jobs. A savepoint of the handler's that is
+        rolled back takes nothing back.
 
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with

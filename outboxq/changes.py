@@ -27,6 +27,7 @@ class _Writable:
 
     mapper: Mapper[Any]
     table: Table
+    primary_key: frozenset[str]
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
@@ -35,7 +36,7 @@ class _Writable:
             return False
         hooks = self.mapper.dispatch
         is_listened_to = bool(hooks.before_update) or bool(hooks.after_update)
-        return not is_listened_to and facts.primary_key == {column.name for column in self.table.primary_key}
+        return not is_listened_to and facts.primary_key == self.primary_key
 
 
 def row_changes(
@@ -77,8 +78,16 @@ def has_changes(session: Session) -> bool:
 def is_listened_to(session: Session, events: Iterable[str]) -> bool:
     """Whether users' code listens to one of these events of the session, or of all sessions."""
     dispatch = session.dispatch
-    listeners = (listener for event in events for listener in getattr(dispatch, event))
-    return any(not str(getattr(listener, "__module__", "")).startswith("outboxq.") for listener in listeners)
+    for event in events:
+        # Most have no listener at all.
+        if (listeners := getattr(dispatch, event)) and not all(map(_is_ours, listeners)):
+            return True
+    return False
+
+
+@lru_cache(1024)
+def _is_ours(listener: object) -> bool:
+    return str(getattr(listener, "__module__", "")).startswith("outboxq.")
 
 
 def row_writes(statement: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
@@ -127,7 +136,8 @@ def _writable(mapper: Mapper[Any]) -> _Writable | None:
         return None
     if any(python_type(column.type) is None for column in table.primary_key):
         return None
-    return _Writable(mapper, table, _plain_columns(mapper, table))
+    primary_key = frozenset(column.name for column in table.primary_key)
+    return _Writable(mapper, table, primary_key, _plain_columns(mapper, table))
 
 
 def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[Any], type[object]]]:

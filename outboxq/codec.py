@@ -288,7 +288,8 @@ class Parameter:
         """A decoded value, with an `EntityKey` for an entity."""
         if self.entity is None or value is None:
             return value
-        return EntityKey(self.entity, value, self.optional, self.locked)
+        identity = tuple(value) if isinstance(value, list | tuple) else (value,)
+        return EntityKey(self.entity, identity, self.optional, self.locked)
 
 
 def _problem(error: ValueError) -> str:

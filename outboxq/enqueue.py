@@ -285,7 +285,8 @@ def holds_only_jobs(session: Session) -> bool:
     """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
     batch = _pending_batch(session)
     is_whole = all(each is batch for each in _unwritten(session))
-    return is_whole and not session.info.get(WAITING) and len(session.new) == (batch is not None)
+    new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
+    return is_whole and not session.info.get(WAITING) and new == (batch is not None)
 
 
 def take_jobs(session: Session) -> Mapping[str, NewJob]:

@@ -29,18 +29,16 @@ are locked together in the order of their primary keys, so that no two batches c
 
 @dataclass(frozen=True, slots=True)
 class EntityKey:
-    """The stored primary key of an entity argument, to be loaded in the handler's session, and locked if asked for."""
+    """The stored primary key of an entity argument, to be loaded in the handler's session, and locked if asked for.
+
+    Attributes:
+        identity: The primary key, a tuple also of one column.
+    """
 
     entity: type[object]
-    primary_key: object
+    identity: tuple[object, ...]
     optional: bool
     locked: bool = False
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The primary key as SQLAlchemy's identity: a tuple, also of one column."""
-        key = self.primary_key
-        return tuple(key) if isinstance(key, list | tuple) else (key,)
 
 
 def entity_mapper(annotation: object) -> Mapper[object] | None:

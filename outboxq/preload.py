@@ -115,6 +115,7 @@ class Preloaded:
         self._rows: dict[Identity, object] = {}
         # Of each table the class that its rows were loaded as; None if they were several.
         self._classes: dict[int, type[object] | None] = {}
+        self._oids: dict[type[object], int | None] = {}
 
     def __contains__(self, key: EntityKey) -> bool:
         return (key.entity, key.identity) in self._rows
@@ -137,6 +138,11 @@ class Preloaded:
 
     def oid(self, entity: type[object]) -> int | None:
         """The table of a class whose rows can be loaded ahead; None for all other classes."""
+        if entity not in self._oids:
+            self._oids[entity] = self._find_oid(entity)
+        return self._oids[entity]
+
+    def _find_oid(self, entity: type[object]) -> int | None:
         mapper = _mapper(entity)
         hooks = mapper.class_manager.dispatch
         if not _is_plain(mapper) or hooks.load or hooks.refresh:

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Table
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.changes import has_changes, row_changes, row_writes
 from outboxq.deferred import take_writes
@@ -201,6 +202,7 @@ class _SharedRun:
         self._failed: BaseException | None = None
         self._is_closed = True
         self._ahead = len(jobs)
+        self._facts: dict[Table, TableFacts | None] = {}
         self._buffer = WriteBuffer(self._facts_of)
         self._rows = Preloaded(connection, self._facts_of, locks)
         self._place = SharedSavepoint(connection, work, batch, jobs.start)
@@ -290,31 +292,33 @@ class _SharedRun:
 
     def _given(self, opened: Opened, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities, as they are now, in its own session."""
-        keys = entity_keys([arguments])
+        given = dict(arguments)
+        keys = {name: value for name, value in arguments.items() if type(value) is EntityKey}
         if not keys:
-            return dict(arguments)
-        if not self._is_unsure and any(key not in self._rows or self._is_waiting(key) for key in keys):
+            return given
+        if not self._is_unsure and not all(map(self._is_here, keys.values())):
             self._load_ahead()
-        given, found = dict(arguments), dict[object, object]()
-        for name, key in arguments.items():
-            if isinstance(key, EntityKey):
-                identity = key.entity, key.identity
-                if identity not in found:
-                    found[identity] = self._entity(opened.session(), name, key)
-                given[name] = found[identity]
+        session, found = opened.session(), dict[object, object]()
+        for name, key in keys.items():
+            identity = key.entity, key.identity
+            if identity not in found:
+                found[identity] = self._entity(session, name, key)
+            given[name] = found[identity]
         return given
+
+    def _is_here(self, key: EntityKey) -> bool:
+        """Whether the row was loaded ahead, and no change of it waits."""
+        oid = self._rows.oid(key.entity)
+        return oid is not None and key in self._rows and not self._buffer.concerns((oid, key.identity), key.entity)
 
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
         if entity is None:
             # Its class cannot be loaded ahead, or the row is not there.
             return load_entity(session, name, key)
-        session.add(entity)
+        # As add() does, which would look for rows behind it first: none were loaded.
+        session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # as above
         return entity
-
-    def _is_waiting(self, key: EntityKey) -> bool:
-        oid = self._rows.oid(key.entity)
-        return oid is None or self._buffer.concerns((oid, key.identity), key.entity)
 
     def _load_ahead(self) -> None:
         """Load rows of the next jobs, as what waits to be written leaves them.
@@ -378,7 +382,11 @@ class _SharedRun:
             self._buffer.add_jobs(jobs)
 
     def _facts_of(self, table: Table) -> TableFacts | None:
-        return None if self._is_unsure else self._work.catalog.facts(self._connection, table)
+        if self._is_unsure:
+            return None
+        if table not in self._facts:
+            self._facts[table] = self._work.catalog.facts(self._connection, table)
+        return self._facts[table]
 
     @property
     def _is_unsure(self) -> bool:

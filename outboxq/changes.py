@@ -78,11 +78,8 @@ def has_changes(session: Session) -> bool:
 def is_listened_to(session: Session, events: Iterable[str]) -> bool:
     """Whether users' code listens to one of these events of the session, or of all sessions."""
     dispatch = session.dispatch
-    for event in events:
-        # Most have no listener at all.
-        if (listeners := getattr(dispatch, event)) and not all(map(_is_ours, listeners)):
-            return True
-    return False
+    # Most have no listener at all.
+    return any((listeners := getattr(dispatch, event)) and not all(map(_is_ours, listeners)) for event in events)
 
 
 @lru_cache(1024)

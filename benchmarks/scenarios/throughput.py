@@ -80,12 +80,14 @@ def entity(bench: Bench) -> Lines:
     if problem:
         return [Unsupported(3, "orm", what, problem)]
     shared = Ours(what, RelayOptions("entity", 50), _PIPELINED, 0.25, updates=True)
+    locked = Ours(f"{what}, Locked", RelayOptions("locked", 50), _PIPELINED, 0.25, updates=True)
     alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, 0.0, 0.1, updates=True)
     with bench.database() as workbench:
-        each = _measures(bench, workbench, [shared, alone])
+        each = _measures(bench, workbench, [shared, locked, alone])
         found = bench.alternate({**each, _ORM: partial(_alone, bench, workbench, _change_entities)}, "jobs/s")
     return [
         _line(3, "orm", shared, found),
+        _line(3, "orm", locked, found),
         Comparison(3, "orm", what, found[shared.what], found[alone.what], alone.what, 10.0),
         Comparison(3, "orm", what, found[shared.what], found[_ORM], _ORM),
     ]

@@ -14,7 +14,12 @@ from outboxq import JobHandle, OutboxSession
 from outboxq.demo.shop import EnqueuedJob, GiftWrap, Order, Product, send_receipt, ship_order, wrap_gift
 
 CUSTOMERS = ("Ada", "Grace", "Edsger", "Barbara")
-PRODUCTS = ("cup", "kettle", "lamp", "pillow", "spoon", "teapot")
+# More than there are slots: jobs for one product wait for each other.
+PRODUCTS = tuple(
+    f"{colour} {thing}"
+    for colour in ("black", "blue", "green", "red", "white")
+    for thing in ("cup", "kettle", "lamp", "pillow", "spoon", "teapot")
+)
 
 # What becomes of an order. Of ten, two are rolled back as a whole and one loses its gift wrap with a savepoint.
 Fate: TypeAlias = Literal["plain", "gift", "no paper left", "card declined"]
@@ -105,7 +110,8 @@ def place_order(sessions: sessionmaker[OutboxSession], customer: str, planned: P
     with sessions.begin() as session:
         order = Order(customer=customer, sku=planned.sku, quantity=planned.quantity)
         session.add(order)
-        _note(session, session.add_job(ship_order, order=order))
+        product = session.get_one(Product, planned.sku)
+        _note(session, session.add_job(ship_order, order=order, product=product))
         session.flush()
         _note(session, session.add_job(send_receipt, order_id=order.id, customer=customer))
         if planned.fate in ("gift", "no paper left"):

@@ -9,10 +9,10 @@ import asyncio
 import time
 from uuid import UUID
 
-from sqlalchemy import BigInteger, ForeignKey, Identity, MetaData, String, text, update
+from sqlalchemy import BigInteger, ForeignKey, Identity, MetaData, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from outboxq import AsyncContext, Context, Jobs
+from outboxq import AsyncContext, Context, Jobs, Locked
 
 SCHEMA = "shop"
 STOCK = 1_000_000
@@ -80,13 +80,12 @@ jobs = Jobs()
 
 
 @jobs.handler(queue="warehouse")
-def ship_order(ctx: Context, order: Order) -> None:
+def ship_order(ctx: Context, order: Order, product: Locked[Product]) -> None:
     """Take an order out of the stock."""
     ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
     ctx.session.flush()
     time.sleep(WORK_SECONDS)
-    taken = update(Product).where(Product.sku == order.sku).values(stock=Product.stock - order.quantity)
-    ctx.session.execute(taken)
+    product.stock -= order.quantity
 
 
 @jobs.handler(queue="warehouse")

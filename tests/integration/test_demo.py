@@ -155,7 +155,7 @@ def test_an_honest_database_proves_it(played: tuple[Engine, Kill]) -> None:
             "INSERT INTO shop.effect (job_id, kind) VALUES (gen_random_uuid(), 'x')",
             "ran though rolled back: expected 0",
         ),
-        ("UPDATE shop.product SET stock = stock - 1 WHERE sku = 'cup'", "stock off by: expected 0, counted 1"),
+        ("UPDATE shop.product SET stock = stock - 1 WHERE sku = 'red cup'", "stock off by: expected 0, counted 1"),
         ("SELECT outboxq.add_job('ship_order', queue => 'warehouse')", "jobs left: expected 0, counted 1"),
         ("TRUNCATE shop.enqueued_job, shop.effect", "jobs enqueued: expected some"),
         ("UPDATE shop.effect SET relay = 'relay 2'", "done by others, counted 0"),

@@ -23,6 +23,7 @@ from outboxq.statements.session import local_timeouts
 # So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
 # its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
 _FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
+_LEAST_SHARE_SECONDS = 0.01
 # Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the session is idle outside
 # of a transaction. Only then does the server take its counts of changed and deleted rows, by which autovacuum goes.
 COUNTS_SECONDS = 10.0
@@ -134,7 +135,9 @@ class Claims:
             self.is_called_away = False
             # In a round each of those that take turns has its share, and one claim at least.
             shares = 1 + self._order.count_peers(name, self._shared.lookout.waiting())
-            self._follow_until = _now() + follow_seconds(_now() - self._walks_since) / shares
+            share_seconds = follow_seconds(_now() - self._walks_since) / shares
+            # So small that the next claim belongs to another queue: here it would mostly find nothing.
+            self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
             self._counts_due_at = _now() + COUNTS_SECONDS
             self._walks_since = None
         if self.request.script.is_keyed:

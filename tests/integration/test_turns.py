@@ -1,5 +1,6 @@
 """Many queues: each has its turn, and claims are sent only to those in which a look or a commit found something."""
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +28,11 @@ MANY = 200
 
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The claims that are sent, by themselves or behind a COMMIT."""
+    """The queues of the claims that are sent, by themselves or behind a COMMIT."""
     sent: list[str] = []
 
     def noting(connection: Connection, script: str) -> list[ScriptResult]:
-        sent.extend(["claim"] * script.count("EXECUTE outboxq_"))
+        sent.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
         return run_script(connection, script)
 
     for module in (batch_module, claim_module):
@@ -80,6 +81,9 @@ def test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues(
     enqueue(sessions, jobs, range(MANY), queues)
     Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(names, slots),))).drain()
     assert sorted(done) == list(range(MANY))
+    if slots == 1 and group == "*":
+        # Where many take turns, the second claim from a queue, which would find nothing, is left out.
+        assert len(claims) <= 1.5 * MANY
     # Of each look a slot may claim in vain from where the others are at work.
     assert len(claims) <= 2 * MANY + (slots - 1) * len(looks)
     assert len(looks) <= MANY
@@ -91,20 +95,19 @@ def test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no
     start_relay: StartRelay,
     claims: list[str],
 ) -> None:
-    """From COMMIT to the handler it takes one claim and no look, with two queues or with hundreds."""
-    before: list[int] = []
-    jobs = many_queues(MANY, lambda ctx, number: before.append(len(claims)))
-    config = RelayConfig(groups=(SlotGroup(("*",)),), poll_seconds=30)
-    with start_relay(jobs, config) as running:
-        for count, number in enumerate((170, 3, 99), start=1):
+    """Two queues or hundreds: the other ones cost nothing between COMMIT and the handler."""
+    done: list[int] = []
+    jobs = many_queues(MANY, lambda ctx, number: done.append(number))
+    config = RelayConfig(groups=(SlotGroup(("*",)),), poll_seconds=600)
+    called: list[int] = []
+    with start_relay(jobs, config):
+        for number in (170, 3, 99):
             wait_until_asleep(engine, f"queue {number:03}")
-            # What comes after the last claim is a look, and no claim.
-            sent = len(claims)
+            called.append(number)
             enqueue(sessions, jobs, range(number, number + 1), MANY)
-            wait_until(lambda: len(before) == count, "the handler", 15)  # noqa: B023  # called at once
-            assert before[-1] == sent + 1
-            wait_until(lambda: len(running.of(JobDone)) == count, "its COMMIT")  # noqa: B023
-            wait_until(lambda: len(claims) >= sent + 2, "the claim that went with it")  # noqa: B023
+            wait_until(lambda: done == called, "the handler")
+    assert set(claims) == {f"queue {number:03}" for number in called}
+    assert len(claims) <= 3 * len(called)
 
 
 def test_queues_of_the_star_take_turns(sessions: sessionmaker[OutboxSession], outboxq_database: Database) -> None:

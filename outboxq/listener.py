@@ -170,7 +170,7 @@ class Listener:
                 case _WakeUp(sleeper):
                     self._sleepers.pop(sleeper, None)
                 case _Call(name):
-                    self._ring_one(name)
+                    self._call(name)
         self._stopping.wait(_RECONNECT_SECONDS / 4)
 
     def _serve(self, connection: PGconn) -> None:
@@ -211,7 +211,7 @@ class Listener:
     def _handle(self, connection: PGconn, request: _Request) -> None:
         match request:
             case _Call(name):
-                self._ring_one(name)
+                self._call(name)
             case _WakeUp(sleeper):
                 self._sleepers.pop(sleeper, None)
                 self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
@@ -253,6 +253,11 @@ class Listener:
     def _hear(self, connection: PGconn) -> None:
         while notification := connection.notifies():
             self._ring_one(notification.extra.decode())
+
+    def _call(self, name: str) -> None:
+        # With nobody else to come, the caller itself would claim in vain.
+        if name in self._slept_on():
+            self._ring_one(name)
 
     def _ring_one(self, name: str) -> None:
         self._called(name)

@@ -50,6 +50,8 @@ RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "
 _POOLED = {"pool_size": 5, "max_overflow": -1}
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
+    # psycopg gives the texts of an SQL_ASCII database as bytes, on which SQLAlchemy fails before we can say why.
+    "client_encoding": "UTF8",
     "connect_timeout": _CONNECT_SECONDS,
     "keepalives": 1,
     "keepalives_idle": _IDLE_SECONDS,
@@ -328,7 +330,7 @@ def opening() -> Iterator[None]:
     """
     try:
         yield
-    except (psycopg.Error, SQLAlchemyError, OSError):
+    except (psycopg.Error, SQLAlchemyError, OSError, ConfigError):
         raise
     except Exception as error:
         raise NoConnection from error

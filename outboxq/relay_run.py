@@ -39,6 +39,7 @@ from outboxq.pruner import Pruner
 from outboxq.registry import Lifespan, Registry
 from outboxq.relay_state import Shared, Tally
 from outboxq.runners import SlotTask, SlotThread
+from outboxq.server import check_server, refusing_bytes
 from outboxq.slot import describe_error, is_outage
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.upkeep import Upkeep
@@ -316,20 +317,21 @@ class RelayRun:
 
     def _read_version(self) -> int | None:
         if self._engines.sync is not None:
-            with opening():
+            with opening(), refusing_bytes(self._engines.sync):
                 opened = self._engines.sync.connect()
             with opened as connection:
                 return self._examine(connection)
         return self._in_loop(self._read_version_async())
 
     def _examine(self, connection: Connection) -> int | None:
+        check_server(connection)
         check_durability(connection, allowed=self._config.allow_asynchronous_commit)
         return schema_version(connection, self._config.schema)
 
     async def _read_version_async(self) -> int | None:
         assert self._engines.asynchronous is not None
         async with AsyncExitStack() as stack:
-            with opening():
+            with opening(), refusing_bytes(self._engines.asynchronous.sync_engine):
                 connection = await stack.enter_async_context(self._engines.asynchronous.connect())
             return await connection.run_sync(self._examine)
 

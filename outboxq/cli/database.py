@@ -28,6 +28,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
     from outboxq import config
     from outboxq.driver import run_script
     from outboxq.relay_run import check_version
+    from outboxq.server import check_server
     from outboxq.statements.version import schema_version
     from outboxq.tables import SCHEMA
 
@@ -43,6 +44,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
                 yield connection
 
         with begin():
+            check_server(connection)
             check_version(schema_version(connection, schema), schema)
         yield begin
 

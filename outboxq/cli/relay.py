@@ -296,10 +296,12 @@ def _look_at_database(url: "URL", settings: "RelayConfig") -> None:
     from outboxq.engines import check_durability
     from outboxq.errors import ConfigError, SchemaError
     from outboxq.relay_run import check_version
+    from outboxq.server import check_server
     from outboxq.statements.version import schema_version
 
     try:
         with connect(url) as connection:
+            check_server(connection)
             check_durability(connection, allowed=settings.allow_asynchronous_commit)
             check_version(schema_version(connection, settings.schema), settings.schema)
     except DatabaseUnreachable as error:

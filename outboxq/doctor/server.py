@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from outboxq.doctor.findings import Check, Examination, Finding
 from outboxq.doctor.words import age
+from outboxq.server import unsupported
 from outboxq.statements import doctor as statements
 
 _HOUR_SECONDS = 3_600.0
@@ -103,7 +104,16 @@ def find_used_up_connections(examination: Examination) -> Iterator[Finding]:
             )
 
 
+def find_unsupported_server(examination: Examination) -> Iterator[Finding]:
+    """A server that is too old, and a database that does not keep its texts in UTF-8."""
+    for reason, advice in unsupported(examination.connection):
+        yield Finding(
+            "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."
+        )
+
+
 CHECKS: Sequence[Check] = (
+    Check("the server's version and the encoding", find_unsupported_server),
     Check("time-outs", find_short_timeouts),
     Check("settings of the server", find_unsafe_settings),
     Check("the number of connections", find_used_up_connections),

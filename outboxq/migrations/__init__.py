@@ -30,6 +30,7 @@ from outboxq.migrations import (
     step_06_headers,
 )
 from outboxq.migrations.quoting import quote_identifier, quote_literal
+from outboxq.statements.server import ENCODING, OLDEST_MAJOR
 
 # No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".
 STEPS: tuple[tuple[str, str], ...] = (
@@ -54,6 +55,27 @@ BEGIN
   IF (SELECT coalesce(max(step), 0) FROM @schema@.migration) < @step@ THEN
 @statements@
     INSERT INTO @schema@.migration (step) VALUES (@step@);
+  END IF;
+END
+$outboxq$"""
+
+# A block of its own, before the first step: an older server may not even be able to read what a step says.
+_CHECK_SERVER = """\
+DO $outboxq$
+BEGIN
+  IF current_setting('server_version_num')::integer < @oldest@ * 10000 THEN
+    RAISE EXCEPTION USING
+      ERRCODE = 'feature_not_supported',
+      MESSAGE = 'outboxq needs PostgreSQL @oldest@ or later, and this server is ' || current_setting('server_version'),
+      HINT = 'Upgrade the server.';
+  END IF;
+  IF getdatabaseencoding() <> @encoding_literal@ THEN
+    RAISE EXCEPTION USING
+      ERRCODE = 'feature_not_supported',
+      MESSAGE = 'outboxq needs a database whose encoding is ' || @encoding_literal@ || ', and this one is '
+        || getdatabaseencoding(),
+      HINT = 'Make one with CREATE DATABASE ... ENCODING ' || @encoding_literal@ || ' TEMPLATE template0, and move '
+        || 'into it with pg_dump.';
   END IF;
 END
 $outboxq$"""
@@ -199,7 +221,8 @@ class SupportsExecute(Protocol):
 def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outboxq") -> None:
     """Bring the tables up to step `to` (None: the latest), from wherever they are.
 
-    A revision of yours should name its step, so that it does the same thing for ever.
+    A revision of yours should name its step, so that it does the same thing for ever. The database refuses it on a
+    server older than PostgreSQL 15, and if its encoding is not UTF8.
 
     Args:
         op: Alembic's `op`, online or offline.
@@ -209,7 +232,9 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
     Raises:
         ConfigError: no such step, or a name that cannot be a schema.
     """
-    for number in range(1, check_step(LATEST if to is None else to, lowest=1) + 1):
+    last = check_step(LATEST if to is None else to, lowest=1)
+    op.execute(_clause(_fill(_CHECK_SERVER, schema, oldest=OLDEST_MAJOR)))
+    for number in range(1, last + 1):
         op.execute(_clause(upgrade_sql(number, schema)))
 
 
@@ -283,6 +308,7 @@ def _fill(template: str, schema: str, **numbers: int) -> str:
         "schema": identifier,
         "schema_literal": quote_literal(schema),
         "schema_identifier_literal": quote_literal(identifier),
+        "encoding_literal": quote_literal(ENCODING),
         "channel_literal": quote_literal(f"outboxq_{schema}"),
         **{name: str(number) for name, number in numbers.items()},
     }

@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 from outboxq import migrations
 from outboxq.config import check_schema
 from outboxq.errors import SchemaError
+from outboxq.server import check_server
 from outboxq.statements.version import lock_version, schema_version
 
 
@@ -21,7 +22,7 @@ def migrate(connection: Connection, *, to: int | None = None, schema: str = "out
         The step before and the step after.
 
     Raises:
-        ConfigError: no such step, or a name that cannot be a schema.
+        ConfigError: no such step, a name that cannot be a schema, or a server or a database that is not supported.
         SchemaError: a newer outboxq made the tables, so that this one cannot take them back to `to`.
     """
     check_schema(schema)
@@ -40,6 +41,7 @@ def migrate(connection: Connection, *, to: int | None = None, schema: str = "out
     if target < before or target == 0:
         migrations.downgrade(operations, to=target, schema=schema)
     else:
+        check_server(connection)
         migrations.upgrade(operations, to=target, schema=schema)
     return before, target
 

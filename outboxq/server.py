@@ -1,0 +1,64 @@
+"""The server and the database below outboxq's tables: which of them it refuses, before anything is written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, event
+
+from outboxq.errors import ConfigError
+from outboxq.statements.server import ENCODING, OLDEST_MAJOR, server_facts
+
+
+def check_server(connection: Connection) -> None:
+    """Refuse a server that is too old, and a database that does not keep its texts in UTF-8.
+
+    Raises:
+        ConfigError: says what was found, and what to do.
+    """
+    for reason, advice in unsupported(connection):
+        raise ConfigError(f"{reason}: {advice}")
+
+
+def unsupported(connection: Connection) -> Iterator[tuple[str, str]]:
+    """What outboxq cannot work on, and what to do about it."""
+    facts = server_facts(connection)
+    if facts.major < OLDEST_MAJOR:
+        yield (
+            f"outboxq needs PostgreSQL {OLDEST_MAJOR} or later, and this server is {facts.version}",
+            "upgrade the server",
+        )
+    if facts.encoding != ENCODING:
+        yield _wrong_encoding(facts.encoding)
+
+
+@contextmanager
+def refusing_bytes(engine: Engine) -> Iterator[None]:
+    """While an engine of the user's may make its first connection: refuse a database whose texts come as bytes.
+
+    psycopg cannot decode SQL_ASCII, so that SQLAlchemy's own first question fails with a TypeError, before ours.
+
+    Raises:
+        ConfigError: see `check_server`.
+    """
+
+    def look(dbapi_connection: Any, _record: object) -> None:
+        # The async engine's adapter stands around the driver's connection.
+        driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
+        if driver.info.parameter_status("server_encoding") == "SQL_ASCII":
+            # Below the pool, which would leave it open.
+            driver.pgconn.finish()
+            raise ConfigError("{}: {}".format(*_wrong_encoding("SQL_ASCII")))
+
+    event.listen(engine, "connect", look, insert=True)
+    try:
+        yield
+    finally:
+        event.remove(engine, "connect", look)
+
+
+def _wrong_encoding(encoding: str) -> tuple[str, str]:
+    return (
+        f"outboxq needs a database whose encoding is {ENCODING}, and this one is {encoding}",
+        f"make one with CREATE DATABASE ... ENCODING {ENCODING} TEMPLATE template0, and move into it with pg_dump",
+    )

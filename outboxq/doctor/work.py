@@ -1,6 +1,6 @@
 """What waits and why: kinds that nobody knows, queues that nobody serves, leases whose relay is gone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row
@@ -50,6 +50,7 @@ def find_unknown_kinds(examination: Examination) -> Iterator[Finding]:
             )
     for (queue, kind), number in jobs.items():
         yield from _unknown_to_registry(examination, queue, kind, number)
+    yield from _shared_queues(examination, parked)
 
 
 def _unknown_to_registry(examination: Examination, queue: str, kind: str, number: int) -> Iterator[Finding]:
@@ -63,10 +64,31 @@ def _unknown_to_registry(examination: Examination, queue: str, kind: str, number
         f"{_jobs(number)} of kind {kind!r} in queue {queue!r}, and the registry has no handler for it"
         + ("" if served else ", nor for anything in that queue"),
         {"queue": queue, "kind": kind, "jobs": number, "queue_is_served": served},
-        "Import the module that defines its handler, or give a renamed handler aliases=(...)."
+        "Import the module that defines its handler, or give a renamed handler aliases=(...). If another service "
+        "handles it, give each service queues of its own: on one queue they put off each other's jobs."
         if served
         else "Nothing, if another service handles that queue; else import the module that defines its handler.",
     )
+
+
+def _shared_queues(examination: Examination, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
+    """Queues whose jobs were put off although the registry knows them: by relays that have another one."""
+    registry = examination.registry
+    if registry is None:
+        return
+    known = {key: number for key, number in parked.items() if number and key[1] in registry.handlers}
+    for queue in sorted({queue for queue, _ in known if queue in registry.flavours}):
+        kinds = sorted(kind for name, kind in known if name == queue)
+        number = sum(known[queue, kind] for kind in kinds)
+        yield Finding(
+            "queue-shared",
+            "warning",
+            f"{_jobs(number)} in queue {queue!r} put off by relays of another registry, which does not know what this "
+            f"one does ({', '.join(kinds)})",
+            {"queue": queue, "kinds": kinds, "jobs": number},
+            "If another service serves that queue too, give each service queues of its own. After a deployment it "
+            "passes by itself once no older relay runs.",
+        )
 
 
 def find_late_queues(examination: Examination) -> Iterator[Finding]:

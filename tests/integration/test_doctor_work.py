@@ -4,6 +4,7 @@ from uuid import uuid4
 
 import pytest
 
+from outboxq import Context, Jobs, Relay
 from outboxq.postgres import Database
 from tests.support.doctor import execute, named, only, open_session
 
@@ -38,6 +39,24 @@ def test_kinds_that_the_registry_does_not_know_are_named(outboxq_database: Datab
         "ship": ("info", 1),
     }
     assert named(url, "kind-unknown-to-registry") == []
+
+
+def test_a_queue_that_two_services_share_is_named(outboxq_database: Database) -> None:
+    """A job that the registry knows, put off by a relay of another one, shows that both claim from its queue."""
+    url = outboxq_database.url
+    execute(url, add("record", number=2), add("mystery"), add("record", "depot"))
+    assert named(url, "queue-shared", APP) == []
+    assert "queues of its own" in only(url, "kind-unknown-to-registry", APP)["advice"]
+    other = Jobs()
+
+    @other.handler(queue="ledger")
+    def mystery(ctx: Context) -> None: ...
+
+    Relay(url, other).drain()
+    found = only(url, "queue-shared", APP)
+    assert found["detail"] == {"queue": "ledger", "kinds": ["record"], "jobs": 2}
+    assert (found["severity"], "queues of its own" in found["advice"]) == ("warning", True)
+    assert named(url, "queue-shared") == []
 
 
 @pytest.mark.parametrize("state", ["ready", "scheduled"])

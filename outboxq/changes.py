@@ -19,6 +19,7 @@ _AT_FLUSH = ("before_flush", "after_flush", "after_flush_postexec", "before_comm
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
+_ON_ROWS = _READS_OR_MARKS | _WRITES | {"MERGE", "VALUES", "WITH"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,11 @@ def row_writes(statement: str, context: ExecutionContext | None) -> tuple[RowWri
     # A CTE, which may write too, would come first.
     write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
     return None if write is None else (write,)
+
+
+def may_rename(statement: str) -> bool:
+    """Whether a statement may do more than read and write rows, such as SET LOCAL search_path."""
+    return first_word(statement) not in _ON_ROWS or "set_config" in statement
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:

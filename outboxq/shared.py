@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
-from outboxq.changes import has_changes, row_changes, row_writes
+from outboxq.changes import has_changes, may_rename, row_changes, row_writes
 from outboxq.deferred import take_writes
 from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.enqueue import holds_only_jobs, take_jobs
@@ -199,6 +199,8 @@ class _SharedRun:
         self._written: set[RowWrite | None] = set()
         # The driver's own connection was taken: what goes over it is not seen, by whoever kept it.
         self._is_unseen = False
+        # A name may stand for another table from now on.
+        self._is_altered = False
         self._failed: BaseException | None = None
         self._is_closed = True
         self._ahead = len(jobs)
@@ -228,6 +230,7 @@ class _SharedRun:
         self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
         writes = row_writes(statement, context)
         self._written.update((None,) if writes is None else writes)
+        self._is_altered = self._is_altered or may_rename(statement)
         self._catch_up()
 
     def hands_out(self) -> None:
@@ -390,8 +393,8 @@ class _SharedRun:
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether a handler may have altered any table: unseen, or by what only the server understands."""
-        return self._is_unseen or self._work.guard.left is not None
+        """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
+        return self._is_unseen or self._is_altered or self._work.guard.left is not None
 
     def _check(self) -> None:
         """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.

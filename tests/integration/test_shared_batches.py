@@ -551,3 +551,44 @@ def test_hooks_of_the_users_own_session_events_do_not_end_the_shared_run(
         event.remove(Session, "after_flush", look)
     assert [many for statement, many in seen if statement.startswith("UPDATE account")] == [3]
     assert balances(engine) == {1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize(
+    "how", ["SET LOCAL search_path = elsewhere, public", "SELECT set_config('search_path', 'elsewhere, public', true)"]
+)
+def test_a_table_of_another_schema_is_not_taken_for_the_one_that_was_looked_up(
+    how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Its trigger adds to another row, which a later job has as an argument."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="moved", batchable=True)
+    def move(ctx: Context) -> None:
+        ctx.session.execute(text(how))
+
+    @jobs.handler(queue="moved", batchable=True)
+    def credit(ctx: Context, account: Account) -> None:
+        account.balance += 1
+
+    with engine.begin() as connection:
+        connection.execute(
+            text("CREATE SCHEMA elsewhere CREATE TABLE account (id int PRIMARY KEY, balance int NOT NULL)")
+        )
+        connection.execute(text("INSERT INTO elsewhere.account VALUES (1, 0), (2, 0), (3, 0)"))
+        connection.execute(
+            text(
+                "CREATE FUNCTION elsewhere.add() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF new.id = 1 THEN "
+                "UPDATE elsewhere.account SET balance = balance + 100 WHERE id = 2; END IF; RETURN new; END $$"
+            )
+        )
+        connection.execute(
+            text("CREATE TRIGGER add AFTER UPDATE ON elsewhere.account FOR EACH ROW EXECUTE FUNCTION elsewhere.add()")
+        )
+    with sessions.begin() as session:
+        first, *others = (credit.job(account=session.get_one(Account, number)) for number in (1, 3, 1, 2))
+        session.add_jobs([first, move.job(), *others])
+    drain(jobs, **ONE_SLOT)
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT balance FROM elsewhere.account ORDER BY id")).scalars().all()
+    assert found == [1, 101, 1]
+    assert balances(engine) == {1: 1}

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from sqlalchemy.orm import make_transient_to_detached
 
-from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, Retry, Snooze
+from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, Locked, Retry, Snooze
 from outboxq.enqueue import add_job
 from outboxq.handlers import AnyHandler
 from tests.fuzz import steps_changing, steps_reading, steps_sending, steps_session  # noqa: F401  # they register
@@ -21,6 +22,8 @@ from tests.fuzz.program import Block, Ending, Flavour, Given, Step, Task
 # A failed attempt comes again when the lane promotes it, and once.
 RETRY = Backoff(max_attempts=2, first_seconds=3600, jitter=0)
 _LATER = timedelta(hours=1)
+# What a handler is given: of each entity its class, whether it may be None, and whether its row is locked.
+Shape: TypeAlias = tuple[tuple[str, bool, bool], ...]
 # Coroutines do these without a thought of I/O.
 _AT_ONCE = frozenset({"change", "put", "express", "put_extra", "see", "note", "notes_of_all", "chain", "tell"})
 
@@ -50,10 +53,11 @@ class Handlers:
         self.jobs = Jobs()
         self._ledger = ledger
         self._batchable = batchable
-        self._by_kind: dict[tuple[Flavour, tuple[tuple[str, bool], ...]], AnyHandler] = {}
-        shapes: list[tuple[tuple[str, bool], ...]] = [()]
-        shapes += [((name, optional),) for name in CLASSES for optional in (False, True)]
-        shapes += [((one, False), (two, False)) for one in CLASSES for two in CLASSES]
+        self._by_kind: dict[tuple[Flavour, Shape], AnyHandler] = {}
+        shapes: list[Shape] = [()]
+        shapes += [((name, *how),) for name in CLASSES for how in product((False, True), repeat=2)]
+        pairs = product(CLASSES, CLASSES, (False, True))
+        shapes += [((one, False, locked), (two, False, False)) for one, two, locked in pairs]
         for flavour in ("sync", "async"):
             for shape in shapes:
                 self._register(flavour, shape)
@@ -61,23 +65,20 @@ class Handlers:
     def add(self, session: Any, flavour: Flavour, name: str, task: Task, priority: int = 0) -> Any:
         """Enqueue a task under a name."""
         self._ledger.tasks[name] = task
-        shape = tuple((each.name, each.optional) for each in task.given)
+        shape = tuple((each.name, each.optional, each.locked) for each in task.given)
         handler = self._by_kind[flavour, shape].options(priority=priority)
         rows = {place: _detached(each) for place, each in zip("ab", task.given, strict=False)}
         return add_job(session, handler, name=name, **rows)
 
-    def _register(self, flavour: Flavour, shape: tuple[tuple[str, bool], ...]) -> None:
+    def _register(self, flavour: Flavour, shape: Shape) -> None:
         run = self._sync(flavour) if flavour == "sync" else self._async(flavour)
         context = Context if flavour == "sync" else AsyncContext
         parameters = [("ctx", context), ("name", str)]
-        parameters += [
-            (place, CLASSES[name] | None if optional else CLASSES[name])
-            for place, (name, optional) in zip("ab", shape, strict=False)
-        ]
+        parameters += [(place, _annotation(*each)) for place, each in zip("ab", shape, strict=False)]
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kinds, annotation=type_) for name, type_ in parameters])
         run.__signature__ = signature  # type: ignore[attr-defined]
-        kind = "-".join([flavour, *(name + "?" * optional for name, optional in shape)])
+        kind = "-".join([flavour, *(name + "?" * optional + "!" * locked for name, optional, locked in shape)])
         decorate = self.jobs.handler(
             kind=kind, queue=f"fuzz-{flavour}", retry=RETRY, batchable=self._batchable, timeout_seconds=60
         )
@@ -168,6 +169,11 @@ def _end(ending: Ending, attempt: int) -> object:
     if ending == "exit":
         raise SystemExit("as programmed")
     return outcomes.get(ending)
+
+
+def _annotation(name: str, optional: bool, locked: bool) -> Any:
+    entity: Any = CLASSES[name] | None if optional else CLASSES[name]
+    return Locked[entity] if locked else entity
 
 
 def _detached(given: Given) -> object:

@@ -32,14 +32,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Given:
-    """An entity argument; an optional one (`Account | None`) is None if its row is gone."""
+    """An entity argument: `Account`, `Account | None` if it is optional, `Locked[...]` if it is locked."""
 
     name: str
     key: int
     optional: bool = False
+    locked: bool = False
 
     def __repr__(self) -> str:
-        return f"given({self.name!r}, {self.key}{', optional=True' if self.optional else ''})"
+        said = "".join(f", {name}=True" for name in ("optional", "locked") if getattr(self, name))
+        return f"given({self.name!r}, {self.key}{said})"
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ def block(name: Literal["kept", "undone", "no_autoflush", "swallowed"], *steps: 
     return Block(name, steps)
 
 
-def given(name: str, key: int, *, optional: bool = False) -> Given:
+def given(name: str, key: int, *, optional: bool = False, locked: bool = False) -> Given:
     """An entity argument."""
-    return Given(name, key, optional)
+    return Given(name, key, optional, locked)
 
 
 def task(*parts: Given | Step | Block, ending: Ending = "done") -> Task:

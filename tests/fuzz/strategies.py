@@ -1,5 +1,6 @@
 """How random batches are drawn: mostly jobs that meet in the same few rows, mostly ones that a batch can share."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from hypothesis import strategies as st
@@ -65,6 +66,7 @@ _BLOCKS: tuple[Literal["kept", "undone", "no_autoflush", "swallowed"], ...] = (
 _NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
 _DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
+_LOCKED = st.sampled_from((False, False, True))
 _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly"))
 
 
@@ -94,9 +96,12 @@ def _tasks(draw: Any, classes: st.SearchStrategy[str], *, chains: bool = True) -
 def _draw_given(draw: Any, classes: st.SearchStrategy[str]) -> tuple[Given, ...]:
     names = [draw(classes) for _ in range(draw(st.sampled_from((1, 0, 1, 1, 2))))]
     if len(names) == 1:
-        return (Given(names[0], draw(KEYS), draw(st.booleans())),)
+        return (Given(names[0], draw(KEYS), draw(st.booleans()), draw(_LOCKED)),)
     # A row that is not there fails its job, and with it what the batch shares: seldom.
-    return tuple(Given(name, min(draw(KEYS), 3)) for name in names)
+    rows = [Given(name, min(draw(KEYS), 3)) for name in names]
+    if rows and draw(_LOCKED):
+        rows[0] = replace(rows[0], locked=True)
+    return tuple(rows)
 
 
 def _draw_step(draw: Any, classes: st.SearchStrategy[str], how: str) -> Step | Block:

@@ -68,7 +68,8 @@ def row_changes(
             parameters = {**_numbered("key", key), **_numbered("value", values.values())}
             entity = state.mapper.class_
             changes.append(RowChange((facts.oid, key), entity, statement, parameters, is_locked(entity, key)))
-    return changes
+    # A row that was changed through two classes: a flush knows which of them comes last.
+    return changes if len({change.row for change in changes}) == len(changes) else None
 
 
 def has_changes(session: Session) -> bool:

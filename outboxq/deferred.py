@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from functools import lru_cache
 from itertools import groupby
+from uuid import UUID
 
 from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
 from sqlalchemy.orm import Session, SessionTransaction
@@ -18,6 +21,7 @@ from outboxq.sql_words import first_word
 
 _WAITING = "outboxq.deferred"
 _FAILED = "outboxq.deferred.failed"
+_CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
 _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
 
 
@@ -29,19 +33,28 @@ class Write:
     parameters: dict[str, object]
 
 
-def statement_key(statement: Statement) -> object:
-    """Equal for statements that differ in their parameters alone; values inside a statement count as part of it."""
+def is_constant(value: object) -> bool:
+    """Whether a value stays what it is: of a list or a document, its owner may make another one before it is sent."""
+    return type(value) in _CONSTANT or isinstance(value, Enum)
+
+
+def statement_key(statement: Statement) -> tuple[object, bool]:
+    """Equal for statements that differ in their parameters alone; and whether the values inside it are constant.
+
+    These count as part of it.
+    """
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
     if key is None:
-        return id(statement)
+        return id(statement), False
+    constant = all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams)
     # Where it leads to is no part of SQLAlchemy's key: schema_translate_map.
     options = tuple(sorted(statement.get_execution_options().items()))
     values = (options, *map(_literal, (bind.effective_value for bind in key.bindparams)))
     try:
         hash(values)
     except TypeError:
-        return id(statement)
-    return key.key, values
+        return id(statement), constant
+    return (key.key, values), constant
 
 
 def _literal(value: object) -> tuple[type[object], object]:

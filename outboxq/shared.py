@@ -355,6 +355,9 @@ class _SharedRun:
             self._buffer.add_deferred(write)
             self._written.add(row_write(write.statement, write.parameters))
             self._rows.drop()
+        if self._buffer.can_change:
+            # A document that a later handler may change, which alone would find it written.
+            self._send()
         if self._may_fail_at_commit():
             self._send()
             check_shared(self._connection, self._place.xid)

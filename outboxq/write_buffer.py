@@ -12,7 +12,7 @@ from typing import TypeAlias
 from sqlalchemy import Connection, Update
 from sqlalchemy.orm.exc import StaleDataError
 
-from outboxq.deferred import Write, statement_key
+from outboxq.deferred import Write, is_constant, statement_key
 from outboxq.enqueue import QUEUES_ANNOUNCED, insert_all, queues_of
 from outboxq.kinds import NewJob
 from outboxq.set_based import FactsOf, Row, Statement, executions, single_executions
@@ -93,7 +93,9 @@ class WriteBuffer:
         self._jobs: _Jobs | None = None
         self._numbers: dict[object, int] = {}
         # The same object comes again and again: what it is equal to is found out once.
-        self._statements: dict[int, tuple[Statement, int]] = {}
+        self._statements: dict[int, tuple[Statement, int, bool]] = {}
+        # Whether a value waits that the process can change until it is sent.
+        self.can_change = False
         self._rows: set[RowId] = set()
         self._entities: dict[int, type[object]] = {}
 
@@ -123,7 +125,9 @@ class WriteBuffer:
 
     def add_deferred(self, write: Write) -> None:
         """Add a deferred statement behind all that waits: it may read and write anything."""
-        shape = self._number(write.statement), frozenset(write.parameters)
+        number, constant = self._number(write.statement)
+        self.can_change |= not (constant and all(map(is_constant, write.parameters.values())))
+        shape = number, frozenset(write.parameters)
         last = self._runs[-1] if self._runs else None
         if not (isinstance(last, _Deferred) and last.shape == shape):
             last = _Deferred(shape, write.statement)
@@ -140,17 +144,20 @@ class WriteBuffer:
         """
         runs, self._runs = self._runs, []
         self._changes, self._jobs = {}, None
+        self.can_change = False
         self._rows.clear()
         self._entities.clear()
         for run in runs:
             run.send(connection, self._facts_of)
 
-    def _number(self, statement: Statement) -> int:
+    def _number(self, statement: Statement) -> tuple[int, bool]:
+        """Of statements that are equal; and whether the values inside it are constant."""
         known = self._statements.get(id(statement))
         if known is None:
-            number = self._numbers.setdefault(statement_key(statement), len(self._numbers))
-            known = self._statements[id(statement)] = (statement, number)
-        return known[1]
+            key, constant = statement_key(statement)
+            number = self._numbers.setdefault(key, len(self._numbers))
+            known = self._statements[id(statement)] = (statement, number, constant)
+        return known[1:]
 
 
 def _execute(connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf | None) -> int:

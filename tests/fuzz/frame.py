@@ -26,6 +26,8 @@ class Frame:
     defer: Callable[..., None]
     add_task: Callable[[Task, int], None]
     held: list[Any]
+    # Outlives the handler, as a module's own dictionary does.
+    kept: dict[str, Any]
     log: list[object] = field(default_factory=list)
 
     @property

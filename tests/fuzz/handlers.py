@@ -39,6 +39,7 @@ class Ledger:
     tasks: dict[str, Task] = field(default_factory=dict)
     seen: dict[str, list[object]] = field(default_factory=dict)
     calls: int = 0
+    kept: dict[str, object] = field(default_factory=dict)
 
     def begin(self, name: str, attempt: int) -> list[object]:
         self.calls += 1
@@ -125,7 +126,7 @@ class Handlers:
             chained += 1
             self.add(ctx.session, flavour, f"{name}.{chained}", task, priority)
 
-        return Frame(name_session, ctx.defer, add_task, held, log)
+        return Frame(name_session, ctx.defer, add_task, held, self._ledger.kept, log)
 
 
 def perform(frame: Frame, step: Step | Block) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
+from unittest import mock
 
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from outboxq import Relay, RelayConfig
+from outboxq import Relay, RelayConfig, set_based
 from outboxq.config import SlotGroup
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.postgres import Server
@@ -154,5 +155,7 @@ def open_lanes(server: Server, *modes: Mode) -> Iterator[list[Lane]]:
     """Lanes on databases of their own."""
     template = server.create_template(prepare)
     with ExitStack() as stack:
+        # Here too, where few rows come together, they go out as one statement over arrays.
+        stack.enter_context(mock.patch.object(set_based, "_LEAST_ROWS", 2))
         databases = [stack.enter_context(server.create_database(template=template)) for _ in modes]
         yield [stack.enter_context(Lane(db.url, mode)) for db, mode in zip(databases, modes, strict=True)]

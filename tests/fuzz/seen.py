@@ -75,6 +75,28 @@ SEEN: dict[str, Batch] = {
         task(given("Account", 1), step("change", 0, 1)),
         task(given("SameAccount", 1), step("change", 0, 1)),
     ),
+    "two classes for one row in one job": batch(
+        *(
+            task(given("Account", key), given("SameAccount", key), step("put", 0, key), step("put", 1, key + 3))
+            for key in (1, 2, 3) * 2
+        ),
+    ),
+    "a row that is changed without being loaded, and is not there": batch(
+        task(step("attach", "Branch", 4), step("put", 0, 6)),
+        task(given("Branch", 2), step("put", 0, 6)),
+    ),
+    "a document that is assigned, and changed by the next handler": batch(
+        task(given("Account", 1), step("put_kept_document", 0, 5)),
+        task(given("Account", 2), step("put_kept_document", 0, 6)),
+    ),
+    "a document that is deferred, and changed by the next handler": batch(
+        task(step("defer_kept_document", 1, 5)),
+        task(step("defer_kept_document", 2, 6)),
+    ),
+    "a document in a deferred statement, changed by the next handler": batch(
+        task(step("defer_with_kept_document", 1, 5)),
+        task(step("defer_with_kept_document", 2, 6)),
+    ),
     "a table and a view of it": batch(
         task(given("Account", 1), step("change", 0, 1)),
         task(given("AccountView", 1), step("change", 0, 1)),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from sqlalchemy import inspect
-from sqlalchemy.orm import make_transient
+from sqlalchemy.orm import make_transient, make_transient_to_detached
 from sqlalchemy.orm.attributes import flag_modified, set_committed_value
 
 from tests.fuzz.frame import Frame, mix, mixed, new_row, on_held, seen, shown, step_function
@@ -95,6 +95,16 @@ def change_document(frame: Frame, entity: Any, n: int) -> object:
 
 
 @on_held
+def put_kept_document(frame: Frame, entity: Any, n: int) -> object:
+    """A document that the next handler changes."""
+    if not isinstance(entity, Account):
+        return "no document"
+    frame.kept["n"] = n
+    entity.document = frame.kept
+    return None
+
+
+@on_held
 def change_settings(frame: Frame, entity: Any, n: int) -> object:
     """Inside of a document that SQLAlchemy watches."""
     if not isinstance(entity, Account) or entity.settings is None:
@@ -124,6 +134,18 @@ def notes_of_all(frame: Frame, n: int) -> object:
     """Several new rows."""
     frame.session.add_all([Note(text=f"note {number}") for number in range(n)])
     return None
+
+
+@step_function
+def attach(frame: Frame, name: str, key: int) -> object:
+    """A row by its key that nothing was loaded of, and that may not be there."""
+    entity = new_row(name, key)
+    make_transient_to_detached(entity)
+    identity = inspect(entity).key
+    if identity in frame.session.identity_map:
+        return frame.hold(frame.session.identity_map[identity])
+    frame.session.add(entity)
+    return frame.hold(entity)
 
 
 @on_held

@@ -6,9 +6,10 @@ from typing import Any
 from sqlalchemy import Delete, TextClause, Update, bindparam, delete, func, insert, select, text, update
 
 from tests.fuzz.frame import Frame, mixed, new_row, number_of, step_function, value_table
-from tests.fuzz.models import CLASSES, VALUE_CLASS, Note
+from tests.fuzz.models import CLASSES, VALUE_CLASS, Account, Note
 from tests.fuzz.schema import MODULUS
 
+_PUT_DOCUMENT = update(Account).where(Account.id == bindparam("which")).values(document=bindparam("new"))
 _SYNCHRONIZED = ("auto", "fetch", "evaluate", False)
 
 
@@ -191,6 +192,20 @@ def defer_expression(frame: Frame, name: str, key: int, n: int) -> object:
 @step_function
 def defer_text(frame: Frame, name: str, key: int, n: int) -> object:
     return frame.defer(_update_by_text(name), _parameters(name, key, n))
+
+
+@step_function
+def defer_kept_document(frame: Frame, key: int, n: int) -> object:
+    """A parameter that the next handler changes."""
+    frame.kept["n"] = n
+    return frame.defer(_PUT_DOCUMENT, {"which": key, "new": frame.kept})
+
+
+@step_function
+def defer_with_kept_document(frame: Frame, key: int, n: int) -> object:
+    """A value inside of a statement that the next handler changes."""
+    frame.kept["n"] = n
+    return frame.defer(update(Account).where(Account.id == key).values(document=frame.kept))
 
 
 @step_function

@@ -14,6 +14,7 @@ FAMILIES: tuple[tuple[str, ...], ...] = (
     ("Branch", "Till", "Ruled", "Heard", "Purse"),
     ("Account", "Branch", "Pair", "Cat"),
     ("Parent", "Child", "Branch", "Account"),
+    ("Purse", "Branch"),
     ("Stamped", "Versioned", "Figured", "Touched", "Dog"),
     tuple(CLASSES),
 )
@@ -30,7 +31,9 @@ _QUIET = {
     "change": "pn", "put": "pn", "express": "pn", "put_extra": "pnn", "put_back": "p", "see": "p", "flag": "p",
     "change_document": "pn", "change_settings": "pn", "change_in_place": "pn", "change_unseen": "pn",
     "set_committed": "pn", "defer_update": "ckn", "defer_value": "ckn", "defer_expression": "ckn", "defer_text": "ckn",
-    "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n",
+    "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n", "attach": "ck",
+    "put_kept_document": "pn", "defer_kept_document": "kn", "defer_with_kept_document": "kn", "hook": "n",
+    "hook_commit": "n",
 }  # fmt: skip
 _READING = {
     "anything": "", "get": "ck", "get_one": "ck", "select_one": "ck", "select_all": "c", "select_rich": "",
@@ -50,7 +53,7 @@ _UNRULY = {
     "delete": "p", "merge": "ckn", "expunge": "p", "forget": "p", "expire": "p", "expire_value": "p", "put_key": "pk",
     "add_child": "pkn", "remove_child": "p", "change_children": "pn", "change_related": "pn", "move": "pp",
     "flush_one": "p", "commit": "", "rollback": "", "close": "", "expire_all": "", "expunge_all": "",
-    "autoflush_off": "", "leave_savepoint": "", "hook": "n", "hook_commit": "n", "fail_in_database": "",
+    "autoflush_off": "", "leave_savepoint": "", "fail_in_database": "",
 }  # fmt: skip
 _KINDS = {**_QUIET, **_READING, **_WRITING, **_UNRULY}
 # What jobs are made of. Quiet ones send nothing while they run: they are what a batch shares.
@@ -64,6 +67,10 @@ _BLOCKS: tuple[Literal["kept", "undone", "no_autoflush", "swallowed"], ...] = (
     "kept", "undone", "no_autoflush", "swallowed",
 )  # fmt: skip
 _NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
+# Of every other batch the quiet jobs do a few sorts of things, again and again.
+_FOCUS = st.just(_NAMES["quiet"]) | st.lists(st.sampled_from(_MIXTURES["quiet"]), min_size=2, max_size=4).map(
+    st.sampled_from
+)
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
 _DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
 _LOCKED = st.sampled_from((False, False, True))
@@ -77,17 +84,19 @@ def batches(draw: Any) -> Batch:
     family = draw(st.sampled_from(FAMILIES))
     names = tuple(draw(_FAMILY[family]) for _ in range(draw(st.integers(1, 3))))
     flavour: Flavour = draw(st.sampled_from(("sync", "sync", "sync", "async")))
-    tasks = draw(st.lists(_tasks(st.sampled_from(names)), min_size=draw(st.sampled_from((2, 4, 6))), max_size=8))
+    quiet = draw(_FOCUS)
+    tasks = draw(st.lists(_tasks(st.sampled_from(names), quiet), min_size=draw(st.sampled_from((2, 4, 6))), max_size=8))
     return Batch(tuple(tasks), flavour)
 
 
 @st.composite
-def _tasks(draw: Any, classes: st.SearchStrategy[str], *, chains: bool = True) -> Task:
+def _tasks(draw: Any, classes: st.SearchStrategy[str], quiet: st.SearchStrategy[str], *, chains: bool = True) -> Task:
     given = _draw_given(draw, classes)
     how = draw(_HOW)
-    steps = [_draw_step(draw, classes, how) for _ in range(draw(st.integers(1, 5)))]
+    names = quiet if how == "quiet" else _NAMES[how]
+    steps = [_draw_step(draw, classes, names) for _ in range(draw(st.integers(1, 5)))]
     if chains and draw(st.integers(0, 15)) == 15:
-        later = draw(_tasks(classes, chains=False))
+        later = draw(_tasks(classes, quiet, chains=False))
         # Never above the batch's own: where each is claimed by itself, it would run before them.
         steps.append(Step("chain", (later, draw(st.sampled_from((0, -5))))))
     return Task(given, tuple(steps), draw(st.sampled_from(ENDINGS)))
@@ -104,9 +113,9 @@ def _draw_given(draw: Any, classes: st.SearchStrategy[str]) -> tuple[Given, ...]
     return tuple(rows)
 
 
-def _draw_step(draw: Any, classes: st.SearchStrategy[str], how: str) -> Step | Block:
-    name = draw(_NAMES[how])
+def _draw_step(draw: Any, classes: st.SearchStrategy[str], names: st.SearchStrategy[str]) -> Step | Block:
+    name = draw(names)
     if name == "block":
-        steps = [_draw_step(draw, classes, "writing") for _ in range(draw(st.integers(1, 3)))]
+        steps = [_draw_step(draw, classes, _NAMES["writing"]) for _ in range(draw(st.integers(1, 3)))]
         return Block(draw(st.sampled_from(_BLOCKS)), tuple(steps))
     return Step(name, tuple(draw(classes if kind == "c" else _DRAWN[kind]) for kind in _KINDS[name]))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import event
+from sqlalchemy import event, insert
 from sqlalchemy.orm import Session
 
 from outboxq import external
@@ -83,7 +83,8 @@ def hook(frame: Frame, n: int) -> object:
 
     def before_flush(session: Session, _context: object, _instances: object) -> None:
         changed = [type(entity).__name__ for entity in session.dirty]
-        session.add(Note(text=f"hook {n} {','.join(sorted(changed))}"[:40]))
+        # By a statement: SQLAlchemy has no order for objects that are added while others leave the session.
+        session.execute(insert(Note).values(text=f"hook {n} {','.join(sorted(changed))}"[:40]))
 
     event.listen(frame.session, "before_flush", before_flush, once=True)
     return None

@@ -107,7 +107,8 @@ def _run_seen(lanes: list[Lane]) -> None:
 
 
 def _plant_each(server: Server, plants: list[Plant], seed: int) -> int:
-    survived = 0
+    # Where there is none, none was found.
+    survived = not plants
     for each in plants:
         tally = Tally()
         with each.planted(), open_lanes(server, ALONE, SHARED) as lanes:

@@ -1,20 +1,27 @@
 """Bugs to plant into the mechanism of shared batches, which the fuzzer has to find.
 
-A bug is planted by patching the mechanism in this process, before the lanes' relays start:
-
-    @plant("the buffer is sent in the opposite order")
-    def backwards() -> AbstractContextManager[object]:
-        return mock.patch.object(WriteBuffer, "take", lambda self: list(reversed(...)))
-
-The function's name is the bug's. It patches what the relay's threads look up at each call (a method, or a function
-that is called as `module.function`), and undoes that when its block ends. `python -m tests.fuzz --plant all` plants
-each in turn and ends with 1 if one is not found within 500 batches.
+A bug takes one decision out of the mechanism, or turns it round. It is planted by patching what the relay's threads
+look up at each call, before the lanes' relays start, and its function's name is its own. `python -m tests.fuzz --plant
+all` plants each in turn and ends with 1 if one is not found within 500 batches.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TypeAlias
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from unittest import mock
+
+from sqlalchemy import JSON, Update
+from sqlalchemy.sql import ClauseElement
+
+from outboxq import changes, deferred, preload, set_based, table_facts, write_buffer
+from outboxq.changes import _Writable
+from outboxq.enqueue import holds_only_jobs, insert_all
+from outboxq.preload import Preloaded
+from outboxq.shared import _SharedRun
+from outboxq.table_facts import TableFacts
+from outboxq.write_buffer import WriteBuffer, _Deferred
 
 Planting: TypeAlias = Callable[[], AbstractContextManager[object]]
 
@@ -39,3 +46,229 @@ def plant(what: str) -> Callable[[Planting], Planting]:
         return function
 
     return register
+
+
+@plant("rows that were loaded ahead stay when a statement is sent")
+def statements_keep_rows() -> AbstractContextManager[object]:
+    return _without_drop_in("_catch_up")
+
+
+@plant("rows that were loaded ahead stay when a statement is deferred")
+def deferred_statements_keep_rows() -> AbstractContextManager[object]:
+    return _without_drop_in("_keep")
+
+
+@plant("rows that were loaded ahead stay when they are changed through another class")
+def other_classes_keep_rows() -> AbstractContextManager[object]:
+    return _without_drop_in("changed")
+
+
+@plant("a row that was loaded ahead stays when a job changes it that was not given it")
+def changed_rows_stay() -> AbstractContextManager[object]:
+    return mock.patch.object(Preloaded, "changed", _always(None))
+
+
+@plant("rows with something of other tables are loaded ahead")
+def any_rows_are_loaded_ahead() -> AbstractContextManager[object]:
+    return mock.patch.object(preload, "_is_plain", _always(True))
+
+
+@plant("a handler's statement is sent before what waits")
+def statements_overtake() -> AbstractContextManager[object]:
+    return mock.patch.object(_SharedRun, "_catch_up", lambda self: self._rows.drop())
+
+
+@plant("a handler's SELECT is sent before what waits")
+def selects_overtake() -> AbstractContextManager[object]:
+    sees = _SharedRun.sees
+
+    def sees_no_select(self: Any, statement: str, context: Any) -> None:
+        if not statement.startswith("SELECT"):
+            sees(self, statement, context)
+
+    return mock.patch.object(_SharedRun, "sees", sees_no_select)
+
+
+@plant("what goes over the driver's cursor is not seen")
+def cursors_are_unseen() -> AbstractContextManager[object]:
+    return mock.patch.object(_SharedRun, "hands_out", _always(None))
+
+
+@plant("a change joins those that wait before a deferred statement")
+def changes_overtake_deferred() -> AbstractContextManager[object]:
+    add_deferred = WriteBuffer.add_deferred
+
+    def add_and_stay(self: Any, write: Any) -> None:
+        waiting = self._changes
+        add_deferred(self, write)
+        self._changes = waiting
+
+    return mock.patch.object(WriteBuffer, "add_deferred", add_and_stay)
+
+
+@plant("a deferred statement joins an equal one before others")
+def deferred_overtake_others() -> AbstractContextManager[object]:
+    add_deferred = WriteBuffer.add_deferred
+
+    def add_to_likes(self: Any, write: Any) -> None:
+        shape = self._number(write.statement)[0], frozenset(write.parameters)
+        alike = [run for run in self._runs if isinstance(run, _Deferred) and run.shape == shape]
+        if alike:
+            alike[0].rows.append(write.parameters)
+        else:
+            add_deferred(self, write)
+
+    return mock.patch.object(WriteBuffer, "add_deferred", add_to_likes)
+
+
+@plant("deferred statements are sent behind all changes")
+def deferred_go_last() -> AbstractContextManager[object]:
+    send = WriteBuffer.send
+
+    def send_sorted(self: Any, connection: Any) -> None:
+        self._runs.sort(key=lambda run: isinstance(run, _Deferred))
+        send(self, connection)
+
+    return mock.patch.object(WriteBuffer, "send", send_sorted)
+
+
+@plant("a second change of a row joins its likes, before other changes of it")
+def changes_of_one_row_are_regrouped() -> AbstractContextManager[object]:
+    return mock.patch.object(WriteBuffer, "concerns", _always(False))
+
+
+@plant("deferred statements count as equal whatever values are inside them")
+def values_inside_are_ignored() -> AbstractContextManager[object]:
+    statement_key = deferred.statement_key
+
+    def shape_alone(statement: Any) -> tuple[object, bool]:
+        key = statement._generate_cache_key()
+        return statement_key(statement) if key is None else (key.key, True)
+
+    return mock.patch.object(write_buffer, "statement_key", shape_alone)
+
+
+@plant("a document that was deferred waits, although its owner may change it")
+def documents_wait_deferred() -> AbstractContextManager[object]:
+    return mock.patch.object(write_buffer, "is_constant", _always(True))
+
+
+@plant("a document that was assigned waits, although its owner may change it")
+@contextmanager
+def documents_wait_assigned() -> Iterator[None]:
+    elements = {**set_based._ELEMENTS, JSON: (dict, lambda same: same)}
+    with mock.patch.object(set_based, "_ELEMENTS", elements):
+        changes._writable.cache_clear()
+        yield
+    changes._writable.cache_clear()
+
+
+@plant("no trigger, generated column or function in a constraint is known of")
+def tables_run_no_code() -> AbstractContextManager[object]:
+    return _facts_with(is_inert=True)
+
+
+@plant("a view or a table with rules counts as an ordinary table")
+def tables_are_plain() -> AbstractContextManager[object]:
+    return _facts_with(is_plain=True)
+
+
+@plant("no unique or deferrable column is known of")
+def columns_are_free() -> AbstractContextManager[object]:
+    return _facts_with(bound_columns=frozenset())
+
+
+@plant("a mapper's listeners for a flush are not known of")
+def mapper_listeners_are_ignored() -> AbstractContextManager[object]:
+    def is_allowed_by(_: object, facts: TableFacts | None) -> bool:
+        return facts is not None and facts.is_plain and facts.is_inert
+
+    return mock.patch.object(_Writable, "is_allowed_by", is_allowed_by)
+
+
+@plant("a session's listeners for a flush are not known of")
+def session_listeners_are_ignored() -> AbstractContextManager[object]:
+    return mock.patch.object(changes, "is_listened_to", _always(False))
+
+
+@plant("an attribute that is set to an expression counts as unchanged")
+def expressions_are_lost() -> AbstractContextManager[object]:
+    changed_values = changes._changed_values
+
+    def values_alone(state: Any, *known: Any) -> Any:
+        for name in [name for name in state.committed_state if isinstance(state.dict.get(name), ClauseElement)]:
+            del state.committed_state[name]
+        return changed_values(state, *known)
+
+    return mock.patch.object(changes, "_changed_values", values_alone)
+
+
+@plant("a change of a row that is not there goes unnoticed")
+def rows_are_not_counted() -> AbstractContextManager[object]:
+    execute = write_buffer._execute
+
+    def all_of_them(connection: Any, statement: Any, rows: Collection[Any], facts_of: Any) -> int:
+        execute(connection, statement, rows, facts_of)  # type: ignore[arg-type]
+        return len(rows)
+
+    return mock.patch.object(write_buffer, "_execute", all_of_them)
+
+
+@plant("one statement over arrays takes every execution, also the second of a row")
+def arrays_hold_a_row_twice() -> AbstractContextManager[object]:
+    executions = set_based.executions
+
+    def last_of_each(statement: Any, rows: Any, facts_of: Any) -> Any:
+        alike = set_based._set_based(statement, frozenset(rows[0])) if isinstance(statement, Update) else None
+        rows = rows if alike is None else [*{row[alike.key]: row for row in rows}.values()]
+        return executions(statement, rows, facts_of)
+
+    return mock.patch.object(write_buffer, "executions", last_of_each)
+
+
+@plant("a constraint that waits for COMMIT is not checked behind each job")
+def constraints_wait() -> AbstractContextManager[object]:
+    return mock.patch.object(_SharedRun, "_may_fail_at_commit", _always(False))
+
+
+@plant("jobs that a handler adds are lost")
+def jobs_are_lost() -> AbstractContextManager[object]:
+    return mock.patch.object(WriteBuffer, "add_jobs", _always(None))
+
+
+@plant("jobs that handlers add are inserted in the opposite order")
+def jobs_are_turned_round() -> AbstractContextManager[object]:
+
+    def backwards(connection: Any, jobs: Mapping[str, Any], **options: Any) -> None:
+        insert_all(connection, dict(reversed([*jobs.items()])), **options)
+
+    return mock.patch.object(write_buffer, "insert_all", backwards)
+
+
+@plant("a session with an open savepoint counts as one without")
+def savepoints_are_ignored() -> AbstractContextManager[object]:
+    return mock.patch.object(_SharedRun, "_may_wait", lambda _, session: holds_only_jobs(session))
+
+
+def _always(answer: object) -> Callable[..., Any]:
+    return lambda *_: answer
+
+
+def _without_drop_in(caller: str) -> AbstractContextManager[object]:
+    drop = Preloaded.drop
+
+    def drop_elsewhere(self: Preloaded) -> None:
+        if sys._getframe(1).f_code.co_name != caller:
+            drop(self)
+
+    return mock.patch.object(Preloaded, "drop", drop_elsewhere)
+
+
+def _facts_with(**wrong: Any) -> AbstractContextManager[object]:
+    read = table_facts._read
+
+    def read_wrong(*named: Any) -> Any:
+        facts = read(*named)
+        return facts and replace(facts, **wrong)
+
+    return mock.patch.object(table_facts, "_read", read_wrong)

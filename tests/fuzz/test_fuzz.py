@@ -9,6 +9,7 @@ from tests.fuzz import program
 from tests.fuzz.compare import Differs
 from tests.fuzz.explore import explore, run_and_compare
 from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, open_lanes
+from tests.fuzz.plants import PLANTS
 from tests.fuzz.seen import SEEN
 
 # Hundreds of batches, on a machine that may have other things to do.
@@ -34,6 +35,13 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     assert "rows.branch[" in told
     again = eval(told[: told.index("\n)\n") + 2], vars(program))
     assert repr(again) in told
+
+
+@pytest.mark.parametrize("name", ["jobs_are_lost", "jobs_are_turned_round", "statements_keep_rows"])
+def test_a_bug_in_the_mechanism_is_found(name: str, lanes: dict[str, Lane]) -> None:
+    """Three of those that `python -m tests.fuzz --plant all` plants, each within 500 batches."""
+    with PLANTS[name].planted(), pytest.raises(Differs):
+        explore([lanes["alone"], lanes["shared"]], 500, start=None, shrinks=False)
 
 
 def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:

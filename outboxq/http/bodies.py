@@ -1,6 +1,8 @@
 """Request bodies: read to be compared, then given to the application as if nobody had."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,17 +50,43 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | T
             return Whole(bytes(data))
 
 
-def given_back(read: Whole | TooLarge, receive: Receive) -> Receive:
+@asynccontextmanager
+async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
+    """A `receive` that gives the body; a client that has left is told at once, whether the body was taken or not.
+
+    So do servers, and Starlette's `is_disconnected()` asks without waiting: the server is asked ahead, in a task.
+    Behind the whole body it has nothing else to tell.
+    """
+    leaving = asyncio.ensure_future(receive())
+    unread: list[dict[str, Any]] = [_message(read.data, goes_on=False)]
+
+    async def receive_again() -> dict[str, Any]:
+        if unread and not leaving.done():
+            return unread.pop()
+        return await asyncio.shield(leaving)
+
+    try:
+        yield receive_again
+    finally:
+        if not leaving.cancel() and not leaving.cancelled():
+            # It may have been left unread; asked for, so that asyncio does not complain.
+            leaving.exception()
+
+
+def given_back(read: TooLarge, receive: Receive) -> Receive:
     """A `receive` that begins with what was read; afterwards it tells what the server tells."""
-    if isinstance(read, TooLarge) and not read.beginning and read.goes_on:
+    if not read.beginning and read.goes_on:
         return receive
-    data, goes_on = (read.data, False) if isinstance(read, Whole) else (read.beginning, read.goes_on)
-    unread: list[dict[str, Any]] = [{"type": "http.request", "body": data, "more_body": goes_on}]
+    unread: list[dict[str, Any]] = [_message(read.beginning, goes_on=read.goes_on)]
 
     async def receive_again() -> dict[str, Any]:
         return unread.pop() if unread else await receive()
 
     return receive_again
+
+
+def _message(body: bytes, *, goes_on: bool) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": goes_on}
 
 
 def _declared_bytes(scope: Scope) -> int:

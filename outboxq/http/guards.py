@@ -5,6 +5,8 @@ record in their own transaction: what they did not record did not happen, so it 
 """
 
 import logging
+from collections.abc import Callable
+from datetime import timedelta
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
@@ -41,6 +43,7 @@ class Guard:
     """Settles a request of which nobody but its application knows what it did.
 
     Args:
+        is_refused: Whether an answer of this status is the router's, which found no endpoint for the request.
         released: Statuses that mean, by convention, that the request was not processed: a retry is executed.
     """
 
@@ -50,12 +53,14 @@ class Guard:
         caller: AsyncCaller,
         problems: Problems,
         max_bytes: int,
+        is_refused: Callable[[int], bool],
         released: frozenset[int] = frozenset(),
     ) -> None:
         self._request = request
         self._caller = caller
         self._problems = problems
         self._max_bytes = max_bytes
+        self._is_refused = is_refused
         self._released = released
 
     async def refuse_takeover(self) -> Answer:
@@ -65,11 +70,18 @@ class Guard:
 
     async def give_back(self) -> None:
         """Settle a request that was claimed, or may have been, and not executed."""
+        await self._give_back(self._request.retention)
+
+    async def _give_back(self, keep: timedelta) -> None:
         request = self._request
-        await self._finds(statements.give_back(request.scope, request.key, request.token, keep=request.retention))
+        await self._finds(statements.give_back(request.scope, request.key, request.token, keep=keep))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # see RecordingGuard
         """Write what came of the request, before anybody is told; what to answer, or None: ask again at the end."""
+        if self._is_refused(answer.status):
+            # Nothing was executed, and nothing of it is worth a row: strangers could fill the table.
+            await self._give_back(timedelta(0))
+            return answer
         if answer.status in self._released:
             return await self._write(self._release(f"answered {answer.status}")) or answer
         result, reason = encode_answer(answer, self._max_bytes)
@@ -126,9 +138,15 @@ class RecordingGuard(Guard):
     """Settles a request whose endpoint records in its own transaction."""
 
     def __init__(
-        self, request: Request, caller: AsyncCaller, problems: Problems, max_bytes: int, idempotency: Idempotency
+        self,
+        request: Request,
+        caller: AsyncCaller,
+        problems: Problems,
+        max_bytes: int,
+        is_refused: Callable[[int], bool],
+        idempotency: Idempotency,
     ) -> None:
-        super().__init__(request, caller, problems, max_bytes)
+        super().__init__(request, caller, problems, max_bytes, is_refused)
         self._idempotency = idempotency
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:
@@ -173,6 +191,9 @@ class RecordingGuard(Guard):
         return self._problems.in_progress() if isinstance(error, EffectLockLost) else None
 
     async def _settle_unrecorded(self, answer: Answer) -> Answer:
+        if self._is_refused(answer.status):
+            await self._give_back(timedelta(0))
+            return answer
         if answer.status >= FIRST_ERROR_STATUS:
             await self._settle_started("retryable", None, f"answered {answer.status}")
             return answer

@@ -1,19 +1,21 @@
 """Which request is meant: its key as the client sent it, whose it is, and what tells two requests apart."""
 
 import hashlib
+import hmac
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 from urllib.parse import quote
 
 from outboxq.codec import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
-from outboxq.errors import InvalidKey
+from outboxq.errors import ConfigError, InvalidKey
 
 # As ASGI has them: https://asgi.readthedocs.io/en/latest/specs/www.html
 Scope: TypeAlias = Mapping[str, Any]
 Principal: TypeAlias = Callable[[Scope], str | None]
 
 MAX_KEY_CHARACTERS = 255
+MIN_SECRET_BYTES = 16
 
 # A String of RFC 8941, section 3.3.3, without its spaces and without parameters.
 _QUOTED = re.compile(rb'"((?:[\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
@@ -82,13 +84,43 @@ def request_fingerprint(scope: Scope, body: bytes) -> bytes:
     return digest.digest()
 
 
-def by_authorization(scope: Scope) -> str | None:
+@overload
+def by_authorization(scope: Scope, /) -> str | None: ...
+
+
+@overload
+def by_authorization(*, secret: str | bytes) -> Principal: ...
+
+
+def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | None = None) -> str | Principal | None:
     """A principal for every value of the Authorization header, of which a hash is stored; nobody without one.
 
-    For credentials that stay the same between a request and its retry, such as API keys.
+    For credentials that stay the same between a request and its retry. The plain `by_authorization` stores their
+    SHA-256: right for API keys, which nobody can guess. Passwords (Basic) can be guessed until one has the hash
+    that is stored: `by_authorization(secret=...)` stores an HMAC instead, which means nothing without the secret.
+
+    Args:
+        secret: 16 bytes at least, the same in every process; another one makes other principals of all.
+
+    Raises:
+        ConfigError: the secret is too short, or no text or bytes.
     """
+    if scope is not None:
+        return _authorization_digest(scope, lambda value: hashlib.sha256(value).hexdigest())
+    key = _check_secret(secret)
+    return lambda given: _authorization_digest(given, lambda value: hmac.digest(key, value, "sha256").hex())
+
+
+def _authorization_digest(scope: Scope, digest: Callable[[bytes], str]) -> str | None:
     values = header_values(scope, b"authorization")
-    return hashlib.sha256(b"\n".join(values)).hexdigest() if values else None
+    return digest(b"\n".join(values)) if values else None
+
+
+def _check_secret(given: str | bytes | None) -> bytes:
+    secret = given.encode() if isinstance(given, str) else given
+    if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(f"by_authorization takes a secret of {MIN_SECRET_BYTES} bytes or more")
+    return secret
 
 
 def nobody(_scope: Scope) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 from sqlalchemy import Engine
@@ -23,7 +24,7 @@ from outboxq.effect_transactions import async_transactions, schema_of
 from outboxq.effects import DEFAULT_LEASE_SECONDS
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http.answers import KEY_IGNORED, Answer, Problems
-from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, read_body
+from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, given_whole, read_body
 from outboxq.http.exchange import Exchange, Send
 from outboxq.http.guards import Guard, RecordingGuard, standing_answer
 from outboxq.http.keys import (
@@ -36,6 +37,7 @@ from outboxq.http.keys import (
     request_fingerprint,
 )
 from outboxq.http.recording import Claimed, Idempotency, is_guarded, put_idempotency
+from outboxq.http.routing import was_not_routed
 from outboxq.http.undisturbed import Undisturbed
 from outboxq.once import Hold
 from outboxq.once import claim as claim
@@ -196,7 +198,7 @@ class IdempotencyMiddleware:
         idempotency.claimed = Claimed(
             request, self._settings.schema, self._settings.max_response_bytes, self._settings.in_transaction(scope)
         )
-        guard = self._guard(request, idempotency)
+        guard = self._guard(request, idempotency, partial(was_not_routed, scope))
         hold = Hold(request)
         with self._caller.keeping(hold):
             try:
@@ -208,7 +210,8 @@ class IdempotencyMiddleware:
             if seen.in_doubt and not idempotency.claimed.in_transaction:
                 return await _answer(await self._undisturbed.run(guard.refuse_takeover()), send)
             try:
-                await self._execute(scope, given_back(body, receive), send, guard)
+                async with given_whole(body, receive) as receive_again:
+                    await self._execute(scope, receive_again, send, guard)
             finally:
                 idempotency.forget()
 
@@ -261,12 +264,14 @@ class IdempotencyMiddleware:
             retention=self._settings.retention,
         )
 
-    def _guard(self, request: Request, idempotency: Idempotency) -> Guard:
+    def _guard(self, request: Request, idempotency: Idempotency, is_refused: Callable[[int], bool]) -> Guard:
         assert idempotency.claimed is not None
         settings = self._settings
         if idempotency.claimed.in_transaction:
-            return RecordingGuard(request, self._caller, self._problems, settings.max_response_bytes, idempotency)
-        return Guard(request, self._caller, self._problems, settings.max_response_bytes, settings.released)
+            return RecordingGuard(
+                request, self._caller, self._problems, settings.max_response_bytes, is_refused, idempotency
+            )
+        return Guard(request, self._caller, self._problems, settings.max_response_bytes, is_refused, settings.released)
 
 
 async def _give_back(claiming: "asyncio.Task[Seen]", guard: Guard) -> None:

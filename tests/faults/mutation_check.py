@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",
         "outboxq/shared.py",
-        "        self._written.update((None,) if writes is None else writes)\n        self._catch_up()\n",
-        "        self._written.update((None,) if writes is None else writes)\n",
+        "may_rename(statement)\n        self._catch_up()\n",
+        "may_rename(statement)\n",
         ("tests/integration/test_shared_batches.py",),
     ),
     Mutant(
@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "no new connection for what a handler left on its own",
         "outboxq/slot.py",
-        "        if left is None:\n            return False\n        self.shared.functions",
-        "        if left is None or True:\n            return False\n        self.shared.functions",
+        "        if left is None:\n            return False\n",
+        "        if left is None or True:\n            return False\n",
         ("tests/integration/test_session_state.py",),
     ),
     Mutant(

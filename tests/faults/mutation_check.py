@@ -274,6 +274,34 @@ MUTANTS = (
         "            return super().execute(",
         ("tests/integration/test_session_state.py",),
     ),
+    Mutant(
+        "a lease claim's look whether its own lease is alive",
+        "outboxq/statements/claim.py",
+        '" AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""',
+        '""',
+        ("tests/integration/test_lease_steps.py",),
+    ),
+    Mutant(
+        "a crashed suspect's place behind the others",
+        "outboxq/statements/lease.py",
+        "lease_token = {token}, seq = DEFAULT,",
+        "lease_token = {token},",
+        ("tests/integration/test_lease_steps.py",),
+    ),
+    Mutant(
+        "the second beat that sees an orphan",
+        "outboxq/lease.py",
+        "in orphans & self._orphans:",
+        "in orphans:",
+        ("tests/integration/test_lease_steps.py",),
+    ),
+    Mutant(
+        "the beats after an outage that reap nothing",
+        "outboxq/lease.py",
+        "self._beats + _BEATS_BEFORE_REAPING",
+        "self._beats",
+        ("tests/integration/test_lease_steps.py",),
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 from psycopg import sql
 from sqlalchemy import Connection, text
 
-NEEDED_VERSION = 5
+NEEDED_VERSION = 6
 
 
 def schema_version(connection: Connection, schema: str) -> int | None:

@@ -136,6 +136,8 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
         with psycopg.connect(libpq_url(outboxq_database.url), autocommit=True) as connection:
             connection.execute("NOTIFY outboxq_outboxq, 'ledger'")
         wait_until_at_rest(running, resting)
+        # Connections that slots gave back are closed after five seconds, which is told to the server too.
+        sent_in(proxy, 2 * SECONDS)
         assert sent_in(proxy, SECONDS) <= MOST
         wait_until_asleep(engine)
         with sessions.begin() as session:

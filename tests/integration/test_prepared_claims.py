@@ -157,10 +157,7 @@ def test_a_session_that_forgets_its_statements_costs_no_job(
     engine: Engine,
     executed: list[bool],
 ) -> None:
-    """As behind a transaction pooler, or where the driver lets go of them after a rollback: prepared anew.
-
-    Where that happens all the time, claims are sent as text.
-    """
+    """A slot whose handler has sent DEALLOCATE goes on with another connection, and prepares anew."""
 
     def forget(ctx: Context, name: str) -> None:
         if lost_after == "each" or name in ("job 20", "job 40"):
@@ -174,7 +171,7 @@ def test_a_session_that_forgets_its_statements_costs_no_job(
     drain(outboxq_database.url, jobs, batch_size)
     assert ledger(engine) == Counter(names)
     assert (waiting(engine), dead(engine)) == (0, 0)
-    assert executed[-1] is (lost_after == "some")
+    assert any(executed) is (lost_after == "some")
 
 
 def test_nothing_is_prepared_where_the_driver_shall_prepare_nothing(

@@ -281,6 +281,7 @@ def job_mapper() -> Mapper[JobRow]:
     if found is None:
         with _mapping:
             found = inspect(JobRow, raiseerr=False) or _map()
+    assert found is not None
     return found
 
 

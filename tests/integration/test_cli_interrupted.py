@@ -110,7 +110,7 @@ def test_a_cancellation_that_is_cut_off_makes_no_suspects(
         try:
             _, said = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
-            # A first Ctrl-C may come while the driver cancels its statement, and is then taken for that.
+            # Seen once, its cause unknown: a first Ctrl-C that ended nothing within a minute.
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=60)
     finally:

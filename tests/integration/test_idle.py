@@ -21,13 +21,12 @@ from outboxq.events import JobDone, RelayStarted
 from outboxq.listener import Listener, Sleeper
 from outboxq.lookout import Lookout
 from outboxq.postgres import Database
-from outboxq.rest import FIRST_PAUSE_SECONDS
+from outboxq.rest import FIRST_PAUSE_SECONDS, Rest
 from outboxq.slot import Slot
 from outboxq.statements.listen import look
 from tests.conftest import RunningRelay, StartRelay
 from tests.integration.test_wake import wait_until_asleep
 from tests.support import app
-from tests.support.doctor import libpq_url
 from tests.support.slots import line_on, shared_by_slots
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -44,8 +43,8 @@ def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
 
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
-    """The slots whose pauses have grown as long as they will."""
-    pause_seconds, grown = Slot.pause_seconds, set()
+    """The slots that have found nothing since they last took a job, and whose pauses have grown as long as they will."""
+    pause_seconds, found_jobs, grown = Slot.pause_seconds, Rest.found_jobs, set()
 
     def note(slot: Slot, *, flagged: bool) -> float:
         seconds = pause_seconds(slot, flagged=flagged)
@@ -53,7 +52,12 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
             grown.add(slot)
         return seconds
 
+    def forget(rest: Rest) -> None:
+        found_jobs(rest)
+        grown.difference_update([slot for slot in grown if slot.rest is rest])
+
     monkeypatch.setattr(Slot, "pause_seconds", note)
+    monkeypatch.setattr(Rest, "found_jobs", forget)
     return grown
 
 
@@ -123,7 +127,6 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
     sessions: sessionmaker[OutboxSession],
     start_relay: StartRelay,
     resting: set[Slot],
-    outboxq_database: Database,
 ) -> None:
     """Jobs leave nothing behind that goes on asking, and who asks seldom is woken."""
     config = RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=600)
@@ -131,13 +134,7 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
         with sessions.begin() as session:
             session.add_jobs(app.record.job(name=f"job {n}") for n in range(100))
         wait_until(lambda: len(running.of(JobDone)) == 100, "the jobs")
-        resting.clear()
-        # Whether it slept or worked: this wakes each of them.
-        with psycopg.connect(libpq_url(outboxq_database.url), autocommit=True) as connection:
-            connection.execute("NOTIFY outboxq_outboxq, 'ledger'")
         wait_until_at_rest(running, resting)
-        # Connections that slots gave back are closed after five seconds, which is told to the server too.
-        sent_in(proxy, 2 * SECONDS)
         assert sent_in(proxy, SECONDS) <= MOST
         wait_until_asleep(engine)
         with sessions.begin() as session:

@@ -39,7 +39,8 @@ def on_delete(engine: Engine, body: str, *, deferred: bool = False) -> None:
 
 
 def sleep_at(job_id: str) -> str:
-    return f"IF OLD.id = '{job_id}' THEN PERFORM pg_sleep(60); END IF"
+    # Not for as long as the tests wait: the driver gives up cancelling after five seconds, which a busy machine may take.
+    return f"IF OLD.id = '{job_id}' THEN PERFORM pg_sleep(20); END IF"
 
 
 def traces(engine: Engine) -> tuple[int, int]:
@@ -107,12 +108,7 @@ def test_a_cancellation_that_is_cut_off_makes_no_suspects(
         else:
             with engine.connect() as connection:
                 connection.exec_driver_sql(f"SELECT pg_terminate_backend({pid})")
-        try:
-            _, said = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            # Seen once, its cause unknown: a first Ctrl-C that ended nothing within a minute.
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

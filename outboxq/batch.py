@@ -6,7 +6,6 @@ thread calls it on its `Connection`, an event loop through `run_sync`.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, assert_never
@@ -47,14 +46,6 @@ from outboxq.statements.session import local_timeouts, local_timeouts_off, xact_
 _CERTIFICATE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedQueue:
-    """A queue, and the longest deadline of its handlers."""
-
-    name: str
-    timeout_seconds: float | None
-
-
 def _begin(connection: Connection, progress: Progress, *, shared: bool) -> str | None:
     """The transaction of the batch; the seal of a job that is alone in it is as good as a savepoint of its own."""
     anchored = progress.begin(connection)
@@ -77,9 +68,7 @@ class Pilot(Protocol):
         ...
 
 
-def run_batches(
-    connection: Connection, queue: ClaimedQueue, request: ClaimRequest, work: Work, pilot: Pilot
-) -> BatchReport | None:
+def run_batches(connection: Connection, request: ClaimRequest, work: Work, pilot: Pilot) -> BatchReport | None:
     """Claim, run the jobs, commit, and so on while `pilot` says so and jobs come; the last batch's report.
 
     In transaction mode; under a lease see `outboxq.held`.
@@ -96,15 +85,16 @@ def run_batches(
         claimed = claim(connection, request)
         if claimed.anchor is not None:
             # Committed by the certificates inside; leaving the block ends what was begun behind the last of them.
-            return _run_claimed(connection, queue, claimed, work, pilot)
-    return BatchReport(0, (JobsSuspected(queue.name, claimed.moved),)) if claimed.moved else None
+            return _run_claimed(connection, claimed, work, pilot)
+    return BatchReport(0, (JobsSuspected(request.queue, claimed.moved),)) if claimed.moved else None
 
 
-def _run_claimed(
-    connection: Connection, queue: ClaimedQueue, claimed: Claimed, work: Work, pilot: Pilot
-) -> BatchReport:
+def _run_claimed(connection: Connection, claimed: Claimed, work: Work, pilot: Pilot) -> BatchReport:
     while True:
-        progress = Progress(queue.name, claimed.jobs, claimed.anchor, claimed.moved, queue.timeout_seconds, work.epoch)
+        request = claimed.request
+        progress = Progress(
+            request.queue, claimed.jobs, claimed.anchor, claimed.moved, request.timeout_seconds, work.epoch
+        )
         pilot.started(progress)
         fault_point("after-claim")
         next_claimed = work_off(connection, progress, work, pilot)
@@ -113,7 +103,7 @@ def _run_claimed(
         pilot.ended(progress.report())
         if not next_claimed.jobs:
             # Should this not be committed, they are found with their marks again.
-            return BatchReport(0, (JobsSuspected(queue.name, next_claimed.moved),))
+            return BatchReport(0, (JobsSuspected(next_claimed.request.queue, next_claimed.moved),))
         claimed = next_claimed
 
 

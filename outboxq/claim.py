@@ -17,7 +17,7 @@ from outboxq.driver import ScriptResult, is_lost, run_script, sqlstate_of
 from outboxq.job import Job, read_job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
-from outboxq.statements.session import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED
+from outboxq.statements.session import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
@@ -60,6 +60,7 @@ class Claimed:
     None where nothing was taken, and in lease mode, where the jobs' transaction begins later.
     """
 
+    request: "ClaimRequest"
     jobs: tuple[Job, ...]
     moved: int
     anchor: Anchor | None
@@ -137,11 +138,11 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """A claim of up to `limit` jobs, of those behind `cursor` only, and the savepoints behind it.
+    """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
 
     Args:
-        settings: What holds for the handlers and not for the claim itself: its deadline is theirs, and a claim that has
-            far to walk must not starve by it. Without any, what the role and the database have.
+        timeout_seconds: The longest deadline of the queue's handlers. It holds for them and not for the claim itself,
+            which must not starve by it if it has far to walk. None for what the role and the database have.
         prepared: Where it is prepared, if it is worth it.
         aside: What is asked along with it, where it goes along with a COMMIT.
     """
@@ -149,7 +150,8 @@ class ClaimRequest:
     script: ClaimScript
     limit: int
     cursor: Cursor | None = None
-    settings: str = ""
+    queue: str = ""
+    timeout_seconds: float | None = None
     prepared: PreparedClaims | None = None
     aside: Aside | None = None
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
@@ -160,7 +162,7 @@ class ClaimRequest:
         claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
         if self.script.leased:
             return f"{UNTIMED}{READABLE_DATES}{claim_text}; COMMIT"
-        settings = self.settings or TIMED_AGAIN
+        settings = local_timeouts(self.timeout_seconds) or TIMED_AGAIN
         return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
 
     def text_behind_commit(self) -> str:
@@ -194,9 +196,9 @@ class ClaimRequest:
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
         if self.script.leased or not taken:
-            return Claimed(_in_order(taken), moved, None)
+            return Claimed(self, _in_order(taken), moved, None)
         xid, pid = taken[0][_END_OF_JOB:]
-        return Claimed(_in_order(taken), moved, Anchor(self.savepoint, cast("str", xid), cast("int", pid)))
+        return Claimed(self, _in_order(taken), moved, Anchor(self.savepoint, cast("str", xid), cast("int", pid)))
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:

@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from typing import cast
 
-from outboxq.batch import ClaimedQueue
 from outboxq.claim import Aside, ClaimRequest, PreparedClaims
 from outboxq.cursors import Position
 from outboxq.held import Held
@@ -18,7 +17,6 @@ from outboxq.progress import Progress
 from outboxq.relay_state import Shared
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.listen import calls_away
-from outboxq.statements.session import local_timeouts
 
 # So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
 # its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
@@ -31,10 +29,7 @@ _NO_LIMIT = 1_000_000
 
 
 class Claims:
-    """The claims of one slot, one after the other.
-
-    `request` is the last one, and `queue` the one that it was for.
-    """
+    """The claims of one slot, one after the other. `request` is the last one."""
 
     def __init__(self, shared: Shared, order: Order) -> None:
         queues = order.queues
@@ -42,6 +37,8 @@ class Claims:
         self.prepared: PreparedClaims | None = None
         # Another queue, or another sort of jobs, wants the slot: it looks before it claims again.
         self.is_called_away = False
+        # That the last look at its queues took.
+        self.look_seconds = 0.0
         self.request: ClaimRequest | None = None
         # So many more jobs run one by one.
         self.alone_for = 0
@@ -50,8 +47,9 @@ class Claims:
         # Other slots, and other processes, begin elsewhere.
         self._last = random.choice(queues)
         self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
-        self._queues = {name: ClaimedQueue(name, shared.registry.timeout_seconds(name)) for name in queues}
-        self.queue = self._queues[queues[0]]
+        self._timeouts = {name: shared.registry.timeout_seconds(name) for name in queues}
+        # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
+        self._changes_queues = len(queues) > 1 and all(shared.registry.claims[name] != "lease" for name in queues)
         # The same for one queue, which is claimed from without a look, and for several.
         self._due_first, self._due_next = False, set[str]()
         self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
@@ -78,12 +76,14 @@ class Claims:
         self._most_leased = dict.fromkeys(self._order.queues, 1)
 
     def begin_walk(self) -> None:
-        """The slot looks for jobs in its queues."""
+        """The slot looks for jobs in its queues, outside of a transaction."""
         self._walks_since = _now()
+        self._counts_due_at = self._walks_since + COUNTS_SECONDS
 
-    def wants_look(self, seen_at: float, look_seconds: float) -> bool:
-        """Whether what was seen then, by a look that took so long, is not to be trusted any more."""
-        return self.is_called_away or _now() > seen_at + follow_seconds(look_seconds)
+    def wants_look(self) -> bool:
+        """Whether what was seen by the last look is not to be trusted any more."""
+        seen_at = self._shared.lookout.seen_at(self._order.queues[0])
+        return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
         """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
@@ -117,10 +117,9 @@ class Claims:
 
     def ask(self, name: str, script: ClaimScript) -> ClaimRequest:
         """The next claim."""
-        self.queue = self._queues[name]
         cursor = self._positions[name].start() if script.is_keyed else None
-        limit, settings = self._limit(name, script), local_timeouts(self.queue.timeout_seconds)
-        self.request = ClaimRequest(script, limit, cursor, settings, self.prepared)
+        limit = self._limit(name, script)
+        self.request = ClaimRequest(script, limit, cursor, name, self._timeouts[name], self.prepared)
         return self.request
 
     def _limit(self, name: str, script: ClaimScript) -> int:
@@ -138,7 +137,6 @@ class Claims:
             share_seconds = follow_seconds(_now() - self._walks_since) / shares
             # So small that the next claim belongs to another queue: here it would mostly find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
-            self._counts_due_at = _now() + COUNTS_SECONDS
             self._walks_since = None
         if self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)
@@ -146,7 +144,7 @@ class Claims:
     def is_more(self, jobs: tuple[Job, ...], moved: int) -> bool:
         """Whether the last claim may have left some to others."""
         assert self.request is not None
-        is_suspect = self.request.script is self._statements[self.queue.name].lease_suspect
+        is_suspect = self.request.script is self._statements[self.request.queue].lease_suspect
         return len(jobs) + moved >= self.request.limit and not is_suspect
 
     def found_nothing(self, name: str, script: ClaimScript) -> None:
@@ -160,7 +158,7 @@ class Claims:
         assert request is not None
         half = _power_of_two(max(1, request.limit // 2))
         if request.script.leased:
-            self._most_leased[self.queue.name] = half
+            self._most_leased[request.queue] = half
         else:
             self._most = half
 
@@ -173,8 +171,22 @@ class Claims:
         assert request is not None
         half = max(1, len(progress.jobs) // 2)
         self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
-        is_full = len(progress.jobs) >= request.limit and not (self.alone_for or progress.unknown)
-        return self._ask_on(progress.queue, request.script) if is_full else None
+        if self.alone_for or progress.unknown or self._shared.stopping.is_set() or _now() > self._counts_due_at:
+            return None
+        is_full = len(progress.jobs) >= request.limit
+        following = self._ask_on(progress.queue, request.script) if is_full else None
+        return following or self._ask_elsewhere()
+
+    def _ask_elsewhere(self) -> ClaimRequest | None:
+        """The claim from the next queue in which something is known to wait."""
+        if not self._changes_queues or self._shared.suspects.wait_in(self._order.queues) or self.wants_look():
+            return None
+        # Should it not be sent, or find nothing, the look that ends the slot's turns finds what it has missed.
+        turn = self.take_turn()
+        if turn is None:
+            return None
+        self._walks_since = _now()
+        return self.ask(*turn)
 
     def following_held(self, held: Held) -> ClaimRequest | None:
         """As `following`, under a lease. The faster its handlers were, the more jobs the next claim takes."""
@@ -184,11 +196,10 @@ class Claims:
         self._most_leased[held.queue] = _power_of_two(most)
         is_suspect = request.script is self._statements[held.queue].lease_suspect
         is_full = len(held.jobs) >= request.limit and not (self.alone_for or is_suspect or held.unknown)
-        return self._ask_on(held.queue, request.script) if is_full else None
+        may_follow = is_full and not self._shared.stopping.is_set() and _now() <= self._counts_due_at
+        return self._ask_on(held.queue, request.script) if may_follow else None
 
     def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
-        if self._shared.stopping.is_set() or _now() > self._counts_due_at:
-            return None
         if _now() <= self._follow_until:
             return self.ask(name, script)
         has_suspects = self._shared.suspects.wait_in(self._order.queues)

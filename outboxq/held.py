@@ -16,7 +16,7 @@ from typing import Protocol
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.batch import ClaimedQueue, Pilot, end_transaction, is_listened_to, work_off
+from outboxq.batch import Pilot, end_transaction, is_listened_to, work_off
 from outboxq.claim import Claimed, ClaimRequest, claim
 from outboxq.driver import is_lost, pause, run_script
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
@@ -189,9 +189,7 @@ class Holder(Pilot, Protocol):
         ...
 
 
-def run_held(
-    connection: Connection, queue: ClaimedQueue, request: ClaimRequest, work: Work, holder: Holder
-) -> BatchReport | None:
+def run_held(connection: Connection, request: ClaimRequest, work: Work, holder: Holder) -> BatchReport | None:
     """Claim under the lease, run the jobs, settle them, and so on while `holder` says so; the last claim's report.
 
     None where nothing waited. After any error `relieve` what is held.
@@ -210,7 +208,7 @@ def run_held(
             if report is not None:
                 holder.ended(report)
             # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that nobody runs.
-            held = Held(queue.name, claimed.jobs)
+            held = Held(claimed.request.queue, claimed.jobs)
             holder.holds(held)
             fault_point("after-claim")
             report, claimed = _work_off_held(connection, held, work, holder)

@@ -28,14 +28,9 @@ class BatchReport:
     events: tuple[Event, ...]
 
     @property
-    def parked(self) -> bool:
-        """Whether there were jobs that nobody here can run."""
-        return any(isinstance(event, JobsParked) for event in self.events)
-
-    @property
-    def suspected(self) -> bool:
-        """Whether jobs whose claim had died were set aside."""
-        return any(isinstance(event, JobsSuspected) for event in self.events)
+    def parked_in(self) -> str | None:
+        """The queue in which jobs were found that this relay cannot run, if any were."""
+        return next((event.queue for event in self.events if isinstance(event, JobsParked)), None)
 
 
 @dataclass(slots=True)

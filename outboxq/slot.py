@@ -27,6 +27,7 @@ from outboxq.events import (
     JobCrashed,
     JobLeaseLost,
     JobsParked,
+    JobsSuspected,
 )
 from outboxq.execute import ConnectionLost, ConnectionSpoiled, TransactionEscaped, Work, is_cancellation
 from outboxq.failure import describe_failure
@@ -87,7 +88,6 @@ class Slot:
         # Since the last look at its queues.
         self._has_found = True
         self._is_rested = True
-        self._look_seconds = 0.0
         self._lease_waits = 0
         self._lost_since: float | None = None
         self._spoiled: ConnectionSpoiled | None = None
@@ -224,8 +224,7 @@ class Slot:
 
     def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
         """Where to claim next, after a look if the last one is old, or if all that it named was claimed."""
-        seen_at = self.shared.lookout.seen_at(self.queues[0])
-        if self._claims.wants_look(seen_at, self._look_seconds) and not self._is_rested:
+        if self._claims.wants_look() and not self._is_rested:
             self._look(connection)
         self._is_rested = False
         turn = self._claims.take_turn()
@@ -241,7 +240,7 @@ class Slot:
         rows = run_alone(connection, lookout.statement_for(self.queues))
         lookout.saw(taken, rows, self.queues)
         self.shared.suspects.queues.update(str(name) for name, _, _, suspected in rows if suspected)
-        self._look_seconds = _now() - begun
+        self._claims.look_seconds = _now() - begun
         self._claims.is_called_away = self._has_found = False
 
     def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> bool:
@@ -251,7 +250,7 @@ class Slot:
             # Behind the cursor is nothing any more: before it may be.
             report = self._run(connection, name, script, work)
         if report is not None:
-            self._after(connection, name, report, work)
+            self._after(connection, report, work)
         return report is not None
 
     def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
@@ -264,7 +263,7 @@ class Slot:
                 return False
             report = self._run_first_suspect(connection, name, work)
             if report is not None:
-                self._after(connection, name, report, work)
+                self._after(connection, report, work)
             else:
                 suspects.queues.discard(name)
             return report is not None
@@ -304,7 +303,7 @@ class Slot:
                 self._forgive(connection, request, error)
             if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
-            self.shared.emit(BatchRolledBack(name, self.running, describe_error(error)))
+            self.shared.emit(BatchRolledBack(self.progress.queue, self.running, describe_error(error)))
             end_transaction(connection)
             report = self._settle_doubt(connection, work, error)
             if report is None:
@@ -330,7 +329,7 @@ class Slot:
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:
             run = run_held if request.script.leased else run_batches
-            return run(connection, self._claims.queue, request, work, self)
+            return run(connection, request, work, self)
         except TransactionEscaped as escaped:
             failure: TransactionEscaped | LeaseLost = escaped
         except LeaseLost as lost:
@@ -427,17 +426,16 @@ class Slot:
         job = progress.lone_job
         return None if job is None else charge(connection, job, describe_failure(error, job), work)
 
-    def _after(self, connection: Connection, name: str, report: BatchReport, work: Work) -> None:
+    def _after(self, connection: Connection, report: BatchReport, work: Work) -> None:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._has_found = True
         self._claims.alone_for = max(0, self._claims.alone_for - report.claimed)
-        if report.suspected:
-            self.shared.suspects.queues.add(name)
-        parked = 0
+        parked, queue = 0, report.parked_in
         try:
-            if report.parked:
+            if queue is not None:
+                kinds = work.registry.known_kinds(self.flavour)
                 with connection.begin():
-                    parked = park_unknown(connection, self.shared.schema, name, work.registry.known_kinds(self.flavour))
+                    parked = park_unknown(connection, self.shared.schema, queue, kinds)
         finally:
             self.tell(report, parked)
 
@@ -446,7 +444,7 @@ class Slot:
         with self.shared.lock:
             self.shared.tally.add(report)
         for event in report.events:
-            if isinstance(event, JobCrashed) and not event.died:
+            if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.died):
                 self.shared.suspects.queues.add(event.queue)
             self.shared.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.batch as batch_module
 import outboxq.claim as claim_module
+import outboxq.claims as claims_module
 import outboxq.slot as slot_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.driver import ScriptResult, run_script
@@ -108,6 +109,56 @@ def test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no
             wait_until(lambda: done == called, "the handler")
     assert set(claims) == {f"queue {number:03}" for number in called}
     assert len(claims) <= 3 * len(called)
+
+
+@pytest.fixture
+def trusted_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look grows old, on the slowest of machines."""
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _seconds: 3600.0)
+
+
+@pytest.mark.usefixtures("trusted_looks")
+def test_the_claim_of_the_next_queue_comes_with_the_commit_of_the_jobs_before_it(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job in a queue of its own costs one round trip to be claimed and committed, as one of many in a queue does."""
+    along: list[str] = []
+
+    def noting(connection: Connection, script: str) -> list[ScriptResult]:
+        if "COMMIT;" in script:
+            along.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
+        return run_script(connection, script)
+
+    monkeypatch.setattr(batch_module, "run_script", noting)
+    done: list[int] = []
+    jobs = many_queues(20, lambda ctx, number: done.append(number))
+    enqueue(sessions, jobs, range(20), 20)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),), batch_size=5)).drain()
+    assert sorted(done) == list(range(20))
+    assert len(along) == len(set(along)) == 19
+
+
+@pytest.mark.usefixtures("trusted_looks")
+def test_what_is_found_with_a_commit_in_another_queue_belongs_to_that_queue(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """Jobs of unknown kinds are parked where they are, and deadlines are those of their own queue's handlers."""
+    jobs, timeouts = Jobs(), dict[str, str]()
+
+    def note(ctx: Context) -> None:
+        timeouts[ctx.job.queue] = ctx.session.scalars(text("SHOW statement_timeout")).one()
+
+    for name, seconds in (("a", 40), ("b", 50), ("c", None)):
+        jobs.handler(queue=name, kind=name, timeout_seconds=seconds)(note)
+    with sessions.begin() as session:
+        session.add_jobs(jobs.resolve().find(name).job() for name in "abc")
+        unknown = "SELECT gen_random_uuid(), unnest('{a,b,c}'::text[]), 'x', '{}'"
+        session.execute(text(f"INSERT INTO outboxq.job (id, queue, kind, args) {unknown}"))
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),), batch_size=1)).drain()
+    assert timeouts == {"a": "40s", "b": "50s", "c": "0"}
+    with engine.connect() as connection:
+        left = connection.exec_driver_sql("SELECT queue FROM outboxq.job WHERE kind = 'x' AND parked = 1 ORDER BY 1")
+        assert left.scalars().all() == ["a", "b", "c"]
 
 
 def test_queues_of_the_star_take_turns(sessions: sessionmaker[OutboxSession], outboxq_database: Database) -> None:

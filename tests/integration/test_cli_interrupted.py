@@ -39,7 +39,7 @@ def on_delete(engine: Engine, body: str, *, deferred: bool = False) -> None:
 
 
 def sleep_at(job_id: str) -> str:
-    # Not for as long as the tests wait: the driver gives up cancelling after five seconds, which a busy machine may take.
+    # Not for as long as a test waits: the driver gives up cancelling after five seconds, which a busy machine may take.
     return f"IF OLD.id = '{job_id}' THEN PERFORM pg_sleep(20); END IF"
 
 

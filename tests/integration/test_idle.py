@@ -43,7 +43,7 @@ def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
 
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
-    """The slots that have found nothing since they last took a job, and whose pauses have grown as long as they will."""
+    """The slots that took no job since their pauses have grown as long as they will."""
     pause_seconds, found_jobs, grown = Slot.pause_seconds, Rest.found_jobs, set()
 
     def note(slot: Slot, *, flagged: bool) -> float:

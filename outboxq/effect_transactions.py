@@ -115,7 +115,7 @@ class AsyncEngineTransactions:
             return await connection.run_sync(work)
 
     async def trim(self) -> None:
-        """See `EngineTransactions`."""
+        """Close the connections that were not used for a while."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
             await self.dispose()

@@ -61,7 +61,7 @@ class HandlerError(OutboxqError):
 
 
 class NothingDone(HandlerError, PermanentError):
-    """A handler returned a coroutine that nobody awaited, or the class of an outcome: every attempt would."""
+    """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would."""
 
 
 class HandlerRolledBack(HandlerError):

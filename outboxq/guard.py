@@ -76,7 +76,7 @@ class _Seal(Savepoint):
         self._savepoint = "outboxq_sealed"
         self._seal = seal
         self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
-        connection._nested_transaction = self  # noqa: SLF001  # as above
+        connection._nested_transaction = self  # noqa: SLF001  # and leaves again
 
     @property
     def name(self) -> str:

@@ -50,7 +50,7 @@ class Line:
 
 
 def make_line(connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()) -> Line:
-    """Set a new connection up. `harmless`: see `Guard`."""
+    """Set a new connection up. `harmless`: functions that are known to leave nothing on it."""
     with connection.begin():
         epoch = server_epoch(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
@@ -85,7 +85,7 @@ class Spares:
             return is_taken
 
     def cold(self) -> list[Line]:
-        """Those that nobody has needed for a while, for the caller to close."""
+        """Those that were not used for a while, for the caller to close."""
         oldest = time.monotonic() - LINGER_SECONDS
         with self._lock:
             over = self._lines[: max(0, len(self._lines) - self._kept)]
@@ -133,7 +133,7 @@ class Lines:
             raise
 
     def trim(self) -> None:
-        """Close what nobody needs any more."""
+        """Close what was not used for a while."""
         _close(self._spares.cold())
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class AsyncLines:
 
     @asynccontextmanager
     async def line(self) -> AsyncIterator[Line]:
-        """See `Lines`."""
+        """One of them, for the length of a block."""
         line = self._spares.take() or await self._open()
         try:
             yield line
@@ -183,11 +183,11 @@ class AsyncLines:
         return line
 
     async def trim(self) -> None:
-        """See `Lines`."""
+        """Close what was not used for a while."""
         await _close_async(self._spares.cold())
 
     async def close(self) -> None:
-        """See `Lines`."""
+        """Close what slots have given back, and will give back."""
         await _close_async(self._spares.all(for_good=True))
 
 

@@ -31,7 +31,7 @@ class Returned:
         """The outcome of one job.
 
         Raises:
-            NothingDone: a coroutine or the like that nobody has run, or the class of an outcome.
+            NothingDone: a coroutine or the like that was never run, or the class of an outcome.
         """
         if returned is None:
             return _DONE
@@ -98,6 +98,6 @@ def _refuse_undone(returned: object) -> None:
         # Close it, or Python warns.
         returned.close()
     raise NothingDone(
-        f"the handler returned a {type(returned).__name__} that nobody has run to its end: `await` it in an async "
+        f"the handler returned a {type(returned).__name__} that was not run to its end: `await` it in an async "
         "handler, or run it before returning"
     )

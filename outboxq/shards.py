@@ -49,4 +49,4 @@ def _shards_in_use(session: ShardedSession) -> set[Hashable]:
     if transaction is None:
         return set()
     shards: Mapping[Hashable, Engine | Connection] = session._ShardedSession__shards  # type: ignore[attr-defined]  # noqa: SLF001  # no public reading
-    return {shard for shard, bind in shards.items() if bind in transaction._connections}  # noqa: SLF001  # as above
+    return {shard for shard, bind in shards.items() if bind in transaction._connections}  # noqa: SLF001  # no public reading either

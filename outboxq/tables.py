@@ -289,7 +289,7 @@ def _map() -> Mapper[JobRow]:
     mapper = registry(metadata=metadata).map_imperatively(
         JobRow, _numbered, primary_key=[_numbered.c.number], eager_defaults=False
     )
-    JobRow.__table__ = job  # type: ignore[attr-defined]  # as above, in the place of the query
+    JobRow.__table__ = job  # type: ignore[attr-defined]  # where declared classes have their table
     event.listen(mapper, "before_insert", lambda _mapper, connection, row: row.write(connection, row))
     return mapper
 

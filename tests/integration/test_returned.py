@@ -139,8 +139,8 @@ def test_a_value_is_dropped_and_the_job_is_done(
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (nobody_awaits, "returned a coroutine that nobody has run to its end"),
-        (lambda: (each for each in ()), "returned a generator that nobody has run to its end"),
+        (nobody_awaits, "returned a coroutine that was not run to its end"),
+        (lambda: (each for each in ()), "returned a generator that was not run to its end"),
         (lambda: Retry, "returned the class Retry, which is no outcome: return Retry(...)"),
         (lambda: Snooze, "returned the class Snooze"),
         (lambda: DeadLetter, "returned the class DeadLetter"),

@@ -7,6 +7,7 @@ change and red with it; the script ends with 1 if a mutant survives.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -308,10 +309,14 @@ MUTANTS = (
 def main(wanted: list[str]) -> int:
     """Run the mutants whose names hold one of the words, or all."""
     survivors = 0
+    # Several mutants have the same tests: these run once without a change.
+    without: dict[tuple[str, ...], Run] = {}
     for mutant in MUTANTS:
         if wanted and not any(word in mutant.name for word in wanted):
             continue
-        plain = run(mutant, mutated=False)
+        if mutant.tests not in without:
+            without[mutant.tests] = run(mutant, mutated=False)
+        plain = without[mutant.tests]
         changed = run(mutant, mutated=True)
         red = plain.code == 0 and changed.code == 1
         survivors += not red
@@ -324,14 +329,14 @@ def main(wanted: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a mutant's tests: pytest's exit code (1: tests failed) and its closing line."""
+    """One run of a mutant's tests: pytest's exit code (1: tests failed), its closing line, and what failed first."""
 
     code: int
     said: str
 
 
 def run(mutant: Mutant, *, mutated: bool) -> Run:
-    """The mutant's tests on a copy of this checkout."""
+    """The mutant's tests on a copy of this checkout, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="outboxq-mutant-") as directory:
         # The embedded server runs as another user, who reads its binaries where they are installed.
         copy = Path(directory)
@@ -344,13 +349,20 @@ def run(mutant: Mutant, *, mutated: bool) -> Run:
         if mutated:
             apply(mutant, copy)
         begun = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--maxfail", "3", "--timeout", "90", *mutant.tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--maxfail", "1", "--timeout", "90", *mutant.tests]
         done = subprocess.run(
             command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
         )
-        closing = [line for line in done.stdout.splitlines() if "passed" in line or "failed" in line]
-        said = closing[-1].strip("= ") if closing else done.stdout[-500:]
-        return Run(done.returncode, f"{said} ({time.monotonic() - begun:.0f} s in all)")
+        return Run(done.returncode, f"{_said(done.stdout)} ({time.monotonic() - begun:.0f} s in all)")
+
+
+def _said(output: str) -> str:
+    """The closing line of a run, and the test that failed; the end of its output if there is none."""
+    closing = [line for line in output.splitlines() if "passed" in line or "failed" in line]
+    if not closing:
+        return output[-500:]
+    failed = [line.split()[1].rpartition("::")[2] for line in output.splitlines() if line.startswith("FAILED ")]
+    return "; ".join([re.sub(r" in [0-9.]+s.*", "", closing[-1].strip("= ")), *failed])
 
 
 def apply(mutant: Mutant, root: Path) -> None:

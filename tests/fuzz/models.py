@@ -53,7 +53,6 @@ class Account(Base):
     price: Mapped[Decimal | None] = mapped_column(Numeric(8, 1))
     code: Mapped[str | None] = mapped_column(CHAR(4))
     document: Mapped[dict[str, Any] | None] = mapped_column(JSON)
-    settings: Mapped[dict[str, Any] | None] = mapped_column(MutableDict.as_mutable(JSONB))
 
     @hybrid_property
     def is_rich(self) -> bool:
@@ -195,11 +194,12 @@ class Child(Base):
 
 
 class Leaf(Base):
-    """Deleted with its account, by the database."""
+    """Deleted with its account, by the database. SQLAlchemy watches its document, by a listener at loading."""
 
     __tablename__ = "leaf"
     id: Mapped[int] = mapped_column(primary_key=True)
     value: Mapped[int] = mapped_column(default=0)
+    settings: Mapped[dict[str, Any] | None] = mapped_column(MutableDict.as_mutable(JSONB))
     account_id: Mapped[int | None] = mapped_column(ForeignKey("account.id", ondelete="CASCADE"), default=1)
 
 

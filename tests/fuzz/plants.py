@@ -17,7 +17,7 @@ from sqlalchemy.sql import ClauseElement
 
 from outboxq import changes, deferred, preload, set_based, table_facts, write_buffer
 from outboxq.changes import _Writable
-from outboxq.enqueue import holds_only_jobs, insert_all
+from outboxq.enqueue import insert_all
 from outboxq.preload import Preloaded
 from outboxq.shared import _SharedRun
 from outboxq.table_facts import TableFacts
@@ -243,11 +243,6 @@ def jobs_are_turned_round() -> AbstractContextManager[object]:
         insert_all(connection, dict(reversed([*jobs.items()])), **options)
 
     return mock.patch.object(write_buffer, "insert_all", backwards)
-
-
-@plant("a session with an open savepoint counts as one without")
-def savepoints_are_ignored() -> AbstractContextManager[object]:
-    return mock.patch.object(_SharedRun, "_may_wait", lambda _, session: holds_only_jobs(session))
 
 
 def _always(answer: object) -> Callable[..., Any]:

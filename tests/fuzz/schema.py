@@ -39,8 +39,8 @@ BEGIN
   DELETE FROM parent; DELETE FROM dog; DELETE FROM animal; DELETE FROM account; DELETE FROM branch; DELETE FROM pair;
   DELETE FROM stamped; DELETE FROM ruled; DELETE FROM versioned; DELETE FROM figured; DELETE FROM summed;
   DELETE FROM touched; DELETE FROM heard;
-  INSERT INTO account (id, value, label, price, code, document, settings)
-    SELECT i, i * 10, 'seed', 1.5, 'c', '{{"list": [1], "n": 0}}', '{{"n": 0}}' FROM generate_series(1, 3) AS i;
+  INSERT INTO account (id, value, label, price, code, document)
+    SELECT i, i * 10, 'seed', 1.5, 'c', '{{"list": [1], "n": 0}}' FROM generate_series(1, 3) AS i;
   INSERT INTO branch (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
   INSERT INTO pair (id, side, value) SELECT i, 'l', i * 10 FROM generate_series(1, 3) AS i;
   INSERT INTO till (id, value, branch_id) SELECT i, i * 10, i FROM generate_series(1, 3) AS i;
@@ -54,7 +54,7 @@ BEGIN
     SELECT i, i * 10, 'p' || i, i, i FROM generate_series(1, 3) AS i;
   INSERT INTO parent (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
   INSERT INTO child (id, value, parent_id) SELECT i, i * 10, (i + 1) / 2 FROM generate_series(1, 3) AS i;
-  INSERT INTO leaf (id, value, account_id) SELECT i, i * 10, i FROM generate_series(1, 3) AS i;
+  INSERT INTO leaf (id, value, account_id, settings) SELECT i, i * 10, i, '{{"n": 0}}' FROM generate_series(1, 3) AS i;
   INSERT INTO ticket (id, value, account_id) SELECT i, i * 10, i FROM generate_series(1, 3) AS i;
   INSERT INTO animal (id, value, sort) SELECT i, i * 10, 'dog' FROM generate_series(1, 3) AS i;
   INSERT INTO dog (id, tricks) SELECT i, 0 FROM generate_series(1, 3) AS i;

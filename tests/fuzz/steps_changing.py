@@ -7,7 +7,7 @@ from sqlalchemy.orm import make_transient, make_transient_to_detached
 from sqlalchemy.orm.attributes import flag_modified, set_committed_value
 
 from tests.fuzz.frame import Frame, mix, mixed, new_row, on_held, seen, shown, step_function
-from tests.fuzz.models import EXTRAS, VALUE_CLASS, Account, Child, Note, Parent, Ticket
+from tests.fuzz.models import EXTRAS, VALUE_CLASS, Account, Child, Leaf, Note, Parent, Ticket
 
 
 @on_held
@@ -107,7 +107,7 @@ def put_kept_document(frame: Frame, entity: Any, n: int) -> object:
 @on_held
 def change_settings(frame: Frame, entity: Any, n: int) -> object:
     """Inside of a document that SQLAlchemy watches."""
-    if not isinstance(entity, Account) or entity.settings is None:
+    if not isinstance(entity, Leaf) or entity.settings is None:
         return "no settings"
     entity.settings["n"] = mix(entity.settings.get("n", 0), n)
     return shown(entity.settings)
@@ -146,6 +146,14 @@ def attach(frame: Frame, name: str, key: int) -> object:
         return frame.hold(frame.session.identity_map[identity])
     frame.session.add(entity)
     return frame.hold(entity)
+
+
+@step_function
+def put_unloaded(frame: Frame, name: str, key: int, n: int) -> object:
+    """Write to a row that nothing was loaded of: nothing is sent before the flush."""
+    shown_first = attach(frame, name, key)
+    frame.held[-1].value = n
+    return shown_first
 
 
 @on_held

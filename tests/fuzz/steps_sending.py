@@ -13,12 +13,14 @@ _PUT_DOCUMENT = update(Account).where(Account.id == bindparam("which")).values(d
 _SYNCHRONIZED = ("auto", "fetch", "evaluate", False)
 
 
-@cache
-def _update_by_key(name: str) -> Update:
+def _new_update_by_key(name: str) -> Update:
     table = value_table(name)
     return (
         update(table).where(table.c.id == bindparam("which")).values(value=mixed(table.c.value, bindparam("n")))  # type: ignore[arg-type]
     )
+
+
+_update_by_key = cache(_new_update_by_key)
 
 
 @cache
@@ -124,7 +126,9 @@ def call_by_text(frame: Frame, name: str, key: int, n: int) -> object:
 @step_function
 def write_in_cte(frame: Frame, name: str, key: int, n: int) -> object:
     """A SELECT whose WITH writes."""
-    changed = _update_by_key(name).returning(value_table(name).c.value).cte("changed")
+    # Not from the one that the lanes' threads share: a copy of a statement that another thread compiles at that moment
+    # may keep what SQLAlchemy remembers of the original, such as that it returns no columns.
+    changed = _new_update_by_key(name).returning(value_table(name).c.value).cte("changed")
     return frame.session.scalars(select(changed.c.value), _parameters(name, key, n)).all()
 
 

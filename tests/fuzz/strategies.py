@@ -32,8 +32,8 @@ _QUIET = {
     "change_document": "pn", "change_settings": "pn", "change_in_place": "pn", "change_unseen": "pn",
     "set_committed": "pn", "defer_update": "ckn", "defer_value": "ckn", "defer_expression": "ckn", "defer_text": "ckn",
     "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n", "attach": "ck",
-    "put_kept_document": "pn", "defer_kept_document": "kn", "defer_with_kept_document": "kn", "hook": "n",
-    "hook_commit": "n",
+    "put_unloaded": "ckn", "put_kept_document": "pn", "defer_kept_document": "kn", "defer_with_kept_document": "kn",
+    "hook": "n", "hook_commit": "n",
 }  # fmt: skip
 _READING = {
     "anything": "", "get": "ck", "get_one": "ck", "select_one": "ck", "select_all": "c", "select_rich": "",
@@ -71,19 +71,73 @@ _NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
 _FOCUS = st.just(_NAMES["quiet"]) | st.lists(st.sampled_from(_MIXTURES["quiet"]), min_size=2, max_size=4).map(
     st.sampled_from
 )
+# Half of the batches are narrow: a few jobs of a step or two, all about two rows of a class, or of two that have to do
+# with each other, and most of them send nothing. What depends on the order of three jobs comes up here.
+_NEAR: tuple[tuple[str, ...], ...] = (
+    *(("Account",), ("Account", "SameAccount"), ("Purse",)) * 3,
+    ("Branch",), ("Pair",), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Ticket"),
+    ("Account", "Leaf"), ("Leaf",), ("Till", "Branch"), ("Ruled", "Branch"), ("Heard", "Branch"), ("Parent", "Child"),
+    ("Stamped",), ("Figured",), ("Touched",), ("Versioned",),
+)  # fmt: skip
+_DEFERRING = ("defer_update", "defer_value", "defer_expression", "defer_text", "defer_sum")
+_UNLOADED = ("put_unloaded", "put_unloaded", "put_extra")
+_NEAR_STEPS = (
+    *_DEFERRING, "change", "put", "put_extra", "express", "put_unloaded", "defer_insert", "put_kept_document",
+    "defer_kept_document", "hook", "tell", "put_back",
+)  # fmt: skip
+# More of those that wait, and whose statements are equal whatever their values are.
+_DEFERRED = (*_DEFERRING, "defer_update", "defer_value", "defer_update", "defer_value")
+_NEAR_FOCUS = st.one_of(
+    st.lists(st.sampled_from(_NEAR_STEPS), min_size=1, max_size=3),
+    st.lists(st.sampled_from(_DEFERRED), min_size=2, max_size=3),
+    st.lists(st.sampled_from((*_UNLOADED, *_DEFERRED)), min_size=2, max_size=3),
+).map(st.sampled_from)
+# Whether jobs are given rows, and how often all of it is about the same one. If none is given any, no load sends what
+# waits: many changes of one row come together. A row that is loaded ahead is there for its next job alone.
+_NEAR_GIVEN = ((st.just(False), 6), (st.booleans(), 2), (st.sampled_from((True, True, False)), 2))
+_SENDING = st.sampled_from((*_READING, *_WRITING))
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
 _DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
 _LOCKED = st.sampled_from((False, False, True))
+_FLAVOURS = st.sampled_from(("sync", "sync", "sync", "async"))
 _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly"))
 
 
-@st.composite
-def batches(draw: Any) -> Batch:
+def batches() -> st.SearchStrategy[Batch]:
     """Any batch of two to eight jobs."""
+    return _narrow_batches() | _wide_batches()
+
+
+@st.composite
+def _narrow_batches(draw: Any) -> Batch:
+    classes = st.sampled_from(draw(st.sampled_from(_NEAR)))
+    key, (is_given, often) = draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.sampled_from(_NEAR_GIVEN))
+    drawn = {**_DRAWN, "c": classes, "k": st.sampled_from((key,) * often + (key % 3 + 1,))}
+    narrow = _narrow_tasks(drawn, draw(_NEAR_FOCUS), is_given)
+    flavour: Flavour = draw(_FLAVOURS)
+    tasks = draw(st.lists(narrow, min_size=draw(st.sampled_from((2, 4, 5))), max_size=6))
+    return Batch(tuple(tasks), flavour)
+
+
+@st.composite
+def _narrow_tasks(
+    draw: Any, drawn: dict[str, Any], quiet: st.SearchStrategy[str], is_given: st.SearchStrategy[bool]
+) -> Task:
+    given: tuple[Given, ...] = ()
+    if draw(is_given):
+        given = (Given(draw(drawn["c"]), draw(drawn["k"]), optional=True, locked=draw(_LOCKED)),)
+    # One job in six sends something.
+    names = draw(st.sampled_from((quiet,) * 5 + (_SENDING,)))
+    steps = [_draw_args(draw, draw(names), drawn) for _ in range(draw(st.sampled_from((1, 1, 2))))]
+    return Task(given, tuple(steps))
+
+
+@st.composite
+def _wide_batches(draw: Any) -> Batch:
     # Few classes and few keys, so that the jobs meet.
     family = draw(st.sampled_from(FAMILIES))
     names = tuple(draw(_FAMILY[family]) for _ in range(draw(st.integers(1, 3))))
-    flavour: Flavour = draw(st.sampled_from(("sync", "sync", "sync", "async")))
+    flavour: Flavour = draw(_FLAVOURS)
     quiet = draw(_FOCUS)
     tasks = draw(st.lists(_tasks(st.sampled_from(names), quiet), min_size=draw(st.sampled_from((2, 4, 6))), max_size=8))
     return Batch(tuple(tasks), flavour)
@@ -118,4 +172,8 @@ def _draw_step(draw: Any, classes: st.SearchStrategy[str], names: st.SearchStrat
     if name == "block":
         steps = [_draw_step(draw, classes, _NAMES["writing"]) for _ in range(draw(st.integers(1, 3)))]
         return Block(draw(st.sampled_from(_BLOCKS)), tuple(steps))
-    return Step(name, tuple(draw(classes if kind == "c" else _DRAWN[kind]) for kind in _KINDS[name]))
+    return _draw_args(draw, name, {**_DRAWN, "c": classes})
+
+
+def _draw_args(draw: Any, name: str, drawn: dict[str, Any]) -> Step:
+    return Step(name, tuple(draw(drawn[kind]) for kind in _KINDS[name]))

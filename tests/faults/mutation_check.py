@@ -45,7 +45,7 @@ MUTANTS = (
         '            f") RETURNING claimed.{columns}) "\n'
         '            "SELECT 0, claimed.* FROM claimed"\n'
         "        )\n",
-        ("tests/integration/test_claim.py",),
+        ("tests/integration/test_claim.py::test_a_claim_with_stale_statistics_takes_at_most_its_limit",),
     ),
     Mutant(
         "the lease token in the completion",
@@ -87,7 +87,7 @@ MUTANTS = (
         "outboxq/shared.py",
         "may_rename(statement)\n        self._catch_up()\n",
         "may_rename(statement)\n",
-        ("tests/integration/test_shared_batches.py",),
+        ("tests/integration/test_shared_batches.py::test_stale_rows_are_loaded_again_after_a_handlers_own_statement",),
     ),
     Mutant(
         "the suspect rule: a claim that died leaves no mark",
@@ -154,7 +154,7 @@ MUTANTS = (
         "outboxq/statements/held.py",
         " AND job.id = held.id AND job.lease_token = held.token",
         " AND job.id = held.id",
-        ("tests/integration/test_held.py",),
+        ("tests/integration/test_held.py::test_a_lost_lease_of_one_job_costs_the_others_nothing",),
     ),
     Mutant(
         "the row that is changed again, behind a set-based update",
@@ -238,42 +238,54 @@ MUTANTS = (
         "outboxq/slot.py",
         "        if left is None:\n            return False\n",
         "        if left is None or True:\n            return False\n",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
+        ),
     ),
     Mutant(
         "a claim that follows on a connection with leavings",
         "outboxq/batch.py",
         "is_listened_to(connection) or work.guard.left else",
         "is_listened_to(connection) else",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
+        ),
     ),
     Mutant(
         "a leased job behind one that left something",
         "outboxq/held.py",
         "allowed=not work.guard.left and holder.may_begin()",
         "allowed=holder.may_begin()",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
+        ),
     ),
     Mutant(
         "a connection that is lent and not closed",
         "outboxq/guard.py",
         "            self._lent.pop().__dict__ = {",
         "            self._lent.pop().__dict__ == {",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job",
+        ),
     ),
     Mutant(
         "execution options that stay",
         "outboxq/guard.py",
         "        self._connection._execution_options = self._options",
         "        self._connection.outboxq_options = self._options",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
+        ),
     ),
     Mutant(
         "a cursor of the driver's that is not looked at",
         "outboxq/guard.py",
         "            guard.sends(query)\n            return super().execute(",
         "            return super().execute(",
-        ("tests/integration/test_session_state.py",),
+        (
+            "tests/integration/test_session_state.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
+        ),
     ),
     Mutant(
         "a lease claim's look whether its own lease is alive",
@@ -302,6 +314,214 @@ MUTANTS = (
         "self._beats + _BEATS_BEFORE_REAPING",
         "self._beats",
         ("tests/integration/test_lease_steps.py",),
+    ),
+    Mutant(
+        "the turns of the queues that `*` stands for",
+        "outboxq/lookout.py",
+        "shared if name in in_turns else place",
+        "place",
+        ("tests/integration/test_turns.py::test_queues_of_the_star_take_turns",),
+    ),
+    Mutant(
+        "the place behind the last queue, where a slot goes on",
+        "outboxq/lookout.py",
+        "name = order.first(last, self._waiting())",
+        "name = order.first(order.queues[-1], self._waiting())",
+        (
+            "tests/integration/test_turns.py::test_queues_of_the_star_take_turns",
+            "tests/integration/test_turns.py::test_every_full_queue_of_the_star_is_served_in_each_round",
+        ),
+    ),
+    Mutant(
+        "the names in a look, from which alone slots claim",
+        "outboxq/lookout.py",
+        "                if ready:\n",
+        "                if name:\n",
+        (
+            "tests/integration/test_turns.py::test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no_other",
+        ),
+    ),
+    Mutant(
+        "the claim that is left out behind one that took a queue's only jobs",
+        "outboxq/claims.py",
+        "0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds",
+        "_now() + share_seconds",
+        ("tests/integration/test_turns.py::test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues",),
+    ),
+    Mutant(
+        "the claims that a backend keeps prepared, and no more",
+        "outboxq/claim.py",
+        "if len(self._names) >= PREPARED_MOST else None",
+        "if len(self._names) < 0 else None",
+        (
+            "tests/integration/test_prepared_claims.py::test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest",
+        ),
+    ),
+    Mutant(
+        "the claim that was not used for longest",
+        "outboxq/claim.py",
+        "            del self._names[name]\n        elif",
+        "            pass\n        elif",
+        (
+            "tests/integration/test_prepared_claims.py::test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest",
+        ),
+    ),
+    Mutant(
+        "the end of lines that grew cold",
+        "outboxq/lines.py",
+        "if line.used_at <= oldest]",
+        "if line.used_at is None]",
+        (
+            "tests/integration/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
+        ),
+    ),
+    Mutant(
+        "the line of a thread's slot, given back when it sleeps",
+        "outboxq/serve.py",
+        "            if is_over:\n                _rest_in_thread",
+        "            if is_over:\n              with lines.line():\n                _rest_in_thread",
+        (
+            "tests/integration/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
+        ),
+    ),
+    Mutant(
+        "the line of a task's slot, given back when it sleeps",
+        "outboxq/serve.py",
+        "            if is_over:\n                await _rest_in_loop",
+        "            if is_over:\n              async with lines.line():\n                await _rest_in_loop",
+        (
+            "tests/integration/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
+        ),
+    ),
+    Mutant(
+        "the spare line that is taken before one is opened",
+        "outboxq/lines.py",
+        "return self._lines.pop() if self._lines else None",
+        "return None",
+        ("tests/integration/test_connections.py::test_slots_that_wake_take_a_connection_that_is_there",),
+    ),
+    Mutant(
+        "the spare lines that are closed with a lost one",
+        "outboxq/lines.py",
+        "            _close([line, *self._spares.all()])\n",
+        "            _close([line])\n",
+        (
+            "tests/integration/test_connections.py::test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once",
+        ),
+    ),
+    Mutant(
+        "the spare lines of tasks that are closed with a lost one",
+        "outboxq/lines.py",
+        "            await _close_async([line, *self._spares.all()])\n",
+        "            await _close_async([line])\n",
+        (
+            "tests/integration/test_connections.py::test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once",
+        ),
+    ),
+    Mutant(
+        "lines that never return to a pool",
+        "outboxq/lines.py",
+        "            await line.asynchronous.invalidate()\n            await line.asynchronous.close()\n",
+        "            await line.asynchronous.close()\n",
+        ("tests/integration/test_connections.py::test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool",),
+    ),
+    Mutant(
+        "the pipeline mode that a handler left on",
+        "outboxq/driver.py",
+        "\n        or pgconn.pipeline_status != PipelineStatus.OFF",
+        "",
+        ("tests/integration/test_unfinished.py",),
+    ),
+    Mutant(
+        "the driver's lock that an unfinished statement of a handler holds",
+        "outboxq/driver.py",
+        "        driver.lock.locked()\n        or pgconn.transaction_status == TransactionStatus.ACTIVE",
+        "        pgconn is None",
+        ("tests/integration/test_unfinished.py",),
+    ),
+    Mutant(
+        "the greatest count of crashes",
+        "outboxq/statements/numbers.py",
+        "least(greatest({count}, 0), {_ALMOST_SMALLINT}) + 1",
+        "greatest({count}, 0) + 1",
+        ("tests/integration/test_stored_numbers.py",),
+    ),
+    Mutant(
+        "the token behind the greatest one",
+        "outboxq/statements/numbers.py",
+        'f"{token} % 9223372036854775807 + 1"',
+        'f"{token} + 1"',
+        ("tests/integration/test_stored_numbers.py",),
+    ),
+    Mutant(
+        "a row of a leased job that another transaction holds",
+        "outboxq/settle.py",
+        "sqlstate_of(error) in _GAVE_UP_WAITING:",
+        "sqlstate_of(error) is None:",
+        ("tests/integration/test_row_held.py",),
+    ),
+    Mutant(
+        "the bound of leases that no slot runs",
+        "outboxq/statements/lease.py",
+        "SELECT job.id, job.crashes >= {max_crashes} AS over",
+        "SELECT job.id, false AND {max_crashes} > 0 AS over",
+        ("tests/integration/test_row_held.py::test_a_lease_that_no_slot_runs_again_and_again_is_buried",),
+    ),
+    Mutant(
+        "the marks of an operator's page that was rolled back",
+        "outboxq/cli/changes.py",
+        "        if not _clear_marks(begin, ids):\n",
+        "        if not ids:\n",
+        ("tests/integration/test_cli_interrupted.py",),
+    ),
+    Mutant(
+        "the rows of an operator's page",
+        "outboxq/cli/changes.py",
+        "IDS_PER_TRANSACTION = 200",
+        "IDS_PER_TRANSACTION = 1_000",
+        ("tests/integration/test_cli_interrupted.py::test_no_transaction_changes_more_than_a_page",),
+    ),
+    Mutant(
+        "a claim that no time-out of the role cuts short",
+        "outboxq/claim.py",
+        '        return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}',
+        '        return f"{READABLE_DATES}{claim_text}; {settings}',
+        ("tests/integration/test_failing_claims.py::test_claims_are_not_under_the_time_out_of_the_role",),
+    ),
+    Mutant(
+        "a lease claim that no time-out of the role cuts short",
+        "outboxq/claim.py",
+        '            return f"{UNTIMED}{READABLE_DATES}',
+        '            return f"{READABLE_DATES}',
+        ("tests/integration/test_failing_claims.py::test_claims_of_a_lease_are_not_under_the_time_out_of_the_role",),
+    ),
+    Mutant(
+        "the smaller claim behind one that was cancelled",
+        "outboxq/claims.py",
+        "half = _power_of_two(max(1, request.limit // 2))",
+        "half = request.limit",
+        ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
+    ),
+    Mutant(
+        "the marks of a claim that was cancelled",
+        "outboxq/slot.py",
+        "                self._forgive(connection, request, error)\n",
+        "                self._claims.cancelled()\n",
+        ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
+    ),
+    Mutant(
+        "suspects that cannot be claimed, and the ready jobs behind them",
+        "outboxq/slot.py",
+        "            if is_lost(connection) or self.running:\n",
+        "            if name:\n",
+        ("tests/integration/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
+    ),
+    Mutant(
+        "the end of a transaction that a handler prepared",
+        "outboxq/recover.py",
+        ' if status == "in progress" else ()',
+        ' if status == "prepared" else ()',
+        ("tests/integration/test_prepared_by_handler.py",),
     ),
 )
 
@@ -349,7 +569,9 @@ def run(mutant: Mutant, *, mutated: bool) -> Run:
         if mutated:
             apply(mutant, copy)
         begun = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--maxfail", "1", "--timeout", "90", *mutant.tests]
+        # Less patience with a mutant, which may hang its tests.
+        limits = ["--maxfail", "1", "--timeout", "120" if mutated else "300"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *limits, *mutant.tests]
         done = subprocess.run(
             command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
         )
@@ -361,7 +583,8 @@ def _said(output: str) -> str:
     closing = [line for line in output.splitlines() if "passed" in line or "failed" in line]
     if not closing:
         return output[-500:]
-    failed = [line.split()[1].rpartition("::")[2] for line in output.splitlines() if line.startswith("FAILED ")]
+    # With its reason: a test that ran into the time-out shows less than one whose assertion failed.
+    failed = [line.rpartition("::")[2][:120] for line in output.splitlines() if line.startswith("FAILED ")]
     return "; ".join([re.sub(r" in [0-9.]+s.*", "", closing[-1].strip("= ")), *failed])
 
 

@@ -14,12 +14,18 @@ import outboxq.lines as lines_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
-from tests.conftest import RunningRelay, StartRelay
+from outboxq.slot import Slot
+from tests.conftest import StartRelay
 from tests.support.waiting import wait_until
 
 COUNT = text(
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
     "AND application_name LIKE :name"
+)
+
+CUT = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE application_name = 'outboxq relay' AND datname = current_database()"
 )
 
 
@@ -119,33 +125,48 @@ def test_slots_that_wake_take_a_connection_that_is_there(
     assert len(pids) <= 4
 
 
-def test_spare_connections_that_were_cut_cost_no_job(
-    looker: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once(
+    flavour: str,
+    looker: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one that turns out to be lost takes the others with it."""
-    jobs = Jobs()
+    monkeypatch.setattr(lines_module, "LINGER_SECONDS", 600)
+    resting: set[Slot] = set()
+    pause_seconds = Slot.pause_seconds
 
-    @jobs.handler(queue="cut")
-    def work(ctx: Context) -> None:
-        ctx.session.execute(text("SELECT 1"))
+    def note(slot: Slot, *, flagged: bool) -> float:
+        if flagged:
+            resting.add(slot)
+        return pause_seconds(slot, flagged=flagged)
 
-    def run(running: RunningRelay, count: int) -> None:
+    monkeypatch.setattr(Slot, "pause_seconds", note)
+    gate = Gate()
+    jobs = seven_queues(gate, (flavour,))
+    work = jobs.resolve().find("kind 1")
+
+    def enqueue(count: int) -> None:
         with sessions.begin() as session:
-            session.add_jobs(work.job() for _ in range(4))
-        wait_until(lambda: len(running.of(JobDone)) == count, "the jobs")
+            session.add_jobs(work.job() for _ in range(count))
 
-    config = RelayConfig(groups=(SlotGroup(("cut",), 4),))
+    config = RelayConfig(groups=(SlotGroup(("queue 1",), 4),), poll_seconds=600)
     with start_relay(jobs, config) as running:
-        run(running, 4)
+        enqueue(4)
+        for _ in range(4):
+            assert gate.inside.acquire(timeout=60)
+        resting.clear()
+        gate.open.set()
+        wait_until(lambda: len(resting) == 4, "all slots at rest")
+        assert held(looker, "outboxq relay") >= 4
         with looker.connect() as connection:
-            connection.execute(
-                text(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                    "WHERE application_name LIKE 'outboxq%' AND datname = current_database()"
-                )
-            )
-        run(running, 8)
-        wait_until(lambda: len(running.of(DatabaseBack)) == len(running.of(DatabaseLost)), "all slots back")
+            connection.execute(CUT)
+        enqueue(1)
+        wait_until(lambda: len(running.of(JobDone)) == 5, "the job")
+        wait_until(lambda: running.of(DatabaseBack), "the slot that met the lost one")
+    assert len(running.of(DatabaseLost)) == 1
 
 
 def test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool(

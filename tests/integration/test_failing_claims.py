@@ -91,6 +91,35 @@ def test_claims_are_not_under_the_time_out_of_the_role(
     assert seen == ["1s" if timeout_seconds is None else "30s"] * 2
 
 
+def test_claims_of_a_lease_are_not_under_the_time_out_of_the_role(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The first one takes longer than the role's statements may, and takes its job."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
+    def work(ctx: Context) -> None:
+        del ctx
+
+    with sessions.begin() as session:
+        session.add_job(work)
+    run(
+        engine,
+        "CREATE SEQUENCE claims",
+        "CREATE FUNCTION hesitate() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN "
+        "IF nextval('claims') = 1 THEN PERFORM pg_sleep(1.5); END IF; RETURN NEW; END$$",
+        "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW WHEN (NEW.state = 'leased') "
+        "EXECUTE FUNCTION hesitate()",
+    )
+    with engine.connect() as connection:
+        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+    run(engine, f'ALTER DATABASE "{name}" SET statement_timeout = 1000')
+    assert done(drain(jobs, slots_per_queue=1)) == [(1, 0)]
+    with engine.connect() as connection:
+        # No rollback takes a number of a sequence back.
+        assert connection.exec_driver_sql("SELECT last_value FROM claims").scalar_one() == 1
+
+
 def test_unknown_kinds_are_parked_under_no_time_out_of_the_role(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

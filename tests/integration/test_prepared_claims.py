@@ -278,14 +278,19 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
 def test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest(engine: Engine) -> None:
     """Each limit of a claim is a statement of its own, and there may be a thousand."""
     prepared, script = PreparedClaims(), ClaimStatements("outboxq", "mine").ready
+    most = claim_module.PREPARED_MOST
+    # The oldest of those that are left, used once more; then another one.
+    oldest, another = 2 * most, 1
     with engine.connect() as connection:
-        for limit in [*range(1, 3 * claim_module.PREPARED_MOST), 1, 2, 3, 1]:
+        for limit in [*range(1, 3 * most), oldest, another]:
             with connection.begin():
                 request = ClaimRequest(script, limit, prepared=prepared)
                 request.read(run_script(connection, request.text()))
-                assert prepared_here(connection) <= claim_module.PREPARED_MOST
+                assert prepared_here(connection) <= most
         with connection.begin():
-            assert prepared_here(connection) == claim_module.PREPARED_MOST
-            names = set(connection.execute(text("SELECT name FROM pg_prepared_statements")).scalars())
+            assert prepared_here(connection) == most
+            ours = text("SELECT name FROM pg_prepared_statements WHERE name LIKE 'outboxq%'")
+            names = set(connection.execute(ours).scalars())
             run_script(connection, "DEALLOCATE ALL")
-    assert names >= {script.prepared(limit, behind=False).name for limit in (1, 2, 3)}
+    left = (oldest, *range(oldest + 2, 3 * most), another)
+    assert names == {script.prepared(limit, behind=False).name for limit in left}

@@ -169,7 +169,7 @@ def test_queues_of_the_star_take_turns(sessions: sessionmaker[OutboxSession], ou
     @jobs.handler(queue="a")
     def endless(ctx: Context, number: int) -> None:
         order.append("a")
-        if number < 5_000 and "z" not in order:
+        if number < 100 and "z" not in order:
             ctx.session.add_job(endless, number + 1)
 
     @jobs.handler(queue="z")

@@ -41,7 +41,7 @@ LOSE = "DELETE FROM shop.effect WHERE id = (SELECT min(id) FROM shop.effect)"
 
 
 def run_in_process(*, as_json: bool, before: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"{before}\n{RUN.format(as_json=as_json)}"]
+    command = [sys.executable, "-m", "tests.support.program", f"{before}\n{RUN.format(as_json=as_json)}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 

@@ -27,6 +27,7 @@ from outboxq.signals import stop_signals
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
+from tests.support.fork_server import SERVER_NAME
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
@@ -89,9 +90,10 @@ def wait_for_run(engine: Engine) -> None:
 
 
 def relay_children(process: "subprocess.Popen[str]", count: int) -> list[psutil.Process]:
-    return wait_until(
-        lambda: len(found := psutil.Process(process.pid).children()) == count and found, "the relay processes"
-    )
+    def found() -> list[psutil.Process]:
+        return [child for child in psutil.Process(process.pid).children() if child.name() != SERVER_NAME]
+
+    return wait_until(lambda: len(children := found()) == count and children, "the relay processes")
 
 
 def wait_for_end(children: list[psutil.Process]) -> None:

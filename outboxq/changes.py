@@ -1,6 +1,6 @@
 """Changes of a session that may wait: those of plain columns of plain rows, whose flush runs nothing but UPDATEs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,21 +40,16 @@ class _Writable:
         return not is_listened_to and facts.primary_key == self.primary_key
 
 
-def row_changes(
-    session: Session, facts_of: FactsOf, is_locked: Callable[[type[object], tuple[object, ...]], bool]
-) -> list[RowChange] | None:
+def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     """What a flush of the session's changed rows would send; None where it would do more than that.
 
     New objects are not looked at.
-
-    Args:
-        is_locked: Whether this transaction has locked the row of a class with this primary key.
     """
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
     changes: list[RowChange] = []
     for state in session.identity_map._modified:  # noqa: SLF001  # as above, `dirty`
-        writable = _writable(state.mapper)
+        writable = _writable(state.manager.mapper)
         facts = None if writable is None else facts_of(writable.table)
         if writable is None or facts is None or not writable.is_allowed_by(facts):
             return None
@@ -64,12 +59,11 @@ def row_changes(
         if values:
             assert state.key is not None
             key = state.key[1]
-            statement = _update(state.mapper, tuple(values))
-            parameters = {**_numbered("key", key), **_numbered("value", values.values())}
-            entity = state.mapper.class_
-            changes.append(RowChange((facts.oid, key), entity, statement, parameters, is_locked(entity, key)))
+            statement, names = _update(writable.mapper, tuple(values))
+            parameters = dict(zip(names, (*key, *values.values()), strict=True))
+            changes.append(RowChange((facts.oid, key), writable.mapper.class_, statement, parameters))
     # A row that was changed through two classes: a flush knows which of them comes last.
-    return changes if len({change.row for change in changes}) == len(changes) else None
+    return changes if len(changes) < 2 or len({change.row for change in changes}) == len(changes) else None
 
 
 def has_changes(session: Session) -> bool:
@@ -80,8 +74,12 @@ def has_changes(session: Session) -> bool:
 def is_listened_to(session: Session, events: Iterable[str]) -> bool:
     """Whether users' code listens to one of these events of the session, or of all sessions."""
     dispatch = session.dispatch
-    # Most have no listener at all.
-    return any((listeners := getattr(dispatch, event)) and not all(map(_is_ours, listeners)) for event in events)
+    for event in events:
+        # Most have no listener at all.
+        listeners = getattr(dispatch, event)
+        if listeners and not all(map(_is_ours, listeners)):
+            return True
+    return False
 
 
 @lru_cache(1024)
@@ -156,13 +154,12 @@ def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[
 
 
 @lru_cache(1024)
-def _update(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
+def _update(mapper: Mapper[Any], attributes: tuple[str, ...]) -> tuple[Update, tuple[str, ...]]:
+    """An UPDATE of these by primary key, and the names of its parameters: the key, then the values."""
     table: Any = mapper.local_table
-    columns = [mapper.column_attrs[name].columns[0] for name in names]
-    values = {column: bindparam(f"oq_value_{n}", type_=column.type) for n, column in enumerate(columns)}
-    keys = (column == bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key))
-    return update(table).where(*keys).values(values)
-
-
-def _numbered(what: str, values: Iterable[object]) -> dict[str, object]:
-    return {f"oq_{what}_{n}": value for n, value in enumerate(values)}
+    columns = [mapper.column_attrs[name].columns[0] for name in attributes]
+    keys = [bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key)]
+    values = [bindparam(f"oq_value_{n}", type_=column.type) for n, column in enumerate(columns)]
+    by_key = (column == key for column, key in zip(mapper.primary_key, keys, strict=True))
+    statement = update(table).where(*by_key).values(dict(zip(columns, values, strict=True)))
+    return statement, tuple(bind.key for bind in (*keys, *values))

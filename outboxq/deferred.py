@@ -38,28 +38,11 @@ def is_constant(value: object) -> bool:
     return type(value) in _CONSTANT or isinstance(value, Enum)
 
 
-def statement_key(statement: Statement) -> tuple[object, bool]:
-    """Equal for statements that differ in their parameters alone; and whether the values inside it are constant.
-
-    These count as part of it.
-    """
+@lru_cache(256)
+def is_fixed(statement: Statement) -> bool:
+    """Whether all values inside a statement stay what they are until it is sent."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
-    if key is None:
-        return id(statement), False
-    constant = all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams)
-    # Where it leads to is no part of SQLAlchemy's key: schema_translate_map.
-    options = tuple(sorted(statement.get_execution_options().items()))
-    values = (options, *map(_literal, (bind.effective_value for bind in key.bindparams)))
-    try:
-        hash(values)
-    except TypeError:
-        return id(statement), constant
-    return (key.key, values), constant
-
-
-def _literal(value: object) -> tuple[type[object], object]:
-    # 0.0 and -0.0, or 1.0 and 1.00, are equal, and not the same.
-    return type(value), repr(value) if isinstance(value, float | Decimal) else value
+    return key is not None and all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams)
 
 
 def checked_write(statement: object, parameters: object) -> Write:

@@ -283,9 +283,12 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, announced:
 
 def holds_only_jobs(session: Session) -> bool:
     """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
+    new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
+    if "info" not in session.__dict__:
+        # It is made when something is first put there: no job was added.
+        return new == 0
     batch = _pending_batch(session)
     is_whole = all(each is batch for each in _unwritten(session))
-    new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     return is_whole and not session.info.get(WAITING) and new == (batch is not None)
 
 

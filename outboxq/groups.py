@@ -14,11 +14,11 @@ from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
-from outboxq.invoke import LazySession, Run
+from outboxq.invoke import LazySession, Run, nothing
 from outboxq.preload import Locks, entity_keys, load_entity, load_together
 from outboxq.progress import Progress
 from outboxq.retry import Outcome
-from outboxq.shared import SharedSavepoint
+from outboxq.shared_savepoint import SharedSavepoint
 
 
 def run_group(
@@ -40,7 +40,7 @@ def run_group(
     """
     batch.position, batch.together = places.start, len(places)
     place = SharedSavepoint(connection, work, batch, places.start)
-    session = work.invoker.open_session(connection, _nothing)
+    session = work.invoker.open_session(connection, nothing)
     assert isinstance(session, LazySession)
     try:
         returned = _call(connection, batch, work, places, arguments, session, place, locks)
@@ -88,7 +88,7 @@ def _call(
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     call: Callable[..., object] = work.call
-    run = Run(jobs[0], work.state, _nothing, [])
+    run = Run(jobs[0], work.state, nothing, [])
     returned = call(connection, handler.together, lambda: session, run, {"items": items})
     batch.deadline = None
     if place.savepoint is None or not place.savepoint.is_active:
@@ -107,10 +107,6 @@ def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, o
         name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
         for name, value in arguments.items()
     }
-
-
-def _nothing() -> None:
-    """The savepoint is there already."""
 
 
 def _close(session: Session) -> bool:

@@ -22,6 +22,10 @@ from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
 
 
+def nothing() -> None:
+    """The opener of a session whose transaction and savepoint are there already."""
+
+
 class LazySession(OutboxSession):
     """Calls `opener` before it first uses its connection."""
 
@@ -147,9 +151,7 @@ class Invoker(Protocol):
 
     flavour: Flavour
 
-    def open_session(
-        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
-    ) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
 
@@ -171,11 +173,9 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
-    def open_session(
-        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
-    ) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        session = session_class(bind=lend(connection), **SESSION_OPTIONS)
+        session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
         session.opener = opener
         return session
 
@@ -193,12 +193,10 @@ class AsyncInvoker:
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
 
-    def open_session(
-        self, connection: Connection, opener: Callable[[], None], session_class: type[LazySession] = LazySession
-    ) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
-        self._session = AsyncOutboxSession(bind=lent, sync_session_class=session_class, **SESSION_OPTIONS)
+        self._session = AsyncOutboxSession(bind=lent, sync_session_class=LazySession, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, LazySession)
         session.opener = opener

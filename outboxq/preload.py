@@ -14,7 +14,7 @@ from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 from outboxq.changes import is_listened_to
 from outboxq.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
-from outboxq.invoke import SESSION_OPTIONS, LazySession
+from outboxq.invoke import SESSION_OPTIONS, LazySession, nothing
 from outboxq.set_based import FactsOf
 from outboxq.write_buffer import RowId
 
@@ -117,9 +117,6 @@ class Preloaded:
         self._classes: dict[int, type[object] | None] = {}
         self._oids: dict[type[object], int | None] = {}
 
-    def __contains__(self, key: EntityKey) -> bool:
-        return (key.entity, key.identity) in self._rows
-
     def take(self, key: EntityKey) -> object | None:
         """The row, which its job may change; None where it is not here."""
         return self._rows.pop((key.entity, key.identity), None)
@@ -154,7 +151,7 @@ class Preloaded:
         """Load what is not here yet and can be loaded ahead, and lock what asks for that."""
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
-        missing = [key for key in keys if key not in self]
+        missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
         found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None)
         if is_hidden:
             found += _load_others(session, [key for key in missing if self.oid(key.entity) is not None], found)
@@ -171,12 +168,8 @@ class Preloaded:
 
 def _session_on(connection: Connection) -> Session:
     session = LazySession(connection, **SESSION_OPTIONS)
-    session.opener = _nothing
+    session.opener = nothing
     return session
-
-
-def _nothing() -> None:
-    """The transaction is there already."""
 
 
 def _identity_of(entity: Any) -> tuple[object, ...]:

@@ -27,7 +27,6 @@ from sqlalchemy import (
     Boolean,
     Case,
     Cast,
-    ClauseElement,
     Column,
     Date,
     DateTime,
@@ -36,6 +35,7 @@ from sqlalchemy import (
     Integer,
     Null,
     Numeric,
+    Select,
     SmallInteger,
     String,
     Table,
@@ -50,6 +50,7 @@ from sqlalchemy import (
     bindparam,
     column,
     func,
+    select,
 )
 from sqlalchemy.sql import functions, operators, visitors
 from sqlalchemy.sql.elements import BooleanClauseList, ClauseList, ExpressionClauseList, Grouping, TypeClause
@@ -100,6 +101,7 @@ class _SetBased:
     """An UPDATE over an array for each parameter, by name with the type of its values; those of `key` are keys."""
 
     statement: Update
+    lock: Select[Any]
     key: str
     values: Mapping[str, type[object]]
     table: Table
@@ -114,9 +116,14 @@ class _SetBased:
 
 
 def executions(
-    statement: Statement, rows: Sequence[Row], facts_of: FactsOf
-) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same."""
+    statement: Statement, rows: Sequence[Row], facts_of: FactsOf, *, in_order: bool = False
+) -> Iterator[tuple[Statement | Select[Any], Row | Sequence[Row]]]:
+    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same.
+
+    Args:
+        in_order: Whether rows have to be locked in the order of their keys: one statement over arrays would lock them
+            in the server's, so a SELECT that does comes before it.
+    """
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
     if set_based is None or not set_based.is_allowed_by(facts_of(set_based.table)):
@@ -130,6 +137,8 @@ def executions(
     if len(first) < max(_LEAST_ROWS, len(again)) or not fits:
         yield from single_executions(statement, rows)
         return
+    if in_order:
+        yield set_based.lock, {_array(set_based.key): arrays[set_based.key]}
     yield set_based.statement, {_array(name): values for name, values in arrays.items()}
     if again:
         yield from single_executions(statement, again)
@@ -199,15 +208,9 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
         return None
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     elements = [element for element in visitors.iterate(statement) if element is not statement]
-    # Called, or computed, for each execution.
-    onupdates = [getattr(column.onupdate, "arg", None) for column in table.columns if column.onupdate is not None]
-    if not all(isinstance(each, ClauseElement) for each in onupdates):
+    if any(column.onupdate is not None for column in table.columns):
         return None
-    by_itself = [part for each in onupdates for part in visitors.iterate(each)]
-    if any(isinstance(part, BindParameter) and (part.callable or part.key in names) for part in by_itself):
-        return None
-    computed = [*elements, *by_itself]
-    if len(table.primary_key.columns) != 1 or not all(_only_computes(element, table) for element in computed):
+    if len(table.primary_key.columns) != 1 or not all(_only_computes(element, table) for element in elements):
         return None
     if _takes_lists(statement) or not names.union(map(_array, names)).isdisjoint(table.columns.keys()):
         # SQLAlchemy takes a parameter that is named as a column for the value of that column.
@@ -221,9 +224,9 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
     own = _ELEMENTS.get(type(primary_key.type))
     if own is None or own[0] is not values[key] or values[key] not in _KEYS:
         return None
-    by_itself_assigned = [column for column in table.columns if column.onupdate is not None]
-    names_assigned = frozenset(column.name for column in (*assigned, *by_itself_assigned))
-    return _SetBased(_over_arrays(statement, primary_key, key, types), key, values, table, names_assigned)
+    names_assigned = frozenset(column.name for column in assigned)
+    over_arrays, lock = _over_arrays(statement, primary_key, key, types), _lock(primary_key, key, types[key])
+    return _SetBased(over_arrays, lock, key, values, table, names_assigned)
 
 
 def _only_computes(element: Any, table: Table) -> bool:
@@ -306,3 +309,9 @@ def _over_arrays(statement: Update, primary_key: Column[Any], key: str, types: d
 
     # The array by itself keeps the server to the primary key, also by a plan made while the table was small.
     return cast("Update", visitors.replacement_traverse(statement, {}, replace)).where(primary_key == any_(arrays[key]))
+
+
+def _lock(primary_key: Column[Any], key: str, sql_type: Any) -> Select[Any]:
+    """The same rows, FOR NO KEY UPDATE in the order of their keys."""
+    keys = bindparam(_array(key), type_=ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)))
+    return select(primary_key).where(primary_key == any_(keys)).order_by(primary_key).with_for_update(key_share=True)

@@ -13,124 +13,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import psycopg
-from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Table
 from sqlalchemy.engine.interfaces import ExecutionContext
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.changes import has_changes, may_rename, row_changes, row_writes
 from outboxq.deferred import take_writes
-from outboxq.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.enqueue import holds_only_jobs, take_jobs
 from outboxq.entities import EntityKey
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execute import ConnectionLost, TransactionEscaped, Work
-from outboxq.failure import describe_failure
+from outboxq.execute import TransactionEscaped, Work
 from outboxq.fault_points import fault_point
-from outboxq.guard import Savepoint, may_end_transaction
-from outboxq.invoke import Opened, Run, hand_over
+from outboxq.guard import may_end_transaction
+from outboxq.invoke import Opened, Run, hand_over, nothing
 from outboxq.job import Job
 from outboxq.kinds import NewJob
 from outboxq.preload import Locks, Preloaded, entity_keys, load_entity
 from outboxq.progress import Progress
 from outboxq.retry import Done
 from outboxq.set_based import row_write
-from outboxq.settle import check_shared, current_xid
+from outboxq.settle import check_shared
+from outboxq.shared_savepoint import SharedSavepoint
 from outboxq.table_facts import RowWrite, TableFacts
 from outboxq.write_buffer import RowChange, WriteBuffer
-
-_DEADLOCKS = ("40001", "40P01")
-
-
-class SharedSavepoint:
-    """A savepoint for several jobs in the claim's transaction, and the way back to it.
-
-    The claim's own seal stands for it: nothing is sent for the first jobs of a batch.
-
-    Args:
-        first: The place of the first of them in the batch.
-    """
-
-    def __init__(self, connection: Connection, work: Work, batch: Progress, first: int) -> None:
-        assert batch.anchor is not None
-        seal = batch.anchor.seal
-        if first > 0:
-            # Set anew: what other jobs wrote must stay, whatever becomes of these.
-            run_script(connection, f"RELEASE SAVEPOINT {seal}; SAVEPOINT {seal}")
-        self._connection = connection
-        self._guard = work.guard
-        self._batch = batch
-        self.xid = batch.anchor.xid
-        self._root = connection.get_transaction()
-        # Asked after each job.
-        self._libpq = driver_connection(connection).pgconn
-        work.guard.begin_savepoint(seal)
-        self.savepoint: Savepoint | None = work.guard.savepoint
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the innermost one still, in a transaction that works. No I/O."""
-        savepoint = self.savepoint
-        return (
-            savepoint is not None
-            and savepoint.is_active
-            and self._connection.get_nested_transaction() is savepoint
-            and self._libpq.transaction_status == TransactionStatus.INTRANS
-        )
-
-    def is_same_transaction(self) -> bool:
-        """Whether the server still runs the claim's transaction."""
-        anchor = self._batch.anchor
-        return anchor is not None and current_xid(self._connection) == anchor.xid
-
-    def keep(self) -> None:
-        """Keep what lies behind it, with every deferred constraint checked, now or by the certificate.
-
-        Raises:
-            psycopg.Error, TransactionEndedByHandler: see `check_shared`.
-        """
-        assert self._batch.anchor is not None
-        assert self.savepoint is not None
-        if self._batch.one_run is None:
-            check_shared(self._connection, self._batch.anchor.xid)
-        self.savepoint.commit()
-
-    def undo(self, error: BaseException, *, closed: bool) -> None:
-        """Go back to it, after `error`.
-
-        Raises:
-            ConnectionLost: the transaction is gone with its connection.
-            TransactionEscaped: a handler ended the transaction.
-        """
-        self._batch.deadlocked |= sqlstate_of(error) in _DEADLOCKS
-        if is_lost(self._connection):
-            raise ConnectionLost("the connection was lost while a batch ran") from error
-        if not (closed and self._rolled_back() and self.is_same_transaction()):
-            job = self._batch.jobs[self._batch.position]
-            raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job)) from error
-
-    def _rolled_back(self) -> bool:
-        savepoint, root = self.savepoint, self._root
-        is_ours = root is not None and root.is_active and self._connection.get_transaction() is root
-        # Released, its rows stand: were it taken for undone, the jobs would run on top of them.
-        if (
-            savepoint is None
-            or savepoint.is_released
-            or not is_ours
-            or transaction_status(self._connection) == TransactionStatus.IDLE
-        ):
-            return False
-        try:
-            savepoint.undo()
-        except (psycopg.Error, SQLAlchemyError) as error:
-            if is_lost(self._connection):
-                raise ConnectionLost("the connection was lost while a batch was undone") from error
-            return False
-        return transaction_status(self._connection) == TransactionStatus.INTRANS
 
 
 def run_shared(
@@ -205,7 +112,7 @@ class _SharedRun:
         self._is_closed = True
         self._ahead = len(jobs)
         self._facts: dict[Table, TableFacts | None] = {}
-        self._buffer = WriteBuffer(self._facts_of)
+        self._buffer = WriteBuffer(self._facts_of, locks.has)
         self._rows = Preloaded(connection, self._facts_of, locks)
         self._place = SharedSavepoint(connection, work, batch, jobs.start)
 
@@ -291,31 +198,24 @@ class _SharedRun:
         fault_point("after-handler")
 
     def _open_session(self) -> Session:
-        return self._work.invoker.open_session(self._connection, _nothing)
+        return self._work.invoker.open_session(self._connection, nothing)
 
     def _given(self, opened: Opened, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities, as they are now, in its own session."""
-        given = dict(arguments)
-        keys = {name: value for name, value in arguments.items() if type(value) is EntityKey}
-        if not keys:
-            return given
-        if not self._is_unsure and not all(map(self._is_here, keys.values())):
-            self._load_ahead()
-        session, found = opened.session(), dict[object, object]()
-        for name, key in keys.items():
-            identity = key.entity, key.identity
-            if identity not in found:
-                found[identity] = self._entity(session, name, key)
-            given[name] = found[identity]
+        given, found = dict(arguments), dict[object, object]()
+        for name, key in arguments.items():
+            if type(key) is EntityKey:
+                identity = key.entity, key.identity
+                if identity not in found:
+                    found[identity] = self._entity(opened.session(), name, key)
+                given[name] = found[identity]
         return given
-
-    def _is_here(self, key: EntityKey) -> bool:
-        """Whether the row was loaded ahead, and no change of it waits."""
-        oid = self._rows.oid(key.entity)
-        return oid is not None and key in self._rows and not self._buffer.concerns((oid, key.identity), key.entity)
 
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
+        if entity is None and not self._is_unsure:
+            self._load_ahead()
+            entity = self._rows.take(key)
         if entity is None:
             # Its class cannot be loaded ahead, or the row is not there.
             return load_entity(session, name, key)
@@ -344,7 +244,7 @@ class _SharedRun:
         if session is not None:
             hand_over(run.deferred, session)
             may_wait = self._may_wait(session)
-            changes = row_changes(session, self._facts_of, self._locks.has) if may_wait else None
+            changes = row_changes(session, self._facts_of) if may_wait else None
             if changes is not None:
                 self._add(changes, take_jobs(session))
                 writes = take_writes(session)
@@ -379,9 +279,9 @@ class _SharedRun:
         return write is not None and facts is not None and facts.contains(write)
 
     def _add(self, changes: Sequence[RowChange], jobs: Mapping[str, NewJob]) -> None:
-        if any(self._buffer.concerns(change.row, change.entity) for change in changes):
-            self._send()
         for change in changes:
+            if self._buffer.concerns(change.row, change.entity):
+                self._send()
             self._buffer.add_change(change)
             self._rows.changed(change.row, change.entity)
         if jobs:
@@ -439,7 +339,3 @@ class _SharedRun:
         for seconds in self._seconds[self._sent :]:
             self._batch.events.append(JobDone(self._batch.jobs[self._jobs.start + self._sent], seconds))
             self._sent += 1
-
-
-def _nothing() -> None:
-    """The savepoint is there already."""

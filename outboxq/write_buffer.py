@@ -4,38 +4,36 @@ Neighbours of one shape go out as one statement. Beside its likes across others 
 apart: changes of different rows of tables that run no code, and new jobs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from sqlalchemy import Connection, Update
 from sqlalchemy.orm.exc import StaleDataError
 
-from outboxq.deferred import Write, is_constant, statement_key
+from outboxq.deferred import Write, is_constant, is_fixed
 from outboxq.enqueue import QUEUES_ANNOUNCED, insert_all, queues_of
 from outboxq.kinds import NewJob
-from outboxq.set_based import FactsOf, Row, Statement, executions, single_executions
+from outboxq.set_based import FactsOf, Row, Statement, executions
 
 # The oid of a table, and a primary key.
 RowId: TypeAlias = tuple[int, tuple[object, ...]]
+IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class RowChange:
+class RowChange(NamedTuple):
     """The changed columns of one row, as a flush would send them.
 
     Attributes:
         entity: The mapped class that it was changed through.
         statement: The UPDATE: the same object for the same columns of the same class.
-        locked: Whether this transaction has locked the row before.
     """
 
     row: RowId
     entity: type[object]
     statement: Update
     parameters: Row
-    locked: bool
 
 
 @dataclass(slots=True)
@@ -43,14 +41,14 @@ class _Changes:
     """Changes of different rows by one UPDATE."""
 
     statement: Update
+    is_locked: IsLocked
     changes: list[RowChange] = field(default_factory=list)
 
-    def send(self, connection: Connection, facts_of: FactsOf | None) -> None:
-        # One statement locks rows in the server's order, which must not matter; single ones in the order of their keys,
-        # as two flushes would.
-        is_locked = all(change.locked for change in self.changes)
+    def send(self, connection: Connection, facts_of: FactsOf) -> None:
+        # Locked in the order of their keys, as a flush does it: two batches must not wait for each other.
+        in_order = not all(self.is_locked(change.entity, change.row[1]) for change in self.changes)
         rows = [change.parameters for change in sorted(self.changes, key=attrgetter("row"))]
-        changed = _execute(connection, self.statement, rows, facts_of if is_locked else None)
+        changed = _execute(connection, self.statement, rows, facts_of, in_order=in_order)
         if changed != len(rows):
             raise StaleDataError(f"UPDATE of {len(rows)} rows by primary key matched {changed}")
 
@@ -61,19 +59,22 @@ class _Jobs:
 
     jobs: dict[str, NewJob] = field(default_factory=dict)
 
-    def send(self, connection: Connection, _facts_of: FactsOf | None) -> None:
+    def send(self, connection: Connection, _facts_of: FactsOf) -> None:
         insert_all(connection, self.jobs, announced=len(queues_of(self.jobs)) <= QUEUES_ANNOUNCED)
 
 
 @dataclass(slots=True)
 class _Deferred:
-    """Executions of equal deferred statements, one behind the other."""
+    """Executions of one deferred statement, one behind the other."""
 
-    shape: object
     statement: Statement
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row]
 
-    def send(self, connection: Connection, facts_of: FactsOf | None) -> None:
+    def takes(self, write: Write) -> bool:
+        """Whether another one may join them: of the same object, with parameters of the same names."""
+        return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
+
+    def send(self, connection: Connection, facts_of: FactsOf) -> None:
         _execute(connection, self.statement, self.rows, facts_of)
 
 
@@ -81,19 +82,17 @@ class WriteBuffer:
     """What waits to be sent.
 
     Args:
-        facts_of: What is known of tables. Without it each row is sent by its own execution: for a job whose failure
-            nobody repeats with less.
+        facts_of: What is known of tables.
+        is_locked: Whether this transaction has locked the row of a class with this primary key.
     """
 
-    def __init__(self, facts_of: FactsOf | None = None) -> None:
+    def __init__(self, facts_of: FactsOf, is_locked: IsLocked) -> None:
         self._facts_of = facts_of
+        self._is_locked = is_locked
         self._runs: list[_Changes | _Jobs | _Deferred] = []
         # Where more of a kind may be put: what came behind the last deferred statement.
         self._changes: dict[int, _Changes] = {}
         self._jobs: _Jobs | None = None
-        self._numbers: dict[object, int] = {}
-        # The same object comes again and again: what it is equal to is found out once.
-        self._statements: dict[int, tuple[Statement, int, bool]] = {}
         # Whether a value waits that the process can change until it is sent.
         self.can_change = False
         self._rows: set[RowId] = set()
@@ -110,7 +109,7 @@ class WriteBuffer:
         """Add a changed row that nothing in the buffer concerns."""
         run = self._changes.get(id(change.statement))
         if run is None:
-            run = self._changes[id(change.statement)] = _Changes(change.statement)
+            run = self._changes[id(change.statement)] = _Changes(change.statement, self._is_locked)
             self._runs.append(run)
         run.changes.append(change)
         self._rows.add(change.row)
@@ -125,15 +124,13 @@ class WriteBuffer:
 
     def add_deferred(self, write: Write) -> None:
         """Add a deferred statement behind all that waits: it may read and write anything."""
-        number, constant = self._number(write.statement)
-        self.can_change |= not (constant and all(map(is_constant, write.parameters.values())))
-        shape = number, frozenset(write.parameters)
+        self.can_change |= not (is_fixed(write.statement) and all(map(is_constant, write.parameters.values())))
         last = self._runs[-1] if self._runs else None
-        if not (isinstance(last, _Deferred) and last.shape == shape):
-            last = _Deferred(shape, write.statement)
-            self._runs.append(last)
+        if isinstance(last, _Deferred) and last.takes(write):
+            last.rows.append(write.parameters)
+        else:
+            self._runs.append(_Deferred(write.statement, [write.parameters]))
             self._changes, self._jobs = {}, None
-        last.rows.append(write.parameters)
 
     def send(self, connection: Connection) -> None:
         """Send everything, and forget it.
@@ -150,17 +147,11 @@ class WriteBuffer:
         for run in runs:
             run.send(connection, self._facts_of)
 
-    def _number(self, statement: Statement) -> tuple[int, bool]:
-        """Of statements that are equal; and whether the values inside it are constant."""
-        known = self._statements.get(id(statement))
-        if known is None:
-            key, constant = statement_key(statement)
-            number = self._numbers.setdefault(key, len(self._numbers))
-            known = self._statements[id(statement)] = (statement, number, constant)
-        return known[1:]
 
-
-def _execute(connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf | None) -> int:
+def _execute(
+    connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
+) -> int:
     """Execute with each of these; how many rows that changed."""
-    each = single_executions(statement, rows) if facts_of is None else executions(statement, rows, facts_of)
-    return sum(connection.execute(one, parameters).rowcount for one, parameters in each)
+    each = executions(statement, rows, facts_of, in_order=in_order)
+    results = (connection.execute(one, parameters) for one, parameters in each)
+    return sum(result.rowcount for result in results if not result.returns_rows)

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.groups as groups_module
 import outboxq.shared as shared_module
+import outboxq.shared_savepoint as savepoint_module
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.postgres import Database
@@ -332,7 +333,8 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
         asked.append(xid)
         original(connection, xid)
 
-    monkeypatch.setattr(shared_module, "check_shared", asking)
+    for module in (shared_module, savepoint_module):
+        monkeypatch.setattr(module, "check_shared", asking)
     kind = act if sort == "batchable" else act_all
     with sessions.begin() as session:
         session.add_jobs(kind.job(name=name) for name in ("a", "bad", "b"))

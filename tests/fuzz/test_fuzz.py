@@ -1,9 +1,11 @@
 """Random batches of random handlers come to what their jobs come to alone: rows, outcomes, what each handler saw."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
+from outboxq import table_facts
 from outboxq.postgres import Server
 from tests.fuzz import program
 from tests.fuzz.compare import Differs
@@ -11,6 +13,7 @@ from tests.fuzz.explore import explore, run_and_compare
 from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, open_lanes
 from tests.fuzz.plants import PLANTS
 from tests.fuzz.seen import SEEN
+from tests.fuzz.shown import SHOWN
 
 # Hundreds of batches, on a machine that may have other things to do.
 pytestmark = pytest.mark.timeout(900)
@@ -21,6 +24,13 @@ def lanes(outboxq_server: Server) -> Iterator[dict[str, Lane]]:
     """A lane of each mode."""
     with open_lanes(outboxq_server, ALONE, SHARED, SAVEPOINTS) as opened:
         yield {lane.mode.name: lane for lane in opened}
+
+
+@pytest.fixture(scope="module")
+def forgetful(outboxq_server: Server) -> Iterator[list[Lane]]:
+    """Lanes that read what is known of tables anew for each batch."""
+    with mock.patch.object(table_facts, "FRESH_SECONDS", -1.0), open_lanes(outboxq_server, ALONE, SHARED) as opened:
+        yield opened
 
 
 def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
@@ -42,6 +52,14 @@ def test_a_bug_in_the_mechanism_is_found(name: str, lanes: dict[str, Lane]) -> N
     """Three of those that `python -m tests.fuzz --plant all` plants, each within 500 batches."""
     with PLANTS[name].planted(), pytest.raises(Differs):
         explore([lanes["alone"], lanes["shared"]], 500, start=None, shrinks=False)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
+    """To a batch of two or three jobs, which come to the same without it."""
+    run_and_compare(forgetful, SHOWN[name])
+    with PLANTS[name].planted(), pytest.raises(Differs):
+        run_and_compare(forgetful, SHOWN[name])
 
 
 def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:

@@ -40,7 +40,8 @@ MUTANTS = (
         '        columns = claiming.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
         '        walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
         "        return (\n"
-        '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.id IN ("\n'
+        '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.queue = {queue} "\n'
+        "            f\"AND claimed.state = 'ready' AND claimed.id IN (\"\n"
         '            f"SELECT id FROM outboxq.job WHERE queue{walk}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
         '            f") RETURNING claimed.{columns}) "\n'
         '            "SELECT 0, claimed.* FROM claimed"\n'

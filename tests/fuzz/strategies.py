@@ -95,7 +95,8 @@ _NEAR_FOCUS = st.one_of(
 # Whether jobs are given rows, and how often all of it is about the same one. If none is given any, no load sends what
 # waits: many changes of one row come together. A row that is loaded ahead is there for its next job alone.
 _NEAR_GIVEN = ((st.just(False), 6), (st.booleans(), 2), (st.sampled_from((True, True, False)), 2))
-_SENDING = st.sampled_from((*_READING, *_WRITING))
+# More of what goes past SQLAlchemy.
+_SENDING = st.sampled_from((*_READING, *_WRITING, *("update_by_cursor",) * 12))
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
 _DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
 _LOCKED = st.sampled_from((False, False, True))

@@ -44,7 +44,7 @@ BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 OTHER_ROLE = "outboxq_test_other_role"
 FUNCTIONS = [
     "CREATE FUNCTION sets() RETURNS int LANGUAGE plpgsql AS $$ BEGIN SET lock_timeout = 4321; RETURN 1; END $$",
-    "CREATE PROCEDURE calls() LANGUAGE plpgsql AS $$ BEGIN SET lock_timeout = 4321; END $$",
+    "CREATE PROCEDURE calls() LANGUAGE plpgsql AS $$ BEGIN SET vacuum_cost_limit = 4321; END $$",
     "CREATE FUNCTION doubles(given int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT 2 * given'",
     "CREATE FUNCTION triples(given int) RETURNS int LANGUAGE sql VOLATILE AS 'SELECT 3 * given'",
     "CREATE AGGREGATE adds(int) (SFUNC = int4pl, STYPE = int, INITCOND = '0')",
@@ -72,7 +72,7 @@ STATEMENTS: dict[str, Any] = {
     "DateStyle": text("SET DateStyle = 'German'"),
     "transaction default": text("SET default_transaction_deferrable = on"),
     "session characteristics": text("SET SESSION CHARACTERISTICS AS TRANSACTION DEFERRABLE"),
-    "time-out": text("SET statement_timeout = 123456"),
+    "time-out": text("SET idle_session_timeout = 123456"),
     "application_name": text("SET application_name = 'left'"),
     "client_encoding": text("SET client_encoding = 'LATIN1'"),
     "own setting": text("SET test.carried = 'left'"),
@@ -80,7 +80,7 @@ STATEMENTS: dict[str, Any] = {
     "session authorization": text(f"SET SESSION AUTHORIZATION {OTHER_ROLE}"),
     "set_config": select(func.set_config("test.carried", "left", False)),
     "set_config as text": text("SELECT set_config('test.carried', 'left', false)"),
-    "view of settings": text("UPDATE pg_settings SET setting = '77' WHERE name = 'lock_timeout'"),
+    "view of settings": text("UPDATE pg_settings SET setting = '77' WHERE name = 'vacuum_cost_limit'"),
     "reset": text("RESET test.own"),
     "session lock": select(func.pg_advisory_lock(4711)),
     "temporary table": text("CREATE TEMPORARY TABLE left_behind (a int)"),
@@ -88,26 +88,26 @@ STATEMENTS: dict[str, Any] = {
     "listen": text("LISTEN left_behind"),
     "prepared statement": text("PREPARE left_behind AS SELECT 1"),
     "cursor": text("DECLARE left_behind CURSOR WITH HOLD FOR SELECT 1"),
-    "block": text("DO $$ BEGIN SET lock_timeout = 4321; END $$"),
+    "block": text("DO $$ BEGIN SET vacuum_cost_limit = 4321; END $$"),
     "function": select(func.sets()),
     "procedure": text("CALL calls()"),
-    "several at once": text("SELECT 1; SET lock_timeout = 4321"),
-    "behind a comment": text("/* a /* b */ c */ SET lock_timeout = 4321"),
+    "several at once": text("SELECT 1; SET vacuum_cost_limit = 4321"),
+    "behind a comment": text("/* a /* b */ c */ SET vacuum_cost_limit = 4321"),
 }
 
 
 def _by_drivers_connection(connection: Connection) -> None:
-    connection.connection.cursor().execute("SET lock_timeout = 4321")
+    connection.connection.cursor().execute("SET vacuum_cost_limit = 4321")
 
 
 def _by_cursor_of_result(connection: Connection) -> None:
-    connection.execute(select(1)).cursor.execute("SET lock_timeout = 4321")
+    connection.execute(select(1)).cursor.execute("SET vacuum_cost_limit = 4321")
 
 
 def _by_connection_of_cursor(connection: Connection) -> None:
     cursor = connection.execute(select(1)).cursor
     # SQLAlchemy's adapter of an async one names what it wraps.
-    sent = getattr(cursor, "_cursor", cursor).connection.execute("SET lock_timeout = 4321")
+    sent = getattr(cursor, "_cursor", cursor).connection.execute("SET vacuum_cost_limit = 4321")
     if asyncio.iscoroutine(sent):
         await_only(sent)
 
@@ -325,7 +325,7 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
     "a text": lambda session: session.execute(
         text("UPDATE account SET balance = balance + :cents WHERE id = :id -- by text\n;"), {"cents": 1, "id": 1}
     ),
-    "a setting of the transaction": lambda session: session.execute(text("SET LOCAL lock_timeout = 4321")),
+    "a setting of the transaction": lambda session: session.execute(text("SET LOCAL vacuum_cost_limit = 4321")),
     "a setting of the transaction by value": lambda session: session.execute(
         select(func.set_config("test.carried", "given", True))
     ),

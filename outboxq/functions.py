@@ -1,6 +1,7 @@
 """Functions of the user's database that handlers have called: which of them leave nothing on a connection.
 
-The catalogue is asked once for each name, when a slot connects anew because of it. By PostgreSQL's rules a function
+The catalogue is asked once for each name, when a slot connects anew because of it; at first for words that are syntax
+unless there is a function of that name. By PostgreSQL's rules a function
 that is declared IMMUTABLE or STABLE has no side effects.
 """
 
@@ -9,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from sqlalchemy import Connection
 
 from outboxq.driver import run_alone
+from outboxq.session_state import CALLABLE_WORDS
 from outboxq.statements.functions import functions_without_side_effects
 
 # A statement with a name that changes all the time must not fill the memory.
@@ -21,7 +23,8 @@ class Functions:
     def __init__(self) -> None:
         self.harmless: set[str] = set()
         self._asked: set[str] = set()
-        self._unanswered: set[str] = set()
+        # Most handlers meet some of these, as syntax.
+        self._unanswered = set(CALLABLE_WORDS)
 
     def ask_for(self, names: AbstractSet[str]) -> None:
         """Have these looked up on the next connection, unless they were before."""
@@ -32,6 +35,7 @@ class Functions:
         """Look up what was asked for, if anything."""
         names = frozenset(self._unanswered)
         if names:
-            self.harmless.update(str(name) for (name,) in run_alone(connection, functions_without_side_effects(names)))
+            statement = functions_without_side_effects(names - CALLABLE_WORDS, names & CALLABLE_WORDS)
+            self.harmless.update(str(name) for (name,) in run_alone(connection, statement))
             self._asked |= names
             self._unanswered -= names

@@ -42,14 +42,18 @@ _ROWS = frozenset(("select", "insert", "update", "delete", "merge", "values"))
 _BOUND = frozenset(("savepoint", "release", "rollback", "lock", "notify", "truncate", "show"))
 _VERBS = _ROWS | _BOUND | {"set", "with"}
 _BOUND_SETS = frozenset(("local", "constraints", "transaction"))
-# What may stand before a parenthesis, and calls nothing.
+# What may stand before a parenthesis, and calls nothing: no function can have such a name without quotes.
 _SYNTAX_WORDS = """
-    all and any array as between by case cast conflict cube current_time current_timestamp delete distinct do else
-    escape except exists fetch filter from group grouping having ilike in intersect into is join lateral like limit
-    localtime localtimestamp materialized not of offset on or order over overlaps partition recursive returning rollup
-    row select set sets similar some symmetric then union update using values varying when where window with within zone
+    all and any array as between case cast current_time current_timestamp distinct do else except exists fetch from
+    group grouping having in intersect into lateral limit localtime localtimestamp not offset on or order returning row
+    select some symmetric then union using values when where window with
 """
 _SYNTAX = frozenset(_SYNTAX_WORDS.split())
+# The same, but a function can have such a name too: it calls one if the database has one.
+_CALLABLE_WORDS = """
+    by conflict cube escape filter ilike is join like materialized over overlaps rollup set sets similar varying zone
+"""
+CALLABLE_WORDS = frozenset(_CALLABLE_WORDS.split())
 # Behind these comes the name of a type, an alias, a table or a CTE, and none of a function.
 _BEFORE_NAMES = frozenset(("as", "into", "with", "recursive"))
 
@@ -143,7 +147,7 @@ class _Reading:
             self._schema, self._name = self._name, text
         elif text == "into" and self._last not in ("insert", "merge"):
             return "SELECT INTO"
-        elif text in _SYNTAX:
+        elif text in _SYNTAX or (text == "recursive" and self._last == "with"):
             self._name, self._names_follow = None, text in _BEFORE_NAMES
         else:
             self._schema, self._name, self._is_called = None, text, not self._names_follow

@@ -35,7 +35,10 @@ from sqlalchemy.util import await_only
 
 import outboxq.held as held_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
+from outboxq.known_functions import HARMLESS as HARMLESS_FUNCTIONS
 from outboxq.postgres import Database
+from outboxq.session_state import CALLABLE_WORDS, left_by
+from outboxq.statements.functions import functions_without_side_effects
 from tests.support.app import Account, Effect
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
@@ -43,7 +46,7 @@ BOTH_CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 OTHER_ROLE = "outboxq_test_other_role"
 FUNCTIONS = [
-    "CREATE FUNCTION sets() RETURNS int LANGUAGE plpgsql AS $$ BEGIN SET lock_timeout = 4321; RETURN 1; END $$",
+    "CREATE FUNCTION sets() RETURNS int LANGUAGE plpgsql AS $$ BEGIN SET vacuum_cost_limit = 4321; RETURN 1; END $$",
     "CREATE PROCEDURE calls() LANGUAGE plpgsql AS $$ BEGIN SET vacuum_cost_limit = 4321; END $$",
     "CREATE FUNCTION doubles(given int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT 2 * given'",
     "CREATE FUNCTION triples(given int) RETURNS int LANGUAGE sql VOLATILE AS 'SELECT 3 * given'",
@@ -277,6 +280,19 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     with engine.connect() as connection:
         reasons = connection.execute(text("SELECT kind, args ->> 'name', reason FROM outboxq.dead_job")).all()
     assert [tuple(row[:2]) for row in reasons] == [("leave", "a handler that fails")], reasons
+
+
+def test_a_function_with_the_name_of_a_word_of_the_syntax_is_taken_for_one(engine: Engine) -> None:
+    """Whatever the server lets be a name of one: GROUPING SETS is syntax, and sets() is a function of the user's."""
+    with engine.connect() as connection:
+        can_be_functions = "SELECT word FROM pg_get_keywords() WHERE catcode IN ('U', 'T')"
+        words = set(connection.exec_driver_sql(can_be_functions).scalars())
+        known = set(connection.exec_driver_sql(functions_without_side_effects((), CALLABLE_WORDS)).scalars())
+        connection.exec_driver_sql("CREATE FUNCTION sets() RETURNS int LANGUAGE sql VOLATILE AS 'SELECT 1'")
+        left = set(connection.exec_driver_sql(functions_without_side_effects((), CALLABLE_WORDS)).scalars())
+    assert {word for word in words if left_by(f"SELECT {word}(1)").functions != {word}} <= HARMLESS_FUNCTIONS
+    assert known == CALLABLE_WORDS
+    assert known - left == {"sets"}
 
 
 def _pids(ledger: Ledger) -> list[int]:

@@ -160,8 +160,12 @@ def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Lo
 
     All in one order: else two batches that have rows in common could wait for each other.
     """
-    if len(progress.jobs) > 1 and not progress.is_leased:
-        keys = [key for job in progress.jobs for key in _locked_keys(work.handler_of(job), job)]
+    if len(progress.jobs) == 1 or progress.is_leased:
+        return
+    handlers = {kind: work.handler_of(job) for kind, job in {job.kind: job for job in progress.jobs}.items()}
+    locking = {kind: found for kind, found in handlers.items() if found is not None and found.signature().locks}
+    if locking:
+        keys = [key for job in progress.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job)]
         try:
             lock_ahead(connection, keys, locks)
         except (psycopg.Error, SQLAlchemyError):
@@ -172,9 +176,7 @@ def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Lo
             locks.forget()
 
 
-def _locked_keys(handler: AnyHandler | None, job: Job) -> list[EntityKey]:
-    if handler is None or not handler.signature().locks:
-        return []
+def _locked_keys(handler: AnyHandler, job: Job) -> list[EntityKey]:
     try:
         return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
     except Exception:  # noqa: BLE001  # users' own types raise what they like; when the job runs, it is recorded with it

@@ -140,7 +140,7 @@ class Work:
             if not self.is_failure(error):
                 raise
             raise ConnectionSpoiled(describe_failure(error, run.job)) from error
-        if is_at_rest(connection):
+        if self.guard.is_untouched or is_at_rest(connection):
             return returned
         connection.invalidate()
         raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))

@@ -315,6 +315,11 @@ class Guard:
         """Whether a handler runs."""
         return self.savepoint is not None or self.opener is not None
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
+        return self.opener is not None and self.left is None
+
     def let_go(self) -> None:
         """No handler runs any more."""
         self.savepoint = self.opener = self.watcher = None

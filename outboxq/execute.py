@@ -131,8 +131,6 @@ class Work:
         Raises:
             ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo it.
         """
-        guard = self.guard
-        guard.is_touched = False
         try:
             returned = self.invoker.call(handler, session, run, arguments)
         except BaseException as error:
@@ -142,8 +140,7 @@ class Work:
             if not self.is_failure(error):
                 raise
             raise ConnectionSpoiled(describe_failure(error, run.job)) from error
-        # Only what is sent, or taken and left, can keep it from rest.
-        if not (guard.is_touched or guard.left) or is_at_rest(connection):
+        if self.guard.is_untouched or is_at_rest(connection):
             return returned
         connection.invalidate()
         raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))

@@ -177,8 +177,6 @@ class Guard:
         # What of a handler's may outlive its transaction on this connection, in words that hold no value; then the
         # functions that may do so, if it is they alone.
         self.left: str | None = None
-        # Whether anything was sent, or the driver's connection taken, since the caller of a handler set it to False.
-        self.is_touched = False
         self.called: AbstractSet[str] = frozenset()
         self._harmless = harmless
         self._connection = connection
@@ -238,7 +236,6 @@ class Guard:
 
     def hands_out(self) -> None:
         """The driver's own connection is taken."""
-        self.is_touched = True
         if self.watcher is not None:
             self.watcher.hands_out()
         elif self.opener is not None:
@@ -252,7 +249,6 @@ class Guard:
         announced, self._announced = self._announced, None
         if query is not None and query is announced:
             return
-        self.is_touched = True
         if self.watcher is not None:
             self.watcher.hands_out()
         if self.is_handlers_turn and isinstance(query, str):
@@ -269,7 +265,6 @@ class Guard:
         context: ExecutionContext | None,
         many: bool,
     ) -> None:
-        self.is_touched = True
         if self.opener is not None:
             self.opener()
         if self.watcher is not None:
@@ -319,6 +314,11 @@ class Guard:
     def is_handlers_turn(self) -> bool:
         """Whether a handler runs."""
         return self.savepoint is not None or self.opener is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
+        return self.opener is not None and self.left is None
 
     def let_go(self) -> None:
         """No handler runs any more."""

@@ -48,7 +48,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
     changes: list[RowChange] = []
-    for state in session.identity_map._modified:  # noqa: SLF001  # as above, `dirty`
+    for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of objects each time
         writable = _writable(state.manager.mapper)
         facts = None if writable is None else facts_of(writable.table)
         if writable is None or facts is None or not writable.is_allowed_by(facts):
@@ -68,7 +68,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
 def has_changes(session: Session) -> bool:
     """Whether a flush would find changed rows."""
-    return bool(session.identity_map._modified)  # noqa: SLF001  # as above
+    return bool(session.identity_map._modified)  # noqa: SLF001  # `dirty` builds a set of objects
 
 
 def is_listened_to(session: Session, events: Iterable[str]) -> bool:

@@ -220,7 +220,7 @@ class _SharedRun:
             # Its class cannot be loaded ahead, or the row is not there.
             return load_entity(session, name, key)
         # As add() does, which would look for rows behind it first: none were loaded.
-        session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # as above
+        session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
 
     def _load_ahead(self) -> None:

@@ -6,7 +6,7 @@ all` plants each in turn and ends with 1 if one is not found within 500 batches.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -204,8 +204,8 @@ def expressions_are_lost() -> AbstractContextManager[object]:
 def rows_are_not_counted() -> AbstractContextManager[object]:
     execute = write_buffer._execute
 
-    def all_of_them(connection: Any, statement: Any, rows: Collection[Any], facts_of: Any, **options: Any) -> int:
-        execute(connection, statement, rows, facts_of, **options)  # type: ignore[arg-type]
+    def all_of_them(connection: Any, statement: Any, rows: list[Any], facts_of: Any, *, in_order: bool = False) -> int:
+        execute(connection, statement, rows, facts_of, in_order=in_order)
         return len(rows)
 
     return mock.patch.object(write_buffer, "_execute", all_of_them)

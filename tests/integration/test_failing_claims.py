@@ -39,6 +39,13 @@ def enqueue(sessions: sessionmaker[OutboxSession], *names: str) -> None:
         session.add_jobs(app.record.job(name=name) for name in names)
 
 
+def limit_statements(engine: Engine) -> None:
+    """To one second, for sessions that begin from now on."""
+    with engine.connect() as connection:
+        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+    run(engine, f'ALTER DATABASE "{name}" SET statement_timeout = 1000')
+
+
 def done(events: list[Event]) -> list[tuple[int, int]]:
     return [(event.job.attempt, event.job.crashes) for event in events if isinstance(event, JobDone)]
 
@@ -82,9 +89,7 @@ def test_claims_are_not_under_the_time_out_of_the_role(
         session.add_job(look)
         session.add_job(look.options(delay=timedelta(0)))
     run(engine, SLOW_CLAIMS, hesitating(1.5))
-    with engine.connect() as connection:
-        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
-    run(engine, f'ALTER DATABASE "{name}" SET statement_timeout = 1000')
+    limit_statements(engine)
     events = drain(jobs, slots_per_queue=1)
     assert done(events) == [(1, 0)] * 2
     assert not [event for event in events if isinstance(event, JobsSuspected)]
@@ -111,9 +116,7 @@ def test_claims_of_a_lease_are_not_under_the_time_out_of_the_role(
         "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW WHEN (NEW.state = 'leased') "
         "EXECUTE FUNCTION hesitate()",
     )
-    with engine.connect() as connection:
-        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
-    run(engine, f'ALTER DATABASE "{name}" SET statement_timeout = 1000')
+    limit_statements(engine)
     assert done(drain(jobs, slots_per_queue=1)) == [(1, 0)]
     with engine.connect() as connection:
         # No rollback takes a number of a sequence back.
@@ -133,9 +136,7 @@ def test_unknown_kinds_are_parked_under_no_time_out_of_the_role(
         "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW WHEN (NEW.parked > 0) "
         "EXECUTE FUNCTION hesitate()",
     )
-    with engine.connect() as connection:
-        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
-    run(engine, f'ALTER DATABASE "{name}" SET statement_timeout = 1000')
+    limit_statements(engine)
     drain(slots_per_queue=1)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT array_agg(parked) FROM outboxq.job").scalar_one() == [1, 1]

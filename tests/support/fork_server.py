@@ -200,11 +200,11 @@ def forking() -> Iterator[None]:
 
 @contextmanager
 def _starting_by(popen: type[subprocess.Popen]) -> Iterator[None]:
-    before, subprocess.Popen = subprocess.Popen, popen  # type: ignore[misc]
+    before, subprocess.Popen = subprocess.Popen, popen  # type: ignore[misc]  # a class in the place of another
     try:
         yield
     finally:
-        subprocess.Popen = before  # type: ignore[misc]
+        subprocess.Popen = before  # type: ignore[misc]  # and back again
 
 
 def fresh() -> AbstractContextManager[None]:
@@ -247,7 +247,7 @@ def _become(order: _Order, descriptors: list[int], server: socket.socket | None)
     if server is not None:
         os.set_inheritable(numbers[-1], False)
         _server.use(socket.socket(fileno=numbers[-1]))
-        subprocess.Popen = _Popen  # type: ignore[misc]
+        subprocess.Popen = _Popen  # type: ignore[misc]  # a class in the place of another
     os.chdir(order.directory)
     own_paths = sys.path[1 + len(_python_path(os.environ)) :]
     os.environ.clear()
@@ -258,7 +258,7 @@ def _become(order: _Order, descriptors: list[int], server: socket.socket | None)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, name)
         mode, buffering = ("w", 1 if name == "stderr" else -1) if number else ("r", -1)
-        stream = open(number, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
+        stream = open(number, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115  # open to the end
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

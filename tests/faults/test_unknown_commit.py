@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, NullPool, create_engine, select, text
+from sqlalchemy import Connection, Engine, NullPool, create_engine, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -163,7 +163,10 @@ def crash_while_a_handler_runs(engine: Engine, url: str, name: str) -> bool:
     with CommitProxy(url) as proxy, RelayProcess("tests.support.app:jobs", proxy.url, config):
         pid, xid = wait_until(lambda: writer(engine), "the handler to write")
         proxy.freeze()
-        os.kill(pid, signal.SIGKILL)
+        with engine.connect() as bystander:
+            os.kill(pid, signal.SIGKILL)
+            # For a moment the server goes on as if nothing had happened.
+            wait_until(lambda: is_cut(bystander), "the server to crash")
         used = wait_until(lambda: uses_up(engine, xid), "the id to be passed")
         proxy.thaw()
         wait_until(lambda: count(engine, "SELECT count(*) FROM outboxq.job") == 0, "the job's end")
@@ -181,6 +184,14 @@ def writer(engine: Engine) -> tuple[int, int] | None:
     with engine.connect() as connection:
         row = connection.execute(text(query)).first()
     return None if row is None else (row[0], row[1])
+
+
+def is_cut(connection: Connection) -> bool:
+    try:
+        connection.execute(text("SELECT 1"))
+    except OperationalError:
+        return True
+    return False
 
 
 def uses_up(engine: Engine, xid: int) -> str | None:

@@ -5,12 +5,14 @@ A caller that holds one of its engine's connections cannot starve them, because 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import check_schema
 from outboxq.effect_lock import Transaction
@@ -50,20 +52,48 @@ class AsyncTransactions(Protocol):
         ...
 
 
+class _Pool:
+    """A pool beside an engine's, which is closed now and then; what is in use then is closed when it comes back.
+
+    SQLAlchemy would leave that one open in the old pool, where nobody looks any more.
+    """
+
+    def __init__(self, engine: Engine, schema: str) -> None:
+        self._model = engine
+        self._schema = schema
+        self._is_over = False
+        self.engine = self._make()
+
+    def _make(self) -> Engine:
+        options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self._schema}}
+        return beside(self._model).execution_options(**options)
+
+    def is_current(self, engine: Engine) -> bool:
+        """Whether connections of this engine may be kept. Asked behind the return of one."""
+        return engine is self.engine and not self._is_over
+
+    def renew(self) -> Engine:
+        """Begin a new pool; the old one is to be closed after that."""
+        old, self.engine = self.engine, self._make()
+        return old
+
+    def end(self) -> Engine:
+        """Keep nothing from now on; the pool is to be closed after that."""
+        self._is_over = True
+        return self.engine
+
+
 class EngineTransactions:
     """Connections from a pool beside the given engine's: a caller that holds one of that engine's cannot starve us."""
 
     def __init__(self, engine: Engine, schema: str) -> None:
-        self._engine, self._keeper_engine = (
-            beside(engine).execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
-            for _ in range(2)
-        )
+        # Two: claims that wait for a row must not cost the locks of calls that are under way.
+        self._pool, self._keeper_pool = (_Pool(engine, schema) for _ in range(2))
         self._used_at: float | None = None
 
     def run(self, work: Callable[[Connection], T]) -> T:
         """See `Transactions`."""
-        self._used_at = time.monotonic()
-        with self._engine.begin() as connection:
+        with self._transaction(self._pool) as connection:
             return _unless_standby(connection, work)
 
     def keeper_transaction(self) -> Transaction:
@@ -71,21 +101,32 @@ class EngineTransactions:
         return self._keep
 
     def _keep(self, work: Callable[[Connection], T]) -> T:
-        self._used_at = time.monotonic()
-        # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
-        with self._keeper_engine.begin() as connection:
+        with self._transaction(self._keeper_pool) as connection:
             return work(connection)
+
+    @contextmanager
+    def _transaction(self, pool: _Pool) -> Iterator[Connection]:
+        self._used_at = time.monotonic()
+        engine = pool.engine
+        try:
+            with engine.begin() as connection:
+                yield connection
+        finally:
+            # Behind its return: whoever closed the pool before that did not find it there.
+            if not pool.is_current(engine):
+                engine.pool.dispose()
 
     def trim(self) -> None:
         """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
-            self.dispose()
+            for pool in (self._pool, self._keeper_pool):
+                pool.renew().pool.dispose()
 
     def dispose(self) -> None:
-        """Close the pools."""
-        self._engine.dispose()
-        self._keeper_engine.dispose()
+        """Close the pools, and whatever comes back later."""
+        for pool in (self._pool, self._keeper_pool):
+            pool.end().pool.dispose()
 
 
 class AsyncEngineTransactions:
@@ -94,36 +135,40 @@ class AsyncEngineTransactions:
     def __init__(self, engine: AsyncEngine, schema: str) -> None:
         self.was_used = False
         self._used_at: float | None = None
-        self._engine, self._keeper_engine = (
-            AsyncEngine(beside(engine.sync_engine)).execution_options(
-                isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema}
-            )
-            for _ in range(2)
-        )
+        self._pool, self._keeper_pool = (_Pool(engine.sync_engine, schema) for _ in range(2))
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """See `AsyncTransactions`."""
         self.was_used = True
-        self._used_at = time.monotonic()
-        async with self._engine.begin() as connection:
+        async with self._transaction(self._pool) as connection:
             return await connection.run_sync(_unless_standby, work)
 
     async def _keep(self, work: Callable[[Connection], T]) -> T:
-        self._used_at = time.monotonic()
-        # From another pool: claims that wait for a row must not cost the locks of calls that are under way.
-        async with self._keeper_engine.begin() as connection:
+        async with self._transaction(self._keeper_pool) as connection:
             return await connection.run_sync(work)
+
+    @asynccontextmanager
+    async def _transaction(self, pool: _Pool) -> AsyncIterator[AsyncConnection]:
+        self._used_at = time.monotonic()
+        engine = pool.engine
+        try:
+            async with AsyncEngine(engine).begin() as connection:
+                yield connection
+        finally:
+            if not pool.is_current(engine):
+                await greenlet_spawn(engine.pool.dispose)
 
     async def trim(self) -> None:
         """Close the connections that were not used for a while."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
-            await self.dispose()
+            for pool in (self._pool, self._keeper_pool):
+                await greenlet_spawn(pool.renew().pool.dispose)
 
     async def dispose(self) -> None:
-        """Close the pools."""
-        await self._engine.dispose()
-        await self._keeper_engine.dispose()
+        """Close the pools, and whatever comes back later."""
+        for pool in (self._pool, self._keeper_pool):
+            await greenlet_spawn(pool.end().pool.dispose)
 
     def keeper_transaction(self) -> Transaction:
         """Through the caller's event loop: one that is blocked cannot keep its locks."""

@@ -73,6 +73,13 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
+def close_behind_its_slots(engine: Engine, release: threading.Event) -> None:
+    """A slot that was given up returns its connection when it wakes: to a pool that is closed by then it stays open."""
+    release.set()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "outboxq-slot"], "the slots to end")
+    engine.dispose()
+
+
 def add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *kinds: str) -> None:
     registry = jobs.resolve()
     with sessions.begin() as session:
@@ -622,13 +629,14 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only a drain ends where nobody serves any more; what the watch could not settle in time changes nothing."""
-    jobs, asked, look, looks = recording(), [], Watch.look, []
+    jobs, asked, finish, waits = recording(), [], Watch.finish, threading.Event()
+    waited: list[bool] = []
 
-    def count(watch: Watch, runners: list[Runner]) -> None:
-        looks.append(len(runners))
-        look(watch, runners)
+    def let_finish(watch: Watch, *arguments: float) -> None:
+        waits.set()
+        finish(watch, *arguments)
 
-    monkeypatch.setattr(Watch, "look", count)
+    monkeypatch.setattr(Watch, "finish", let_finish)
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
     def stuck(ctx: Context) -> None:
@@ -639,11 +647,9 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
         if threading.current_thread().name == "outboxq-watch":
             asked.append(True)
             if len(asked) == 2:
-                # The batch is seized: its slot ends meanwhile, and the relay looks round a few times.
+                # The batch is seized: its slot ends meanwhile, and the relay waits for who settles it.
                 release.set()
-                wait_until(lambda: "outboxq-slot" not in {thread.name for thread in threading.enumerate()}, "its end")
-                before = len(looks)
-                wait_until(lambda: len(looks) >= before + 3, "the relay to look round")
+                waited.append(waits.wait(PATIENCE))
             raise OSError("no way to the database")
         return psycopg.connect(make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(False))
 
@@ -654,9 +660,10 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
         with start_relay(jobs, config, engine=own) as relay:
             wait_until(lambda: len(asked) >= 2, "the watch to ask for the database")
             wait_until(lambda: len(relay.of(JobDone)) == 2, "both jobs")
+            assert waited == [True]
             assert not relay.of(RelayStopped)
     finally:
-        own.dispose()
+        close_behind_its_slots(own, release)
 
 
 @pytest.mark.usefixtures("cut_soon")
@@ -693,7 +700,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
             release.set()
             wait_until(lambda: len(relay.of(JobDone)) == 2, "the job that hung")
     finally:
-        own.dispose()
+        close_behind_its_slots(own, release)
     assert effects(engine) == ["alone", "good"]
     assert relay.of(JobsSuspected)
 

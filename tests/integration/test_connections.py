@@ -1,20 +1,25 @@
 """How many connections a relay holds: a slot has one while it works, and gives it back when it sleeps."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
+from sqlalchemy.util import await_only
 
 import outboxq.effect_transactions as effects_module
 import outboxq.lines as lines_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.effect_transactions import AsyncEngineTransactions, EngineTransactions
+from outboxq.engines import EFFECTS_NAME, make_async_engine, make_engine
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
 from outboxq.slot import Slot
+from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.waiting import wait_until
 
@@ -187,3 +192,73 @@ def test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool(
         wait_until(lambda: held(looker, "mine") >= 1, "the relay's connections")
     # The server sees a moment later that they were closed.
     wait_until(lambda: held(looker, "mine") == 0, "no connection of the relay's")
+
+
+@pytest.fixture
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The garbage collector does not come by; and pools are over as soon as they are asked."""
+    monkeypatch.setattr(effects_module, "LINGER_SECONDS", -1)
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("of", ["calls", "keeper"])
+@pytest.mark.parametrize("close", ["trim", "dispose"])
+def test_a_connection_that_is_in_use_while_its_pool_is_closed_is_closed_when_it_comes_back(
+    close: str, of: str, looker: Engine, outboxq_database: Database
+) -> None:
+    """Its old pool would keep it; what comes later is kept by the new one, but not after the end."""
+    transactions = EngineTransactions(
+        make_engine(outboxq_database.url, application_name=EFFECTS_NAME, pooled=True), SCHEMA
+    )
+    transact, gate = transactions.run if of == "calls" else transactions.keeper_transaction(), Gate()
+    user = threading.Thread(target=transact, args=(lambda _: gate.pass_through(),))
+    user.start()
+    assert gate.inside.acquire(timeout=60)
+    getattr(transactions, close)()
+    assert held(looker, EFFECTS_NAME) == 1
+    gate.open.set()
+    user.join()
+    wait_until(lambda: held(looker, EFFECTS_NAME) == 0, "its end")
+    transact(lambda _: None)
+    wait_until(lambda: held(looker, EFFECTS_NAME) == (close == "trim"), "a later one")
+    transactions.dispose()
+    wait_until(lambda: held(looker, EFFECTS_NAME) == 0, "the end of all")
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("of", ["calls", "keeper"])
+@pytest.mark.parametrize("close", ["trim", "dispose"])
+def test_so_is_a_connection_of_an_event_loop(close: str, of: str, looker: Engine, outboxq_database: Database) -> None:
+    """The same for async callers."""
+    engine = make_async_engine(outboxq_database.url, application_name=EFFECTS_NAME, pooled=True)
+    transactions, inside = AsyncEngineTransactions(engine, SCHEMA), asyncio.Event()
+
+    async def transact(work: Callable[[Connection], None]) -> None:
+        if of == "calls":
+            await transactions.run(work)
+        else:
+            await asyncio.to_thread(transactions.keeper_transaction(), work)
+
+    async def main() -> None:
+        opened = asyncio.Event()
+
+        def work(_: Connection) -> None:
+            inside.set()
+            await_only(opened.wait())
+
+        user = asyncio.create_task(transact(work))
+        await asyncio.wait_for(inside.wait(), 60)
+        await getattr(transactions, close)()
+        assert held(looker, EFFECTS_NAME) == 1
+        opened.set()
+        await user
+        wait_until(lambda: held(looker, EFFECTS_NAME) == 0, "its end")
+        await transact(lambda _: None)
+        wait_until(lambda: held(looker, EFFECTS_NAME) == (close == "trim"), "a later one")
+        await transactions.dispose()
+        wait_until(lambda: held(looker, EFFECTS_NAME) == 0, "the end of all")
+
+    asyncio.run(main())

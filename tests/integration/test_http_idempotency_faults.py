@@ -7,10 +7,11 @@ from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine, text
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from starlette.responses import JSONResponse
 
 from outboxq.effect_records import WasApplied, resolve_effect
+from outboxq.effect_transactions import AsyncEngineTransactions
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.http import IdempotencyMiddleware, idempotency_of, nobody
 from outboxq.postgres import Database
@@ -187,7 +188,9 @@ def test_requests_that_wait_for_a_claim_cost_no_other_request_its_lease(
             await middleware._caller.deployment()
             running = asyncio.create_task(call(middleware, key="a"))
             await reached.wait()
-            async with middleware._transactions._engine.connect() as taken:  # type: ignore[union-attr]
+            transactions = middleware._transactions
+            assert isinstance(transactions, AsyncEngineTransactions)
+            async with AsyncEngine(transactions._pool.engine).connect() as taken:
                 await taken.execute(text("SELECT 1"))
                 before = stored(engine)
                 # Later than the first lease: it was extended meanwhile, and more than once.

@@ -13,13 +13,12 @@ import time
 from outboxq import config
 from outboxq.postgres import Server, find_server
 from tests.fuzz.compare import Differs
-from tests.fuzz.explore import Tally, explore, run_and_compare
+from tests.fuzz.explore import BATCHES_PER_SEED, Tally, explore, run_and_compare
 from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, Mode, open_lanes
 from tests.fuzz.plants import PLANTS, Plant
 from tests.fuzz.seen import SEEN
 
 _MODES = {mode.name: mode for mode in (SHARED, SAVEPOINTS)}
-_BATCHES_PER_SEED = 250
 _BATCHES_PER_PLANT = 500
 _LINE_SECONDS = 10.0
 
@@ -64,7 +63,9 @@ def main() -> int:
     """The exit code: 1 if a batch differs, or a planted bug does not show."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=1, help="the first seed; each serves for 250 batches")
+    parser.add_argument(
+        "--seed", type=int, default=1, help=f"the first seed; each serves for {BATCHES_PER_SEED} batches"
+    )
     parser.add_argument("--mode", choices=sorted(_MODES), action="append", help="what is held against alone (shared)")
     parser.add_argument("--plant", metavar="NAME|all", help=f"one of: {', '.join(PLANTS)}")
     order = parser.parse_args()
@@ -82,7 +83,7 @@ def _explore(server: Server, modes: list[Mode], minutes: float, first_seed: int)
         try:
             _run_seen(lanes)
             while True:
-                explore(lanes, _BATCHES_PER_SEED, start=progress.seed, tally=progress.tally, before_each=progress.look)
+                explore(lanes, BATCHES_PER_SEED, start=progress.seed, tally=progress.tally, before_each=progress.look)
                 progress.seed += 1
         except TimeOver:
             pass

@@ -1,7 +1,7 @@
 """How random batches are drawn: mostly jobs that meet in the same few rows, mostly ones that a batch can share."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -71,8 +71,8 @@ _NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
 _FOCUS = st.just(_NAMES["quiet"]) | st.lists(st.sampled_from(_MIXTURES["quiet"]), min_size=2, max_size=4).map(
     st.sampled_from
 )
-# Half of the batches are narrow: a few jobs of a step or two, all about two rows of a class, or of two that have to do
-# with each other, and most of them send nothing. What depends on the order of three jobs comes up here.
+# Half of the batches are narrow: scenes of a few jobs of a step or two, all about two rows of a class, or of two that
+# have to do with each other, and most of them send nothing. What depends on the order of three jobs comes up here.
 _NEAR: tuple[tuple[str, ...], ...] = (
     *(("Account",), ("Account", "SameAccount"), ("Purse",)) * 3,
     ("Branch",), ("Pair",), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Ticket"),
@@ -95,6 +95,47 @@ _NEAR_FOCUS = st.one_of(
 # Whether jobs are given rows, and how often all of it is about the same one. If none is given any, no load sends what
 # waits: many changes of one row come together. A row that is loaded ahead is there for its next job alone.
 _NEAR_GIVEN = ((st.just(False), 6), (st.booleans(), 2), (st.sampled_from((True, True, False)), 2))
+_SEEN = ("change", "put", "see", "put")
+
+
+class _Theme(NamedTuple):
+    """What the jobs of a scene have in common: classes, steps that send nothing, and whether they are given rows."""
+
+    classes: tuple[tuple[str, ...], ...]
+    focus: st.SearchStrategy[st.SearchStrategy[str]]
+    given: tuple[tuple[st.SearchStrategy[bool], int], ...]
+
+
+# Every other scene is about one thing that decides what may wait: the order of writes, one row by two names, what a
+# table does by itself, values that change while they wait, columns that other rows bind.
+_ANY = _Theme(_NEAR, _NEAR_FOCUS, _NEAR_GIVEN)
+_THEMES = (
+    *(_ANY,) * 4,
+    _Theme(
+        (("Account",),), st.just(st.sampled_from((*_UNLOADED, *_DEFERRED))), ((st.just(False), 5), (st.just(False), 1))
+    ),
+    _Theme((("Account",),), st.just(st.sampled_from(_UNLOADED)), ((st.just(False), 5),)),
+    _Theme(
+        (("Account", "SameAccount"), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Leaf")),
+        st.just(st.sampled_from(_SEEN)),
+        ((st.just(True), 8),),
+    ),
+    _Theme(
+        (("Till", "Branch"), ("Ruled", "Branch"), ("Heard", "Branch"), ("Figured",), ("Touched",), ("Stamped",)),
+        st.just(st.sampled_from(_SEEN)),
+        ((st.just(True), 8),),
+    ),
+    _Theme(
+        (("Account",),),
+        st.just(st.sampled_from(("put_kept_document", "defer_kept_document", "defer_with_kept_document"))),
+        ((st.booleans(), 2),),
+    ),
+    _Theme(
+        (("Purse",),),
+        st.just(st.sampled_from(("put_extra", "put_unloaded", "change"))),
+        ((st.sampled_from((True, True, False)), 4),),
+    ),
+)
 # More of what goes past SQLAlchemy.
 _SENDING = st.sampled_from((*_READING, *_WRITING, *("update_by_cursor",) * 12))
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
@@ -105,19 +146,26 @@ _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly
 
 
 def batches() -> st.SearchStrategy[Batch]:
-    """Any batch of two to eight jobs."""
+    """Any batch of two to eighteen jobs."""
     return _narrow_batches() | _wide_batches()
 
 
 @st.composite
 def _narrow_batches(draw: Any) -> Batch:
-    classes = st.sampled_from(draw(st.sampled_from(_NEAR)))
-    key, (is_given, often) = draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.sampled_from(_NEAR_GIVEN))
-    drawn = {**_DRAWN, "c": classes, "k": st.sampled_from((key,) * often + (key % 3 + 1,))}
-    narrow = _narrow_tasks(drawn, draw(_NEAR_FOCUS), is_given)
     flavour: Flavour = draw(_FLAVOURS)
-    tasks = draw(st.lists(narrow, min_size=draw(st.sampled_from((2, 4, 5))), max_size=6))
-    return Batch(tuple(tasks), flavour)
+    scenes = [draw(_scenes()) for _ in range(draw(st.sampled_from((1, 2, 3, 3))))]
+    return Batch(tuple(task for scene in scenes for task in scene), flavour)
+
+
+@st.composite
+def _scenes(draw: Any) -> list[Task]:
+    theme = draw(st.sampled_from(_THEMES))
+    classes = st.sampled_from(draw(st.sampled_from(theme.classes)))
+    key, (is_given, often) = draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.sampled_from(theme.given))
+    drawn = {**_DRAWN, "c": classes, "k": st.sampled_from((key,) * often + (key % 3 + 1,))}
+    narrow = _narrow_tasks(drawn, draw(theme.focus), is_given)
+    tasks: list[Task] = draw(st.lists(narrow, min_size=draw(st.sampled_from((2, 4, 5))), max_size=6))
+    return tasks
 
 
 @st.composite

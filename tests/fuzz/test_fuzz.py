@@ -38,7 +38,7 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     lanes["savepoints"].execute("ALTER TABLE till DISABLE TRIGGER till_changed")
     try:
         with pytest.raises(Differs) as found:
-            explore([lanes["alone"], lanes["savepoints"]], 500, start=None, shrinks=False)
+            explore([lanes["alone"], lanes["savepoints"]], 500, start=0, shrinks=False)
     finally:
         lanes["savepoints"].execute("ALTER TABLE till ENABLE TRIGGER till_changed")
     told = str(found.value)
@@ -51,7 +51,7 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
 def test_a_bug_in_the_mechanism_is_found(name: str, lanes: dict[str, Lane]) -> None:
     """Three of those that `python -m tests.fuzz --plant all` plants, each within 500 batches."""
     with PLANTS[name].planted(), pytest.raises(Differs):
-        explore([lanes["alone"], lanes["shared"]], 500, start=None, shrinks=False)
+        explore([lanes["alone"], lanes["shared"]], 500, start=0, shrinks=False)
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -64,12 +64,12 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
 
 def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
     """In one transaction, each in a savepoint of its own, 100 random batches leave what they leave job by job."""
-    explore([lanes["alone"], lanes["savepoints"]], 100, start=None)
+    explore([lanes["alone"], lanes["savepoints"]], 100, start=0)
 
 
 def test_jobs_that_share_a_batch_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
     """300 random batches, the same ones each time; `python -m tests.fuzz` draws others."""
-    explore([lanes["alone"], lanes["shared"]], 300, start=None)
+    explore([lanes["alone"], lanes["shared"]], 300, start=0)
 
 
 @pytest.mark.parametrize("name", SEEN)

@@ -3,7 +3,7 @@
     python -m tests.faults.mutation_check [NAME ...]
 
 Each mutant is a copy of this checkout with one text replaced. The tests named beside it must be green without the
-change and red with it; the script ends with 1 if a mutant survives.
+change and red with it; the script ends with 1 if a mutant survives. Two runs at a time, which mostly wait.
 """
 
 import os
@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("outboxq", "tests", "alembic", "examples", "pyproject.toml", "README.md")
+COPIED = ("outboxq", "tests", "alembic", "examples", "conftest.py", "pyproject.toml", "README.md")
+_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ MUTANTS = (
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",
         "outboxq/shared.py",
-        "may_rename(statement)\n        self._catch_up()\n",
-        "may_rename(statement)\n",
+        "may_rename(verb, statement)\n        self._catch_up()\n",
+        "may_rename(verb, statement)\n",
         ("tests/integration/test_shared_batches.py::test_stale_rows_are_loaded_again_after_a_handlers_own_statement",),
     ),
     Mutant(
@@ -529,22 +531,24 @@ MUTANTS = (
 
 def main(wanted: list[str]) -> int:
     """Run the mutants whose names hold one of the words, or all."""
+    mutants = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
     survivors = 0
-    # Several mutants have the same tests: these run once without a change.
-    without: dict[tuple[str, ...], Run] = {}
-    for mutant in MUTANTS:
-        if wanted and not any(word in mutant.name for word in wanted):
-            continue
-        if mutant.tests not in without:
-            without[mutant.tests] = run(mutant, mutated=False)
-        plain = without[mutant.tests]
-        changed = run(mutant, mutated=True)
-        red = plain.code == 0 and changed.code == 1
-        survivors += not red
-        verdict = "red" if red else "SURVIVED" if plain.code == 0 else "NOT GREEN WITHOUT IT"
-        lines = (f"{verdict:9} {mutant.name}", f"          without: {plain.said}", f"          with:    {changed.said}")
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        # Several mutants have the same tests: these run once without a change.
+        without = {tests: pool.submit(run, tests) for tests in dict.fromkeys(mutant.tests for mutant in mutants)}
+        mutated = [pool.submit(run, mutant.tests, mutant) for mutant in mutants]
+        for mutant, running in zip(mutants, mutated, strict=True):
+            changed, plain = running.result(), without[mutant.tests].result()
+            red = plain.code == 0 and changed.code == 1
+            survivors += not red
+            verdict = "red" if red else "SURVIVED" if plain.code == 0 else "NOT GREEN WITHOUT IT"
+            lines = (
+                f"{verdict:9} {mutant.name}",
+                f"          without: {plain.said}",
+                f"          with:    {changed.said}",
+            )
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()
     return 1 if survivors else 0
 
 
@@ -556,23 +560,23 @@ class Run:
     said: str
 
 
-def run(mutant: Mutant, *, mutated: bool) -> Run:
-    """The mutant's tests on a copy of this checkout, up to the first that fails."""
+def run(tests: tuple[str, ...], mutant: Mutant | None = None) -> Run:
+    """Tests on a copy of this checkout, with a mutant or as it is, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="outboxq-mutant-") as directory:
         # The embedded server runs as another user, who reads its binaries where they are installed.
         copy = Path(directory)
         for name in COPIED:
             place = ROOT / name
             if place.is_dir():
-                shutil.copytree(place, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(place, copy / name)
             else:
                 shutil.copy(place, copy / name)
-        if mutated:
+        if mutant is not None:
             apply(mutant, copy)
         begun = time.monotonic()
         # Less patience with a mutant, which may hang its tests.
-        limits = ["--maxfail", "1", "--timeout", "120" if mutated else "300"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *limits, *mutant.tests]
+        limits = ["--maxfail", "1", "--timeout", "300" if mutant is None else "120"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *limits, *tests]
         done = subprocess.run(
             command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
         )

@@ -194,6 +194,8 @@ def test_a_commit_by_way_of_a_cursor_is_its_own_jobs(
     @jobs.handler(queue="q", batchable=True, retry=ONCE)
     def act(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
+        # SQLAlchemy 2.0 does not flush before a text.
+        ctx.session.flush()
         if name == "bad":
             options = {"stream_results": way == "server-side"}
             result = ctx.session.execute(text("SELECT 1"), execution_options=options)

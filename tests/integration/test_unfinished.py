@@ -71,7 +71,7 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
     flavour, how = form.split("-")
     if how == "group":
 
-        @jobs.batch_handler(Named, queue="q", retry=TWICE, timeout_seconds=20)
+        @jobs.batch_handler(Named, queue="q", retry=TWICE, timeout_seconds=5)
         def write_all(ctx: BatchContext, items: list[BatchItem[Named]]) -> None:
             for item in items:
                 ctx.session.add(Effect(name=item.args.name))

@@ -1,21 +1,27 @@
 """Changes of a session that may wait: those of plain columns of plain rows, whose flush runs nothing but UPDATEs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from sqlalchemy import Column, Table, TextClause, Update, bindparam, update
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.orm import InstanceState, Mapper, Session
 
 from outboxq.set_based import FactsOf, python_type, row_write
-from outboxq.sql_words import first_word
 from outboxq.table_facts import RowWrite, TableFacts
 from outboxq.write_buffer import RowChange
 
+# The listeners for several events, of a session's dispatch.
+Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
+
 # Users' listeners for these want to see a flush or a commit, and may change what it writes.
-_AT_FLUSH = ("before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit")
+_AT_FLUSH: Listeners = attrgetter(
+    "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
+)
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
@@ -66,20 +72,9 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     return changes if len(changes) < 2 or len({change.row for change in changes}) == len(changes) else None
 
 
-def has_changes(session: Session) -> bool:
-    """Whether a flush would find changed rows."""
-    return bool(session.identity_map._modified)  # noqa: SLF001  # `dirty` builds a set of objects
-
-
-def is_listened_to(session: Session, events: Iterable[str]) -> bool:
+def is_listened_to(session: Session, events: Listeners) -> bool:
     """Whether users' code listens to one of these events of the session, or of all sessions."""
-    dispatch = session.dispatch
-    for event in events:
-        # Most have no listener at all.
-        listeners = getattr(dispatch, event)
-        if listeners and not all(map(_is_ours, listeners)):
-            return True
-    return False
+    return not all(map(_is_ours, chain.from_iterable(events(session.dispatch))))
 
 
 @lru_cache(1024)
@@ -87,12 +82,11 @@ def _is_ours(listener: object) -> bool:
     return str(getattr(listener, "__module__", "")).startswith("outboxq.")
 
 
-def row_writes(statement: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
+def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
     """What a statement writes that is about to be sent, besides what functions do; None if that cannot be said."""
     compiled: Any = getattr(context, "compiled", None)
     if compiled is None or isinstance(compiled.statement, TextClause):
         return None
-    verb = first_word(statement)
     if verb in _READS_OR_MARKS:
         return ()
     # A CTE, which may write too, would come first.
@@ -100,9 +94,9 @@ def row_writes(statement: str, context: ExecutionContext | None) -> tuple[RowWri
     return None if write is None else (write,)
 
 
-def may_rename(statement: str) -> bool:
+def may_rename(verb: str, statement: str) -> bool:
     """Whether a statement may do more than read and write rows, such as SET LOCAL search_path."""
-    return first_word(statement) not in _ON_ROWS or "set_config" in statement
+    return verb not in _ON_ROWS or "set_config" in statement
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:

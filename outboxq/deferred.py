@@ -68,6 +68,9 @@ def take_writes(session: Session) -> list[Write]:
     Raises:
         DeferError: some of it was to be sent before, and could not be.
     """
+    if "info" not in session.__dict__:
+        # It is made when something is first put there.
+        return []
     if session.info.get(_FAILED):
         raise DeferError(
             "what ctx.defer had kept could not be sent at a commit(), and the handler went on: let it raise"

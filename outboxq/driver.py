@@ -28,6 +28,7 @@ ANSWER_SECONDS = 15.0
 # Looked up, and not made: it is asked for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
 
+_DRIVERS = (psycopg.Connection, psycopg.AsyncConnection)
 DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]"
 
 
@@ -40,8 +41,9 @@ class ScriptResult(NamedTuple):
 
 def dbapi_connection(connection: Connection) -> Any:
     """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
-    # By the class's own property: a relay's connection watches who takes the driver's from it.
-    return Connection.connection.__get__(connection).dbapi_connection
+    # Not by its own property: a relay's connection watches who takes the driver's from it.
+    proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
+    return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
 
 def driver_connection(connection: Connection) -> DriverConnection:
@@ -50,10 +52,12 @@ def driver_connection(connection: Connection) -> DriverConnection:
     Raises:
         TypeError: another driver.
     """
-    # Not `driver_connection`, which a detached connection no longer has; an async adapter still names what it wraps.
     below = dbapi_connection(connection)
+    if isinstance(below, _DRIVERS):
+        return below
+    # An async adapter names what it wraps; the pool's `driver_connection` is gone where a connection was detached.
     driver = getattr(below, "driver_connection", below)
-    if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
+    if not isinstance(driver, _DRIVERS):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
     return driver
 

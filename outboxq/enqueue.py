@@ -38,6 +38,7 @@ from outboxq.tables import JobRow, job, job_mapper
 
 _BATCH = "outboxq.batch"
 WAITING = "outboxq.waiting"
+_NOTHING: Mapping[str, JobRow] = {}
 # What a session's `info` holds of this module.
 OURS = frozenset({_BATCH, WAITING})
 _CONNECTION = "outboxq.connection"
@@ -167,7 +168,8 @@ def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJo
 
 def _pending_batch(session: Session) -> JobRow | None:
     """What the session's next flush will insert, as far as it was added in a transaction that still stands."""
-    batch: JobRow | None = session.info.get(_BATCH)
+    # `info` is made when something is first put there.
+    batch: JobRow | None = session.__dict__.get("info", _NOTHING).get(_BATCH)
     if batch is None or batch.jobs is None or object_session(batch) is not session:
         return None
     return batch
@@ -285,7 +287,6 @@ def holds_only_jobs(session: Session) -> bool:
     """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     if "info" not in session.__dict__:
-        # It is made when something is first put there: no job was added.
         return new == 0
     batch = _pending_batch(session)
     is_whole = all(each is batch for each in _unwritten(session))

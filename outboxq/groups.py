@@ -77,12 +77,11 @@ def _call(
     assert isinstance(handler, BatchHandler)
     # Joined now: a rollback of a session that has not joined would be seen by nobody.
     session.connection()
+    keys = entity_keys(arguments)
     # Held: the session alone would forget them.
-    loaded = load_together(session, entity_keys(arguments), locks)
-    items = [
-        BatchItem(handler.arguments(**_given(session, values)), job)
-        for job, values in zip(jobs, arguments, strict=True)
-    ]
+    loaded = load_together(session, keys, locks)
+    given = [_given(session, values) for values in arguments] if keys else arguments
+    items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
     del loaded
     fault_point("before-handler")
     seconds = handler.timeout_seconds

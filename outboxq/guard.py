@@ -22,6 +22,14 @@ from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 from outboxq.session_state import NOTHING, left_by
 from outboxq.sql_words import first_word, leading_words
 
+# What SQLAlchemy keeps in a connection that is closed for good, and in no transaction.
+_CLOSED = {
+    "_dbapi_connection": None,
+    "_Connection__can_reconnect": False,
+    "_transaction": None,
+    "_nested_transaction": None,
+    "outboxq_guard": None,
+}
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
 
@@ -229,9 +237,7 @@ class Guard:
     def take_back(self) -> None:
         """Close what was lent, for whatever of its job goes on, and undo what its job set on it."""
         while self._lent:
-            closed = {"_dbapi_connection": None, "_Connection__can_reconnect": False, "outboxq_guard": None}
-            none = {"_transaction": None, "_nested_transaction": None}
-            self._lent.pop().__dict__ = {**self._connection.__dict__, **closed, **none}
+            self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
 
     def hands_out(self) -> None:
@@ -318,7 +324,7 @@ class Guard:
     @property
     def is_untouched(self) -> bool:
         """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
-        return self.opener is not None and self.left is None
+        return (self.opener is not None or not self._lent) and self.left is None
 
     def let_go(self) -> None:
         """No handler runs any more."""

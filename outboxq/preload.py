@@ -6,22 +6,25 @@ change of it waits in the write buffer: whoever sends something drops them all.
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, Connection, Select, Table, bindparam, select, tuple_
+from sqlalchemy import Column, Connection, Select, Table, any_, bindparam, select, tuple_
 from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 
-from outboxq.changes import is_listened_to
+from outboxq.changes import Listeners, is_listened_to
 from outboxq.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
 from outboxq.invoke import SESSION_OPTIONS, LazySession, nothing
-from outboxq.set_based import FactsOf
+from outboxq.set_based import FactsOf, key_array
 from outboxq.write_buffer import RowId
 
 # What one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
 _LOADED_AT_ONCE = 1_000
 # Users' listeners for these see how a row came into its session, and may change what it is.
-_AT_LOAD = ("do_orm_execute", "loaded_as_persistent", "detached_to_persistent", "before_attach", "after_attach")
+_AT_LOAD: Listeners = attrgetter(
+    "do_orm_execute", "loaded_as_persistent", "detached_to_persistent", "before_attach", "after_attach"
+)
 # Ways of a relationship that load nothing with the row.
 _LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")
 
@@ -222,8 +225,12 @@ def _by_keys(entity: Any) -> Select[tuple[Any]]:
 
 
 def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
-    columns = mapper.primary_key
-    keys = columns[0] if len(columns) == 1 else tuple_(*columns)
+    first, *others = mapper.primary_key
+    array = None if others else key_array(first.type)
+    if array is not None:
+        # One statement for any number of them, where a list would be written out anew for each.
+        return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
+    keys = tuple_(first, *others) if others else first
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
 
 

@@ -12,6 +12,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     ARRAY,
@@ -57,6 +58,10 @@ from sqlalchemy.sql.elements import BooleanClauseList, ClauseList, ExpressionCla
 from sqlalchemy.types import NullType, TypeEngine
 
 from outboxq.table_facts import RowWrite, TableFacts
+
+_WRITING = (Insert, Update, Delete)
+# What is known of statements, by the names of their parameters: asked each time that one is sent or deferred.
+_writes: WeakKeyDictionary[object, dict[frozenset[str], RowWrite | None]] = WeakKeyDictionary()
 
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 Row: TypeAlias = dict[str, object]
@@ -160,11 +165,18 @@ def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
     Args:
         names: Of its parameters: those that a column has are the values of the column.
     """
-    is_plain = isinstance(statement, Insert | Update | Delete) and isinstance(statement.table, Table)
-    if not is_plain or any(getattr(statement, part, None) for part in (*_MORE, "_post_values_clause")):
+    if not isinstance(statement, _WRITING):
         return None
-    assert isinstance(statement, Insert | Update | Delete)
-    assert isinstance(statement.table, Table)
+    known, given = _writes.setdefault(statement, {}), frozenset(names)
+    if given not in known:
+        known[given] = _row_write(statement, given)
+    return known[given]
+
+
+def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> RowWrite | None:
+    is_more = any(getattr(statement, part, None) for part in (*_MORE, "_post_values_clause"))
+    if is_more or not isinstance(statement.table, Table):
+        return None
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     if not isinstance(statement, Update):
         return RowWrite(table, "INSERT" if isinstance(statement, Insert) else "DELETE", frozenset())
@@ -269,6 +281,12 @@ def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset
 def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
     """The type of a plain column's values, which the driver is given as they are; None for any other column."""
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
+
+
+def key_array(sql_type: TypeEngine[Any]) -> ARRAY[Any] | None:
+    """The type of an array of primary keys of this type; None where they may be equal here and not on the server."""
+    type_ = python_type(sql_type)
+    return ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)) if type_ in _KEYS else None
 
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:

@@ -18,7 +18,7 @@ from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
-from outboxq.changes import has_changes, may_rename, row_changes, row_writes
+from outboxq.changes import may_rename, row_changes, row_writes
 from outboxq.deferred import take_writes
 from outboxq.enqueue import holds_only_jobs, take_jobs
 from outboxq.entities import EntityKey
@@ -36,6 +36,7 @@ from outboxq.retry import Done
 from outboxq.set_based import row_write
 from outboxq.settle import check_shared
 from outboxq.shared_savepoint import SharedSavepoint
+from outboxq.sql_words import first_word
 from outboxq.table_facts import RowWrite, TableFacts
 from outboxq.write_buffer import RowChange, WriteBuffer
 
@@ -135,9 +136,10 @@ class _SharedRun:
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Something is about to be sent for a handler: first all that the jobs before it left."""
         self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
-        writes = row_writes(statement, context)
+        verb = first_word(statement)
+        writes = row_writes(verb, context)
         self._written.update((None,) if writes is None else writes)
-        self._is_altered = self._is_altered or may_rename(statement)
+        self._is_altered = self._is_altered or may_rename(verb, statement)
         self._catch_up()
 
     def hands_out(self) -> None:
@@ -248,7 +250,7 @@ class _SharedRun:
             if changes is not None:
                 self._add(changes, take_jobs(session))
                 writes = take_writes(session)
-            if changes is None or not has_changes(session):
+            if changes is None or not session.in_transaction():
                 # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
                 session.commit()
         for write in writes:

@@ -246,6 +246,26 @@ def test_a_row_that_is_gone_fails_its_own_job_only(
     assert [kind for kind, _ in dead(engine)] == ["need"]
 
 
+@pytest.mark.parametrize("batch_size", [1, 50])
+def test_a_handler_that_closes_its_session_fails_as_it_does_alone(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Also one to whom nothing was sent yet: its row was loaded for the whole batch, and its change would be lost."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="closing", batchable=True, retry=Backoff(max_attempts=1))
+    def credit(ctx: Context, account: Account, last: bool) -> None:
+        account.balance += 1
+        if last:
+            ctx.session.close()
+
+    enqueue(sessions, credit, [{"account": id_, "last": id_ == 3} for id_ in (1, 2, 3, 4)])
+    drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert balances(engine) == {1: 1, 2: 1, 4: 1}
+    ((kind, _),) = dead(engine)
+    assert (kind, waiting(engine)) == ("credit", 0)
+
+
 def test_a_payload_that_cannot_be_read_fails_its_own_job_and_the_others_still_share(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, select, text
+from sqlalchemy import Engine, QueuePool, create_engine, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.claims as claims_module
@@ -76,7 +76,9 @@ def release() -> Iterator[threading.Event]:
 def close_behind_its_slots(engine: Engine, release: threading.Event) -> None:
     """A slot that was given up returns its connection when it wakes: to a pool that is closed by then it stays open."""
     release.set()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "outboxq-slot"], "the slots to end")
+    pool = engine.pool
+    assert isinstance(pool, QueuePool)
+    wait_until(lambda: pool.checkedout() == 0, "the slots to return their connections")
     engine.dispose()
 
 

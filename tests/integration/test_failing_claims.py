@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from sqlalchemy import Engine, text
@@ -143,20 +143,22 @@ def test_unknown_kinds_are_parked_under_no_time_out_of_the_role(
 
 
 CLAIMING = """\
-SELECT pid, query FROM pg_stat_activity
+SELECT pid, query, query_start FROM pg_stat_activity
 WHERE datname = current_database() AND wait_event = 'PgSleep'"""
 
 
 def cancel_claim(engine: Engine) -> int | None:
     """Wait for a claim that hesitates and cancel it; for how many jobs it was, if it was not sent by its name alone."""
 
-    def find() -> tuple[int, str] | None:
+    def find() -> tuple[int, str, datetime] | None:
         with engine.connect() as connection:
             row = connection.exec_driver_sql(CLAIMING).first()
-            return None if row is None else (row[0], row[1])
+            return None if row is None else (row[0], row[1], row[2])
 
-    pid, query = wait_until(find, "a claim that hesitates")
+    pid, query, begun = wait_until(find, "a claim that hesitates")
     run(engine, f"SELECT pg_cancel_backend({pid})")
+    # For a moment it is still there, and would be taken for the next one.
+    wait_until(lambda: find() != (pid, query, begun), "the claim to be cancelled")
     limits = re.findall(r"LIMIT (\d+)", query)
     return int(limits[-1]) if limits else None
 

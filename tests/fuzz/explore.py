@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import HypothesisDeprecationWarning
+from hypothesis.errors import FlakyFailure, HypothesisDeprecationWarning
 from sqlalchemy.exc import SAWarning
 
 from tests.fuzz.compare import Differs, check
@@ -112,6 +112,7 @@ def _explore(
     try:
         with quiet():
             seed(start)(run)()
-    except Differs:
+    except (Differs, FlakyFailure):
+        # One that differed once counts, even if it does not when it is run again.
         batch, error = smallest[0]
         raise Differs(f"{batch!r}\n{error}") from None

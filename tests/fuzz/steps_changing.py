@@ -156,6 +156,14 @@ def put_unloaded(frame: Frame, name: str, key: int, n: int) -> object:
     return shown_first
 
 
+@step_function
+def put_two_unloaded(frame: Frame, name: str, key: int, n: int) -> object:
+    """The same, and another of its columns besides: a statement of another form."""
+    shown_first = put_unloaded(frame, name, key, n)
+    put_extra(frame, -1, n, n)
+    return shown_first
+
+
 @on_held
 def delete(frame: Frame, entity: Any) -> object:
     frame.session.delete(entity)

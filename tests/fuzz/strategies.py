@@ -33,7 +33,7 @@ _QUIET = {
     "set_committed": "pn", "defer_update": "ckn", "defer_value": "ckn", "defer_expression": "ckn", "defer_text": "ckn",
     "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n", "attach": "ck",
     "put_unloaded": "ckn", "put_kept_document": "pn", "defer_kept_document": "kn", "defer_with_kept_document": "kn",
-    "hook": "n", "hook_commit": "n",
+    "hook": "n", "hook_commit": "n", "put_two_unloaded": "ckn",
 }  # fmt: skip
 _READING = {
     "anything": "", "get": "ck", "get_one": "ck", "select_one": "ck", "select_all": "c", "select_rich": "",
@@ -80,7 +80,7 @@ _NEAR: tuple[tuple[str, ...], ...] = (
     ("Stamped",), ("Figured",), ("Touched",), ("Versioned",),
 )  # fmt: skip
 _DEFERRING = ("defer_update", "defer_value", "defer_expression", "defer_text", "defer_sum")
-_UNLOADED = ("put_unloaded", "put_unloaded", "put_extra")
+_UNLOADED = ("put_unloaded", "put_unloaded", "put_two_unloaded")
 _NEAR_STEPS = (
     *_DEFERRING, "change", "put", "put_extra", "express", "put_unloaded", "defer_insert", "put_kept_document",
     "defer_kept_document", "hook", "tell", "put_back",
@@ -109,12 +109,17 @@ class _Theme(NamedTuple):
 # Every other scene is about one thing that decides what may wait: the order of writes, one row by two names, what a
 # table does by itself, values that change while they wait, columns that other rows bind.
 _ANY = _Theme(_NEAR, _NEAR_FOCUS, _NEAR_GIVEN)
+# What needs three jobs in order comes up rarely, and counts twice.
+_MANY_FORMS = _Theme((("Account",),), st.just(st.sampled_from(_UNLOADED)), ((st.just(False), 8),))
+_BEFORE_AND_BEHIND = _Theme(
+    (("Account",),), st.just(st.sampled_from(("put_unloaded", "defer_update", "defer_value"))), ((st.just(False), 1),)
+)
 _THEMES = (
     *(_ANY,) * 4,
+    *(_MANY_FORMS, _BEFORE_AND_BEHIND) * 2,
     _Theme(
         (("Account",),), st.just(st.sampled_from((*_UNLOADED, *_DEFERRED))), ((st.just(False), 5), (st.just(False), 1))
     ),
-    _Theme((("Account",),), st.just(st.sampled_from(_UNLOADED)), ((st.just(False), 5),)),
     _Theme(
         (("Account", "SameAccount"), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Leaf")),
         st.just(st.sampled_from(_SEEN)),
@@ -130,11 +135,7 @@ _THEMES = (
         st.just(st.sampled_from(("put_kept_document", "defer_kept_document", "defer_with_kept_document"))),
         ((st.booleans(), 2),),
     ),
-    _Theme(
-        (("Purse",),),
-        st.just(st.sampled_from(("put_extra", "put_unloaded", "change"))),
-        ((st.sampled_from((True, True, False)), 4),),
-    ),
+    _Theme((("Purse",),), st.just(st.sampled_from((*("put_extra",) * 4, "put_unloaded"))), ((st.just(True), 8),)),
 )
 # More of what goes past SQLAlchemy.
 _SENDING = st.sampled_from((*_READING, *_WRITING, *("update_by_cursor",) * 12))
@@ -175,8 +176,8 @@ def _narrow_tasks(
     given: tuple[Given, ...] = ()
     if draw(is_given):
         given = (Given(draw(drawn["c"]), draw(drawn["k"]), optional=True, locked=draw(_LOCKED)),)
-    # One job in six sends something.
-    names = draw(st.sampled_from((quiet,) * 5 + (_SENDING,)))
+    # One job in ten sends something.
+    names = draw(st.sampled_from((quiet,) * 9 + (_SENDING,)))
     steps = [_draw_args(draw, draw(names), drawn) for _ in range(draw(st.sampled_from((1, 1, 2))))]
     return Task(given, tuple(steps))
 

@@ -299,10 +299,14 @@ def test_listing_sorts_no_more_than_it_shows(engine: Engine) -> None:
         compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
         question = f"EXPLAIN (ANALYZE, TIMING off) {compiled}".replace("%%", "%")
         plan = list(connection.exec_driver_sql(question).scalars())
+        # Jobs of one millisecond are sorted together.
+        tenth = "SELECT left(id::text, 13) FROM outboxq.job ORDER BY id OFFSET 9 LIMIT 1"
+        count = text(f"SELECT count(*) FROM outboxq.job WHERE left(id::text, 13) = ({tenth})")
+        alike = connection.execute(count).scalar_one()
     assert [line for line in plan if "using job_pkey on job listed" in line]
     assert not [line for line in plan if "Seq Scan on job" in line]
     read = [float(number) for number in re.findall(r"actual rows=([\d.]+)", "\n".join(plan))]
-    assert max(read) <= 10
+    assert max(read) <= 10 + alike < 1000
 
 
 def test_the_age_of_the_oldest_is_since_it_could_run(engine: Engine) -> None:

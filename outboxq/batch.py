@@ -13,7 +13,6 @@ from typing import Protocol, assert_never
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq import settle
 from outboxq.arrange import Span, arrange
@@ -124,6 +123,8 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
         ConnectionLost, TransactionEscaped: see `execute`.
         LeaseLost: another relay may have the job.
     """
+    # New, or undone to before the first handler.
+    work.guard.is_altered = False
     spans = [Span("alone", range(len(progress.jobs)))] if progress.is_apart else arrange(progress, work)
     progress.one_run = spans[0].how if len(spans) == 1 and spans[0].how != "alone" else None
     try:
@@ -165,21 +166,26 @@ def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Lo
     handlers = {kind: work.handler_of(job) for kind, job in {job.kind: job for job in progress.jobs}.items()}
     locking = {kind: found for kind, found in handlers.items() if found is not None and found.signature().locks}
     if locking:
-        keys = [key for job in progress.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job)]
+        keys = [
+            key for job in progress.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job, work)
+        ]
         try:
             lock_ahead(connection, keys, locks)
-        except (psycopg.Error, SQLAlchemyError):
-            # Each takes its own when it runs, and fails by itself if it cannot.
-            if is_lost(connection) or progress.anchor is None:
+        except BaseException as error:
+            # Each takes its own when it runs, and fails by itself if it cannot: also for a listener of the user's.
+            if is_lost(connection) or progress.anchor is None or not work.is_failure(error):
                 raise
             run_script(connection, f"ROLLBACK TO SAVEPOINT {progress.anchor.seal}")
             locks.forget()
 
 
-def _locked_keys(handler: AnyHandler, job: Job) -> list[EntityKey]:
+def _locked_keys(handler: AnyHandler, job: Job, work: Work) -> list[EntityKey]:
     try:
         return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
-    except Exception:  # noqa: BLE001  # users' own types raise what they like; when the job runs, it is recorded with it
+    except BaseException as error:
+        # Users' own types raise what they like; when the job runs, it is recorded with it.
+        if not work.is_failure(error):
+            raise
         return []
 
 

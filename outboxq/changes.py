@@ -7,10 +7,12 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, Table, TextClause, Update, bindparam, update
+from sqlalchemy import Column, Connection, Table, TextClause, Update, bindparam, update
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.orm import InstanceState, Mapper, Session
 
+from outboxq.guard import is_same
+from outboxq.sessions import binds_of
 from outboxq.set_based import FactsOf, python_type, row_write
 from outboxq.table_facts import RowWrite, TableFacts
 from outboxq.write_buffer import RowChange
@@ -18,14 +20,22 @@ from outboxq.write_buffer import RowChange
 # The listeners for several events, of a session's dispatch.
 Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 
-# Users' listeners for these want to see a flush or a commit, and may change what it writes.
+# Users' listeners for these see a session's transaction, a flush or a commit, and may change what it writes.
 _AT_FLUSH: Listeners = attrgetter(
-    "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
+    "after_begin",
+    "after_commit",
+    "after_flush",
+    "after_flush_postexec",
+    "after_transaction_create",
+    "after_transaction_end",
+    "before_commit",
+    "before_flush",
+    "pending_to_persistent",
+    "pending_to_transient",
 )
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
-_ON_ROWS = _READS_OR_MARKS | _WRITES | {"MERGE", "VALUES", "WITH"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class _Writable:
     mapper: Mapper[Any]
     table: Table
     primary_key: frozenset[str]
+    keys: tuple[tuple[str, type[object]], ...]
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
@@ -60,7 +71,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
         if writable is None or facts is None or not writable.is_allowed_by(facts):
             return None
         values = _changed_values(state, writable, facts)
-        if values is None:
+        if values is None or not _has_its_key(state, writable):
             return None
         if values:
             assert state.key is not None
@@ -94,9 +105,22 @@ def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, .
     return None if write is None else (write,)
 
 
-def may_rename(verb: str, statement: str) -> bool:
-    """Whether a statement may do more than read and write rows, such as SET LOCAL search_path."""
-    return verb not in _ON_ROWS or "set_config" in statement
+def uses_only(session: Session, connection: Connection) -> bool:
+    """Whether all that a session sends goes to this connection: it was bound to no other one."""
+    bind = session.bind
+    if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
+        return False
+    transaction = session.get_transaction()
+    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001
+    return all(is_same(connection, entry[0]) for entry in used)
+
+
+def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
+    """Whether a flush would look for the row by this key, and nothing else is the same key to the server."""
+    assert state.key is not None
+    values = [state.dict.get(name, _MISSING) for name, _ in writable.keys]
+    are_exact = all(type(value) is type_ for value, (_, type_) in zip(values, writable.keys, strict=True))
+    return are_exact and values == list(state.key[1])
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
@@ -130,10 +154,12 @@ def _writable(mapper: Mapper[Any]) -> _Writable | None:
         return None
     if any(column.onupdate is not None or column.server_onupdate is not None for column in table.columns):
         return None
-    if any(python_type(column.type) is None for column in table.primary_key):
+    types = [(mapper.get_property_by_column(column).key, python_type(column.type)) for column in mapper.primary_key]
+    keys = tuple((name, type_) for name, type_ in types if type_ is not None)
+    if len(keys) < len(types):
         return None
     primary_key = frozenset(column.name for column in table.primary_key)
-    return _Writable(mapper, table, primary_key, _plain_columns(mapper, table))
+    return _Writable(mapper, table, primary_key, keys, _plain_columns(mapper, table))
 
 
 def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[Any], type[object]]]:

@@ -16,7 +16,9 @@ from outboxq.codec import PLAIN, is_expression
 from outboxq.enqueue import OutboxSession
 from outboxq.entities import entity_state
 from outboxq.errors import DeferError
-from outboxq.set_based import Statement, single_executions
+from outboxq.guard import may_end_transaction
+from outboxq.session_state import NOTHING, left_by
+from outboxq.set_based import Statement, only_writes, single_executions
 from outboxq.sql_words import first_word
 
 _WAITING = "outboxq.deferred"
@@ -38,11 +40,20 @@ def is_constant(value: object) -> bool:
     return type(value) in _CONSTANT or isinstance(value, Enum)
 
 
+def may_wait(write: Write) -> bool:
+    """Whether a write comes to the same later, among those of other jobs: its values stay, and it sets nothing."""
+    return is_fixed(write.statement) and all(map(is_constant, write.parameters.values()))
+
+
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Whether all values inside a statement stay what they are until it is sent."""
+    """Whether a statement has nothing inside that may be another value later, or do more than write rows."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
-    return key is not None and all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams)
+    if key is None or not all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams):
+        return False
+    if isinstance(statement, TextClause):
+        return left_by(statement.text) is NOTHING and not may_end_transaction(statement.text)
+    return only_writes(statement)
 
 
 def checked_write(statement: object, parameters: object) -> Write:
@@ -62,6 +73,14 @@ def defer(session: Session, *writes: Write) -> None:
         event.listen(session, "after_soft_rollback", _after_rollback)
 
 
+def may_all_wait(session: Session) -> bool:
+    """Whether all that was deferred in this session may wait, and nothing of it failed."""
+    if "info" not in session.__dict__:
+        # It is made when something is first put there.
+        return True
+    return _FAILED not in session.info and all(map(may_wait, session.info.get(_WAITING, ())))
+
+
 def take_writes(session: Session) -> list[Write]:
     """What was deferred in this session, which forgets it.
 
@@ -69,7 +88,6 @@ def take_writes(session: Session) -> list[Write]:
         DeferError: some of it was to be sent before, and could not be.
     """
     if "info" not in session.__dict__:
-        # It is made when something is first put there.
         return []
     if session.info.get(_FAILED):
         raise DeferError(

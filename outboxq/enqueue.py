@@ -46,6 +46,11 @@ _CONNECTION = "outboxq.connection"
 _numbers = count(1)
 # The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
 QUEUES_ANNOUNCED = 64
+# No locks, no rows.
+_NOT_ANNOUNCED = text(
+    "SELECT coalesce(current_setting('outboxq.notify', true), ''), set_config('outboxq.notify', 'off', true)"
+)
+_ANNOUNCED = text("SELECT set_config('outboxq.notify', :was, true)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +280,13 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, announced:
     Args:
         announced: Whether relays that sleep are woken. Others find them when they poll.
     """
-    if not announced:
-        # Local, and per flush: a rolled back savepoint takes the setting with it.
-        connection.execute(text("SELECT set_config('outboxq.notify', 'off', true)"))
+    # Read before it is set, from left to right. A rolled back savepoint takes the setting with it.
+    was = "" if announced else connection.execute(_NOT_ANNOUNCED).scalar_one()
     rest = iter(jobs.items())
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
+    if not announced:
+        connection.execute(_ANNOUNCED, {"was": was})
 
 
 def holds_only_jobs(session: Session) -> bool:

@@ -273,7 +273,7 @@ def _attempt(
         except BaseException:
             work.guard.let_go()
             raise
-    opened = Opened(partial(_open_session, connection, work, place))
+    opened = Opened(partial(_open_session, connection, work, place), work.is_failure)
     begun = time.monotonic()
     result: Result
     kept = False

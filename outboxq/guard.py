@@ -9,8 +9,9 @@ then the slot starts its next job on another connection.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
 
@@ -132,6 +133,22 @@ class _Watched(Connection):
         return super().connection
 
 
+class _Lent(_Watched):
+    """The connection of one job: a listener that is put on it hears nothing of the next one's."""
+
+    __slots__ = ("_own_dispatch",)
+
+    @property
+    def dispatch(self) -> Any:  # type: ignore[override]  # SQLAlchemy keeps it in the state that all of them share
+        try:
+            return self._own_dispatch
+        except AttributeError:
+            # As SQLAlchemy joins a connection's own to those of its engine.
+            of_class: Any = Connection.dispatch
+            self._own_dispatch: Any = of_class._for_instance(self)._join(self.__dict__["dispatch"])  # noqa: SLF001
+            return self._own_dispatch
+
+
 def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
     """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
 
@@ -186,6 +203,9 @@ class Guard:
         # functions that may do so, if it is they alone.
         self.left: str | None = None
         self.called: AbstractSet[str] = frozenset()
+        # Whether a name may mean something else, in the rest of the transaction, than it does on this connection: by a
+        # SET LOCAL search_path, or by what is not known.
+        self.is_altered = False
         self._harmless = harmless
         self._connection = connection
         self._lent: list[Connection] = []
@@ -228,7 +248,7 @@ class Guard:
 
     def lend(self) -> Connection:
         """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
-        lent = object.__new__(type(self._connection))
+        lent = object.__new__(_Lent)
         # One state for both: SQLAlchemy keeps transaction and savepoints there.
         lent.__dict__ = self._connection.__dict__
         self._lent.append(lent)
@@ -239,6 +259,21 @@ class Guard:
         while self._lent:
             self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Send something of the relay's in the middle of a job: unwatched, by nothing that the job set."""
+        connection, watcher, self.watcher = self._connection, self.watcher, None
+        options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001
+        try:
+            yield
+        finally:
+            self.watcher, connection._execution_options = watcher, options  # noqa: SLF001
+
+    @property
+    def has_own_options(self) -> bool:
+        """Whether the running job has set nothing on its connection, such as a `schema_translate_map`."""
+        return self._connection._execution_options is self._options  # noqa: SLF001
 
     def hands_out(self) -> None:
         """The driver's own connection is taken."""
@@ -294,9 +329,12 @@ class Guard:
     def _note(self, statement: str, parameters: object) -> None:
         """Note what a handler's statement may leave on the connection."""
         leavings = left_by(statement)
-        if leavings is NOTHING or self.left is not None:
+        if leavings is NOTHING:
             return
         unknown = leavings.functions - self._harmless
+        self.is_altered = self.is_altered or leavings.sets_locally or leavings.what is not None or bool(unknown)
+        if self.left is not None:
+            return
         given = parameters if isinstance(parameters, Mapping) else {}
         if leavings.what is not None:
             self.left = leavings.what

@@ -23,7 +23,14 @@ from outboxq.write_buffer import RowId
 _LOADED_AT_ONCE = 1_000
 # Users' listeners for these see how a row came into its session, and may change what it is.
 _AT_LOAD: Listeners = attrgetter(
-    "do_orm_execute", "loaded_as_persistent", "detached_to_persistent", "before_attach", "after_attach"
+    "after_attach",
+    "after_begin",
+    "after_transaction_create",
+    "after_transaction_end",
+    "before_attach",
+    "detached_to_persistent",
+    "do_orm_execute",
+    "loaded_as_persistent",
 )
 # Ways of a relationship that load nothing with the row.
 _LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")

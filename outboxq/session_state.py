@@ -62,12 +62,13 @@ class Leavings(NamedTuple):
     """What a statement may leave on its connection.
 
     `what` names it for certain, in words that hold no value; `functions` are called and not known; of `only_local`, the
-    names of parameters, each has to be true.
+    names of parameters, each has to be true. `sets_locally`: a setting, for the rest of the transaction.
     """
 
     what: str | None = None
     functions: frozenset[str] = frozenset()
     only_local: tuple[str, ...] = ()
+    sets_locally: bool = False
 
 
 NOTHING = Leavings()
@@ -93,6 +94,7 @@ class _Reading:
         self._verb = ""
         self._functions: set[str] = set()
         self._only_local: list[str] = []
+        self._sets_locally = False
         # The last token that was not blank, and the name that it was, if any, or the last part of.
         self._last = ""
         self._name: str | None = None
@@ -118,16 +120,18 @@ class _Reading:
                 return Leavings(what)
         if not self._verb:
             return Leavings("an empty statement")
-        if not (self._functions or self._only_local):
+        if not (self._functions or self._sets_locally):
             return NOTHING
-        return Leavings(None, frozenset(self._functions), tuple(self._only_local))
+        return Leavings(None, frozenset(self._functions), tuple(self._only_local), self._sets_locally)
 
     def _meet(self, token: "re.Match[str]", group: str | None) -> str | None:
         text = token.group().lower() if group == "word" else token.group()
         if self._last == ";":
             return "several statements"
-        if self._last == "set" == self._verb and text not in _BOUND_SETS:
-            return "SET"
+        if self._last == "set" == self._verb:
+            if text not in _BOUND_SETS:
+                return "SET"
+            self._sets_locally = text == "local"
         if not self._verb and text != "(":
             self._verb = text
             if group != "word" or text not in _VERBS:
@@ -176,6 +180,7 @@ class _Reading:
         local = _SET_CONFIG.match(self._statement, at)
         if local is None:
             return "set_config()"
+        self._sets_locally = True
         if local["name"]:
             self._only_local.append(local["name"])
         return None

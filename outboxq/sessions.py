@@ -1,5 +1,6 @@
 """The sessions that callers bring: which they are, where they lead, and the ones that cannot hold anything of ours."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
@@ -64,10 +65,16 @@ def _check_dialect(bind: Engine | Connection) -> None:
         raise EnqueueError(f"the outbox needs PostgreSQL, but this session is bound to {bind.dialect.name}")
 
 
+def binds_of(session: Session) -> Mapping[Any, object]:
+    """What a session sends elsewhere than to its `bind`, by class, mapper or table."""
+    # Named differently in SQLAlchemy 2.0.
+    binds: Mapping[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
+    return binds
+
+
 def _refuse_second_transaction(session: Session, bind: Engine | Connection) -> None:
     """Refuse `binds` by which jobs would have a transaction of their own; two-phase commit makes one of the two."""
-    # Named differently in SQLAlchemy 2.0.
-    binds: dict[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
+    binds = binds_of(session)
     if not binds or session.twophase:
         return
     theirs = [other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours]

@@ -53,10 +53,13 @@ from sqlalchemy import (
     func,
     select,
 )
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql import functions, operators, visitors
 from sqlalchemy.sql.elements import BooleanClauseList, ClauseList, ExpressionClauseList, Grouping, TypeClause
+from sqlalchemy.sql.functions import Function, FunctionElement
 from sqlalchemy.types import NullType, TypeEngine
 
+from outboxq.known_functions import HARMLESS
 from outboxq.table_facts import RowWrite, TableFacts
 
 _WRITING = (Insert, Update, Delete)
@@ -97,6 +100,7 @@ _COMPUTING = (
     UnaryExpression,
 )
 _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
+_CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
 # What an UPDATE may say besides which rows become what.
 _MORE = ("_independent_ctes", "_prefixes", "_hints", "_with_options", "_returning", "_ordered_values")
 
@@ -173,9 +177,43 @@ def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
     return known[given]
 
 
+def only_writes(statement: Insert | Update | Delete) -> bool:
+    """Whether a statement writes plain values and what is computed of them: it runs nothing of the user's."""
+    table = statement.table
+    if any(getattr(statement, part, None) for part in (*_MORE, "_multi_values", "select")) or not isinstance(
+        table, Table
+    ):
+        return False
+    if not all(map(_is_settled, table.columns)):
+        return False
+    return all(map(_writes_or_computes, visitors.iterate(statement)))
+
+
+def _is_settled(column: Column[Any]) -> bool:
+    """Whether the process computes no value of a column: by a default, or by a type that is not SQLAlchemy's own."""
+    given: tuple[Any, ...] = (column.default, column.onupdate)
+    return all(default is None or default.is_scalar for default in given) and _is_sqlalchemys(column.type)
+
+
+def _is_sqlalchemys(sql_type: TypeEngine[Any]) -> bool:
+    of_values = getattr(sql_type, "item_type", None)
+    is_own = type(sql_type).__module__.startswith("sqlalchemy.") and not sql_type._variant_mapping  # noqa: SLF001  # a variant shows nowhere else
+    return is_own and (of_values is None or _is_sqlalchemys(of_values))
+
+
+def _writes_or_computes(element: Any) -> bool:
+    if isinstance(element, FunctionElement):
+        return isinstance(element, Function) and not element.packagenames and element.name.lower() in HARMLESS
+    if isinstance(element, BinaryExpression | UnaryExpression) and isinstance(element.operator, operators.custom_op):
+        return False
+    if isinstance(element, BindParameter):
+        return _is_sqlalchemys(element.type)
+    return isinstance(element, (*_WRITING, *_COMPUTING, *_CONFLICTS, Table, Column))
+
+
 def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> RowWrite | None:
     is_more = any(getattr(statement, part, None) for part in (*_MORE, "_post_values_clause"))
-    if is_more or not isinstance(statement.table, Table):
+    if is_more or _names_others(statement) or not isinstance(statement.table, Table):
         return None
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     if not isinstance(statement, Update):
@@ -185,6 +223,11 @@ def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> Ro
         return None
     by_name = [column for name, column in table.columns.items() if name in names or column.onupdate is not None]
     return RowWrite(table, "UPDATE", frozenset(column.name for column in (*assigned, *by_name)))
+
+
+def _names_others(statement: Insert | Update | Delete) -> bool:
+    """Whether the statement says itself which schema a table is in."""
+    return "schema_translate_map" in statement.get_execution_options()
 
 
 def _array(name: str) -> str:
@@ -216,7 +259,8 @@ def _mapper(statement: Statement) -> Any:
 
 @lru_cache(256)
 def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
-    if any(getattr(statement, part, None) for part in _MORE) or not isinstance(statement.table, Table):
+    is_more = any(getattr(statement, part, None) for part in _MORE)
+    if is_more or _names_others(statement) or not isinstance(statement.table, Table):
         return None
     table = statement.table._deannotate()  # noqa: SLF001  # of a mapped class it is another object
     elements = [element for element in visitors.iterate(statement) if element is not statement]

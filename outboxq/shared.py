@@ -9,8 +9,7 @@ where a failure is its own.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from sqlalchemy import Connection, Table
@@ -18,8 +17,8 @@ from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
-from outboxq.changes import may_rename, row_changes, row_writes
-from outboxq.deferred import take_writes
+from outboxq.changes import row_changes, row_writes, uses_only
+from outboxq.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.enqueue import holds_only_jobs, take_jobs
 from outboxq.entities import EntityKey
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
@@ -103,12 +102,10 @@ class _SharedRun:
         self._sent = 0
         self._is_over = False
         # Of the job that runs.
-        self._is_suspicious = False
+        self._is_suspicious = self._is_sending = False
         self._written: set[RowWrite | None] = set()
         # The driver's own connection was taken: what goes over it is not seen, by whoever kept it.
         self._is_unseen = False
-        # A name may stand for another table from now on.
-        self._is_altered = False
         self._failed: BaseException | None = None
         self._is_closed = True
         self._ahead = len(jobs)
@@ -136,15 +133,14 @@ class _SharedRun:
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Something is about to be sent for a handler: first all that the jobs before it left."""
         self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
-        verb = first_word(statement)
-        writes = row_writes(verb, context)
+        writes = row_writes(first_word(statement), context)
         self._written.update((None,) if writes is None else writes)
-        self._is_altered = self._is_altered or may_rename(verb, statement)
+        self._is_sending = True
         self._catch_up()
 
     def hands_out(self) -> None:
         """The driver's connection is taken, and can be used unseen from now on."""
-        self._is_suspicious = self._is_unseen = True
+        self._is_suspicious = self._is_unseen = self._is_sending = True
         self._written.add(None)
         self._catch_up()
 
@@ -175,9 +171,9 @@ class _SharedRun:
     def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
         begun, work = time.perf_counter(), self._work
         handler = work.registry.find(job.kind)
-        self._is_suspicious = self._is_unseen
+        self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
-        opened = Opened(self._open_session)
+        opened = Opened(self._open_session, work.is_failure)
         run = Run(job, work.state, partial(work.permit, handler, job), [])
         try:
             given = self._given(opened, arguments)
@@ -233,45 +229,42 @@ class _SharedRun:
         """
         self._send()
         first = self._batch.position - self._jobs.start
-        with self._unwatched():
+        with self._work.guard.aside():
             self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
         self._ahead *= 2
 
     def _keep(self, opened: Opened, run: Run) -> None:
         """Put what the job left to be written into the buffer; what may not wait is sent at once."""
         self._check()
-        if self._is_suspicious and not self._place.is_same_transaction():
-            raise TransactionEndedByHandler
-        session, writes = opened.made, run.deferred
-        if session is not None:
+        self._check_transaction()
+        if opened.made is None and all(map(may_wait, run.deferred)):
+            self._add_deferred(run.deferred)
+        else:
+            session = opened.session()
             hand_over(run.deferred, session)
-            may_wait = self._may_wait(session)
-            changes = row_changes(session, self._facts_of) if may_wait else None
+            changes = row_changes(session, self._facts_of) if self._may_wait(session) else None
             if changes is not None:
                 self._add(changes, take_jobs(session))
-                writes = take_writes(session)
+                self._add_deferred(take_writes(session))
             if changes is None or not session.in_transaction():
                 # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
                 session.commit()
-        for write in writes:
-            self._buffer.add_deferred(write)
-            self._written.add(row_write(write.statement, write.parameters))
-            self._rows.drop()
-        if self._buffer.can_change:
-            # A document that a later handler may change, which alone would find it written.
-            self._send()
+                self._check_transaction()
         if self._may_fail_at_commit():
             self._send()
             check_shared(self._connection, self._place.xid)
 
     def _may_wait(self, session: Session) -> bool:
-        is_usable = session.is_active and not session.in_nested_transaction()
-        return is_usable and not self._is_unsure and holds_only_jobs(session)
+        """Whether the session is as it was opened, but for rows, jobs and deferred statements that may wait."""
+        is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
+        is_own = self._work.guard.has_own_options and uses_only(session, self._connection)
+        return is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
 
     def _may_fail_at_commit(self) -> bool:
         """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
-        if not self._written or self._is_unsure:
-            return bool(self._written)
+        if self._is_unsure:
+            # What a function of the user's wrote shows in no statement.
+            return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False
         return self._work.catalog.has_deferrable(self._connection)
@@ -289,6 +282,12 @@ class _SharedRun:
         if jobs:
             self._buffer.add_jobs(jobs)
 
+    def _add_deferred(self, writes: Iterable[Write]) -> None:
+        for write in writes:
+            self._buffer.add_deferred(write)
+            self._written.add(row_write(write.statement, write.parameters))
+            self._rows.drop()
+
     def _facts_of(self, table: Table) -> TableFacts | None:
         if self._is_unsure:
             return None
@@ -299,7 +298,13 @@ class _SharedRun:
     @property
     def _is_unsure(self) -> bool:
         """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
-        return self._is_unseen or self._is_altered or self._work.guard.left is not None
+        guard = self._work.guard
+        return self._is_unseen or guard.is_altered or guard.left is not None
+
+    def _check_transaction(self) -> None:
+        """Ask the server, if need be, whether it is still the claim's. Raises: TransactionEndedByHandler: it is not."""
+        if self._is_suspicious and not self._place.is_same_transaction():
+            raise TransactionEndedByHandler
 
     def _check(self) -> None:
         """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.
@@ -324,18 +329,9 @@ class _SharedRun:
 
     def _send(self) -> None:
         if self._buffer:
-            with self._unwatched():
+            with self._work.guard.aside():
                 self._buffer.send(self._connection)
         self._mark_sent()
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        guard = self._work.guard
-        watcher, guard.watcher = guard.watcher, None
-        try:
-            yield
-        finally:
-            guard.watcher = watcher
 
     def _mark_sent(self) -> None:
         for seconds in self._seconds[self._sent :]:

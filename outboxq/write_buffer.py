@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from sqlalchemy import Connection, Update
 from sqlalchemy.orm.exc import StaleDataError
 
-from outboxq.deferred import Write, is_constant, is_fixed
+from outboxq.deferred import Write
 from outboxq.enqueue import QUEUES_ANNOUNCED, insert_all, queues_of
 from outboxq.kinds import NewJob
 from outboxq.set_based import FactsOf, Row, Statement, executions
@@ -93,8 +93,6 @@ class WriteBuffer:
         # Where more of a kind may be put: what came behind the last deferred statement.
         self._changes: dict[int, _Changes] = {}
         self._jobs: _Jobs | None = None
-        # Whether a value waits that the process can change until it is sent.
-        self.can_change = False
         self._rows: set[RowId] = set()
         self._entities: dict[int, type[object]] = {}
 
@@ -124,7 +122,6 @@ class WriteBuffer:
 
     def add_deferred(self, write: Write) -> None:
         """Add a deferred statement behind all that waits: it may read and write anything."""
-        self.can_change |= not (is_fixed(write.statement) and all(map(is_constant, write.parameters.values())))
         last = self._runs[-1] if self._runs else None
         if isinstance(last, _Deferred) and last.takes(write):
             last.rows.append(write.parameters)
@@ -141,7 +138,6 @@ class WriteBuffer:
         """
         runs, self._runs = self._runs, []
         self._changes, self._jobs = {}, None
-        self.can_change = False
         self._rows.clear()
         self._entities.clear()
         for run in runs:

@@ -11,8 +11,10 @@ DEFERRABLE = "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgdeferrabl
 # By the table's oid, which the name is resolved to as any statement of this session would resolve it.
 #
 # - plain: an ordinary table, whose rows are what a SELECT and an UPDATE of that name meet, and nothing else.
-# - inert: an UPDATE of it runs no code of the user's (built-in functions are in no row of pg_depend) and computes none.
+# - inert: an UPDATE of it runs no code of the user's, in a constraint or an index, and computes nothing. What is built
+#   in is in no row of pg_depend.
 # - contains: such a statement changes no other table, by a cascade or a default, and is checked at once.
+# - primary key: only if what is equal there has equal bytes, so that the process compares keys as the server does.
 # - bound columns: where an UPDATE may meet other rows: in a unique or an exclusion index, or in a constraint that is
 #   checked at COMMIT, or of a type of the user's with rules of its own.
 _FACTS = """\
@@ -22,8 +24,12 @@ SELECT facts.oid::bigint AS oid,
   ) AS is_plain,
   NOT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = facts.oid AND NOT tgisinternal) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_constraint AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
-      AND classid = 'pg_catalog.pg_constraint'::regclass AND refclassid = 'pg_catalog.pg_proc'::regclass
+      AND classid = 'pg_catalog.pg_constraint'::regclass AND refclassid = ANY ({code})
     WHERE entry.conrelid = facts.oid
+  ) AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_index AS key JOIN pg_catalog.pg_depend ON objid = key.indexrelid
+      AND classid = 'pg_catalog.pg_class'::regclass AND refclassid = ANY ({code})
+    WHERE key.indrelid = facts.oid
   ) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_attribute WHERE attrelid = facts.oid AND attgenerated <> ''
   ) AS is_inert,
@@ -31,7 +37,7 @@ SELECT facts.oid::bigint AS oid,
     SELECT FROM pg_catalog.pg_constraint WHERE conrelid = facts.oid AND condeferrable
   ) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_attrdef AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
-      AND classid = 'pg_catalog.pg_attrdef'::regclass AND refclassid = 'pg_catalog.pg_proc'::regclass
+      AND classid = 'pg_catalog.pg_attrdef'::regclass AND refclassid = ANY ({code})
     WHERE entry.adrelid = facts.oid
   ) AS contains_inserts,
   NOT EXISTS (
@@ -41,7 +47,12 @@ SELECT facts.oid::bigint AS oid,
   ARRAY(
     SELECT attname::text FROM pg_catalog.pg_index AS key JOIN pg_catalog.pg_attribute ON attrelid = key.indrelid
       AND attnum = ANY (key.indkey)
-    WHERE key.indrelid = facts.oid AND key.indisprimary
+    WHERE key.indrelid = facts.oid AND key.indisprimary AND (
+      SELECT bool_and(part.atttypid = ANY ({exact}) AND coalesce(rule.collisdeterministic, true))
+      FROM pg_catalog.pg_attribute AS part LEFT JOIN pg_catalog.pg_collation AS rule
+        ON rule.oid = part.attcollation
+      WHERE part.attrelid = key.indrelid AND part.attnum = ANY (key.indkey)
+    )
   ) AS primary_key,
   ARRAY(
     SELECT attname::text FROM pg_catalog.pg_attribute AS of_table JOIN pg_catalog.pg_type ON pg_type.oid = atttypid
@@ -59,10 +70,18 @@ SELECT facts.oid::bigint AS oid,
 FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})"""
 
 
+# Where functions and operators of the user's are; an operator class stands for several.
+_CODE = sql.SQL("'{pg_catalog.pg_proc, pg_catalog.pg_operator, pg_catalog.pg_opclass}'::pg_catalog.regclass[]::oid[]")
+# Of the lasting types whose equality is that of their bytes.
+_EXACT = sql.SQL(
+    "'{int2, int4, int8, uuid, text, varchar, date, bool, timestamp, timestamptz}'::pg_catalog.regtype[]::oid[]"
+)
+
+
 def table_facts(name: str) -> str:
     """The facts of one table. Index: pg_class by oid, and what hangs on it; a row, or none if there is no such table.
 
     Args:
         name: As it stands in SQL, quoted if need be.
     """
-    return sql.SQL(_FACTS).format(name=sql.Literal(name)).as_string(None)
+    return sql.SQL(_FACTS).format(name=sql.Literal(name), code=_CODE, exact=_EXACT).as_string(None)

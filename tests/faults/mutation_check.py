@@ -88,9 +88,104 @@ MUTANTS = (
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",
         "outboxq/shared.py",
-        "may_rename(verb, statement)\n        self._catch_up()\n",
-        "may_rename(verb, statement)\n",
+        "        self._is_sending = True\n        self._catch_up()\n",
+        "        self._is_sending = True\n",
         ("tests/integration/test_shared_batches.py::test_stale_rows_are_loaded_again_after_a_handlers_own_statement",),
+    ),
+    Mutant(
+        "the commit that says whether a handler of a shared batch closed its session",
+        "outboxq/shared.py",
+        "if changes is None or not session.in_transaction():",
+        "if changes is None:",
+        ("tests/integration/test_shared_batches.py::test_a_handler_that_closes_its_session_fails_as_it_does_alone",),
+    ),
+    Mutant(
+        "the options of a job's connection, which its changes do not wait for",
+        "outboxq/shared.py",
+        "is_own = self._work.guard.has_own_options and uses_only(",
+        "is_own = uses_only(",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_rows_are_written_to_the_schema_that_the_job_chose",
+        ),
+    ),
+    Mutant(
+        "the relay's own options while it sends what waits",
+        "outboxq/guard.py",
+        "connection._execution_options, self._options  # noqa",
+        "connection._execution_options, connection._execution_options  # noqa",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_rows_are_written_to_the_schema_that_the_job_chose",
+        ),
+    ),
+    Mutant(
+        "the other engines of a job's session",
+        "outboxq/shared.py",
+        " and uses_only(session, self._connection)\n",
+        "\n",
+        ("tests/integration/test_shared_batches_surroundings.py::test_rows_of_another_engine_are_committed_there",),
+    ),
+    Mutant(
+        "the schema that a statement names itself",
+        "outboxq/set_based.py",
+        'return "schema_translate_map" in statement.get_execution_options()',
+        "return False",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_a_statement_that_names_its_schema_is_judged_by_that_table",
+        ),
+    ),
+    Mutant(
+        "the settings of a transaction, by which names mean other tables",
+        "outboxq/guard.py",
+        "self.is_altered = self.is_altered or",
+        "self.is_altered = False and",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_what_is_known_of_tables_is_not_of_another_search_path",
+        ),
+    ),
+    Mutant(
+        "the question whether a deferred text ended the transaction",
+        "outboxq/shared.py",
+        "                session.commit()\n                self._check_transaction()\n",
+        "                session.commit()\n",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_a_deferred_text_that_commits_is_its_own_jobs_end",
+        ),
+    ),
+    Mutant(
+        "the values that the process computes for a deferred write",
+        "outboxq/deferred.py",
+        "    return only_writes(statement)\n",
+        "    return True\n",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_job",
+        ),
+    ),
+    Mutant(
+        "the check behind a function that may have written anything",
+        "outboxq/shared.py",
+        "return self._is_sending or bool(self._written)",
+        "return bool(self._written)",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_a_function_that_breaks_a_deferred_constraint_costs_its_own_job",
+        ),
+    ),
+    Mutant(
+        "the key that a flush would look for",
+        "outboxq/changes.py",
+        "if values is None or not _has_its_key(state, writable):",
+        "if values is None:",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_a_key_that_was_set_behind_sqlalchemys_back_is_where_a_flush_writes",
+        ),
+    ),
+    Mutant(
+        "the listeners of a job's own connection",
+        "outboxq/guard.py",
+        "lent = object.__new__(_Lent)",
+        "lent = object.__new__(type(self._connection))",
+        (
+            "tests/integration/test_shared_batches_surroundings.py::test_a_listener_on_the_connection_hears_nothing_of_the_next_job",
+        ),
     ),
     Mutant(
         "the suspect rule: a claim that died leaves no mark",

@@ -15,7 +15,7 @@ from unittest import mock
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq import changes, preload, set_based, table_facts, write_buffer
+from outboxq import changes, deferred, preload, set_based, table_facts, write_buffer
 from outboxq.changes import _Writable
 from outboxq.enqueue import insert_all
 from outboxq.preload import Preloaded
@@ -55,7 +55,7 @@ def statements_keep_rows() -> AbstractContextManager[object]:
 
 @plant("rows that were loaded ahead stay when a statement is deferred")
 def deferred_statements_keep_rows() -> AbstractContextManager[object]:
-    return _without_drop_in("_keep")
+    return _without_drop_in("_add_deferred")
 
 
 @plant("rows that were loaded ahead stay when they are changed through another class")
@@ -146,8 +146,12 @@ def values_inside_are_ignored() -> AbstractContextManager[object]:
 
 
 @plant("a document that was deferred waits, although its owner may change it")
-def documents_wait_deferred() -> AbstractContextManager[object]:
-    return mock.patch.object(write_buffer, "is_constant", _always(True))
+@contextmanager
+def documents_wait_deferred() -> Iterator[None]:
+    with mock.patch.object(deferred, "is_constant", _always(True)):
+        deferred.is_fixed.cache_clear()
+        yield
+    deferred.is_fixed.cache_clear()
 
 
 @plant("a document that was assigned waits, although its owner may change it")

@@ -142,7 +142,7 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             connection.connection.cursor().execute("INSERT INTO effect_ledger (name) VALUES ('around')")
             raise ValueError(how)
         case "rollback-out-of-memory":
-            event.listen(session.connection(), "rollback_savepoint", _exhausted, once=True)
+            event.listen(session.connection().engine, "rollback_savepoint", _exhausted, once=True)
             session.rollback()
         case "raw-commit":
             session.execute(text("/* sneaky */ COMMIT"))

@@ -24,12 +24,10 @@ from tests.support.growth import LINEAR, growth
         "SELECT rank() OVER (PARTITION BY a ORDER BY b), sum(x) FILTER (WHERE x > 0) FROM t GROUP BY ROLLUP (a)",
         "SAVEPOINT a",
         "ROLLBACK TO SAVEPOINT a",
-        "SET LOCAL ROLE other",
         "SET CONSTRAINTS ALL IMMEDIATE",
+        "SET TRANSACTION READ ONLY",
         "NOTIFY channel, 'payload'",
         "LOCK TABLE t IN SHARE MODE",
-        "SELECT set_config('a', %(x)s, true)",
-        "SELECT set_config('a', %(x)s::VARCHAR, TRUE) AS b",
         "SELECT nextval('s'), pg_advisory_xact_lock(1)",
     ],
 )
@@ -38,6 +36,20 @@ def test_statements_on_rows_leave_nothing(sql: str) -> None:
     leavings = left_by(sql)
     assert leavings == Leavings(functions=leavings.functions)
     assert leavings.functions <= CALLABLE_WORDS
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SET LOCAL ROLE other",
+        "set /* x */ local search_path = x",
+        "SELECT set_config('a', %(x)s, true)",
+        "SELECT SET_CONFIG('a', %(x)s::VARCHAR, TRUE) AS b",
+        "WITH a AS (SELECT pg_catalog.\"set_config\"('a', 'b', true)) DELETE FROM t",
+    ],
+)
+def test_a_setting_of_the_transaction_leaves_nothing_and_is_told(sql: str) -> None:
+    assert left_by(sql) == Leavings(sets_locally=True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +123,7 @@ def test_a_function_that_is_not_known_is_named(sql: str) -> None:
 def test_a_setting_by_parameters_is_local_if_the_parameter_is_true() -> None:
     """As SQLAlchemy compiles `func.set_config(name, value, True)`."""
     sql = "SELECT set_config(%(a)s::VARCHAR, %(b)s::VARCHAR, %(c)s::BOOLEAN) AS d"
-    assert left_by(sql) == Leavings(None, frozenset(), ("c",))
+    assert left_by(sql) == Leavings(None, frozenset(), ("c",), sets_locally=True)
 
 
 UNITS = ["(", ")", "a ", "a.", "f(", "::", "'", "''", '"a"', "/*", "/**/", "--", "--\n", " ", "%(", "__[", "$", ","]

@@ -236,7 +236,9 @@ class _SharedRun:
     def _keep(self, opened: Opened, run: Run) -> None:
         """Put what the job left to be written into the buffer; what may not wait is sent at once."""
         self._check()
-        self._check_transaction()
+        if self._is_suspicious and not self._place.is_same_transaction():
+            # Before anything more is sent: it would go to a transaction of its own.
+            raise TransactionEndedByHandler
         if opened.made is None and all(map(may_wait, run.deferred)):
             self._add_deferred(run.deferred)
         else:
@@ -249,7 +251,6 @@ class _SharedRun:
             if changes is None or not session.in_transaction():
                 # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
                 session.commit()
-                self._check_transaction()
         if self._may_fail_at_commit():
             self._send()
             check_shared(self._connection, self._place.xid)
@@ -263,7 +264,7 @@ class _SharedRun:
     def _may_fail_at_commit(self) -> bool:
         """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
         if self._is_unsure:
-            # What a function of the user's wrote shows in no statement.
+            # What a function of the user's wrote shows in no statement, nor what ends the transaction and begins another.
             return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False
@@ -300,11 +301,6 @@ class _SharedRun:
         """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
         guard = self._work.guard
         return self._is_unseen or guard.is_altered or guard.left is not None
-
-    def _check_transaction(self) -> None:
-        """Ask the server, if need be, whether it is still the claim's. Raises: TransactionEndedByHandler: it is not."""
-        if self._is_suspicious and not self._place.is_same_transaction():
-            raise TransactionEndedByHandler
 
     def _check(self) -> None:
         """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.

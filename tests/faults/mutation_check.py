@@ -143,15 +143,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the question whether a deferred text ended the transaction",
-        "outboxq/shared.py",
-        "                session.commit()\n                self._check_transaction()\n",
-        "                session.commit()\n",
-        (
-            "tests/integration/test_shared_batches_surroundings.py::test_a_deferred_text_that_commits_is_its_own_jobs_end",
-        ),
-    ),
-    Mutant(
         "the values that the process computes for a deferred write",
         "outboxq/deferred.py",
         "    return only_writes(statement)\n",

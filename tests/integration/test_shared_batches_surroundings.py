@@ -295,13 +295,14 @@ def test_rows_of_another_engine_are_committed_there(
 
 @SIZES
 @pytest.mark.parametrize("batchable", [False, True])
+@pytest.mark.parametrize("end", ["COMMIT", "COMMIT; BEGIN"])
 def test_a_deferred_text_that_commits_is_its_own_jobs_end(
-    batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+    end: str, batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """Also where no constraint is deferrable, so that nothing else would have it sent before the next job."""
     run(engine, "DROP TABLE child CASCADE")
     assert rows(engine, "SELECT count(*) FROM pg_trigger WHERE tgdeferrable") == [(0,)]
-    jobs, bad = Jobs(), text("UPDATE account SET balance = 99 WHERE id = 3; COMMIT")
+    jobs, bad = Jobs(), text(f"UPDATE account SET balance = 99 WHERE id = 3; {end}")
 
     @jobs.handler(queue="q", batchable=batchable, retry=ONCE)
     def credit(ctx: Context, account: Account, commits: bool) -> None:
@@ -319,32 +320,41 @@ def test_a_deferred_text_that_commits_is_its_own_jobs_end(
     assert [id_ for id_ in changed(engine) if id_ != 3] == [1, 2, 4, 5]
 
 
+COMPUTED = {
+    "default": (insert(Audit), {}),
+    "type": (insert(Audit), {"who": "set", "signed": "written"}),
+    "upsert": (
+        upsert(Audit).on_conflict_do_update(index_elements=["id"], set_={"signed": bindparam("word", type_=Signed)}),
+        {"who": "set", "word": "written"},
+    ),
+}
+
+
 @SIZES
+@pytest.mark.parametrize("how", COMPUTED)
 def test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_job(
-    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+    how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """A column's default, its type, or a value inside an upsert: of whoever deferred it, not of the last job."""
-    jobs, plain = Jobs(), insert(Audit)
-    merged = upsert(Audit).on_conflict_do_update(
-        index_elements=["id"], set_={"signed": bindparam("word", type_=Signed)}
-    )
+    # Without a deferrable constraint nothing else has it sent before the next job.
+    run(engine, "DROP TABLE child CASCADE")
+    jobs, (statement, values) = Jobs(), COMPUTED[how]
 
     @jobs.handler(queue="q", batchable=True)
-    def note(ctx: Context, user: str, merged_id: int) -> None:
-        USER.set(user)
-        ctx.defer(plain, {"what": user})
-        ctx.defer(plain, {"what": user, "who": user, "signed": "written"})
-        ctx.defer(merged.values(id=merged_id, what=user), {"word": "merged"})
+    def note(ctx: Context, number: int) -> None:
+        USER.set(f"user {number}")
+        ctx.defer(statement, {"id": number, "what": "noted", **values})
 
-    run(engine, "INSERT INTO audit (id, what, who) SELECT n, 'merged', 'merged' FROM generate_series(100, 102) AS n")
+    run(engine, "INSERT INTO audit (id, what, who) SELECT n, '', '' FROM generate_series(1, 3) AS n")
+    numbers = range(1, 4) if how == "upsert" else range(11, 14)
     with sessions.begin() as session:
-        session.add_jobs([note.job(user=f"user {number}", merged_id=100 + number) for number in range(3)])
+        session.add_jobs([note.job(number=number) for number in numbers])
     drain(jobs, **one(batch_size))
-    assert rows(engine, "SELECT what, who FROM audit WHERE what <> who") == []
-    written = rows(engine, "SELECT what, signed FROM audit WHERE signed LIKE 'written%' ORDER BY what")
-    assert written == [(f"user {number}", f"written by user {number}") for number in range(3)]
-    again = rows(engine, "SELECT signed FROM audit WHERE what = 'merged' ORDER BY id")
-    assert again == [(f"merged by user {number}",) for number in range(3)]
+    found = rows(
+        engine, f"SELECT {'who' if how == 'default' else 'signed'} FROM audit WHERE id >= {numbers[0]} ORDER BY id"
+    )
+    expected = "user {}" if how == "default" else "written by user {}"
+    assert found == [(expected.format(number),) for number in numbers]
 
 
 @SIZES

@@ -118,9 +118,11 @@ def uses_only(session: Session, connection: Connection) -> bool:
 def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
     """Whether a flush would look for the row by this key, and nothing else is the same key to the server."""
     assert state.key is not None
-    values = [state.dict.get(name, _MISSING) for name, _ in writable.keys]
-    are_exact = all(type(value) is type_ for value, (_, type_) in zip(values, writable.keys, strict=True))
-    return are_exact and values == list(state.key[1])
+    for (name, type_), key in zip(writable.keys, state.key[1], strict=True):
+        value = state.dict.get(name, _MISSING)
+        if type(value) is not type_ or value != key:
+            return False
+    return True
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:

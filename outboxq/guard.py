@@ -31,6 +31,8 @@ _CLOSED = {
     "_nested_transaction": None,
     "outboxq_guard": None,
 }
+# SQLAlchemy asks whether it is true, and makes it so with each listener that is put on a connection.
+_HEARD_BY_US: Any = "outboxq"
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
 
@@ -133,22 +135,6 @@ class _Watched(Connection):
         return super().connection
 
 
-class _Lent(_Watched):
-    """The connection of one job: a listener that is put on it hears nothing of the next one's."""
-
-    __slots__ = ("_own_dispatch",)
-
-    @property
-    def dispatch(self) -> Any:  # type: ignore[override]  # SQLAlchemy keeps it in the state that all of them share
-        try:
-            return self._own_dispatch
-        except AttributeError:
-            # As SQLAlchemy joins a connection's own to those of its engine.
-            of_class: Any = Connection.dispatch
-            self._own_dispatch: Any = of_class._for_instance(self)._join(self.__dict__["dispatch"])  # noqa: SLF001
-            return self._own_dispatch
-
-
 def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
     """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
 
@@ -225,6 +211,7 @@ class Guard:
         event.listen(connection, "before_cursor_execute", self._before_execute)
         event.listen(connection, "commit", self._before_commit)
         event.listen(connection, "rollback", self._before_rollback)
+        connection.__dict__["_has_events"] = _HEARD_BY_US
 
     def remove(self) -> None:
         """Stop watching a connection that others go on to use."""
@@ -248,7 +235,7 @@ class Guard:
 
     def lend(self) -> Connection:
         """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
-        lent = object.__new__(_Lent)
+        lent = object.__new__(type(self._connection))
         # One state for both: SQLAlchemy keeps transaction and savepoints there.
         lent.__dict__ = self._connection.__dict__
         self._lent.append(lent)
@@ -259,6 +246,8 @@ class Guard:
         while self._lent:
             self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
+        if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001
+            self.left = "a listener on the connection"
 
     @contextmanager
     def aside(self) -> Iterator[None]:

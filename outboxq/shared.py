@@ -264,7 +264,7 @@ class _SharedRun:
     def _may_fail_at_commit(self) -> bool:
         """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
         if self._is_unsure:
-            # What a function of the user's wrote shows in no statement, nor what ends the transaction and begins another.
+            # What a function of the user's wrote shows in no statement; nor does another transaction behind this one.
             return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False

@@ -1,8 +1,8 @@
 """Functions of the user's database that handlers have called: which of them leave nothing on a connection.
 
 The catalogue is asked once for each name, when a slot connects anew because of it; at first for words that are syntax
-unless there is a function of that name. By PostgreSQL's rules a function
-that is declared IMMUTABLE or STABLE has no side effects.
+unless there is a function of that name. By PostgreSQL's rules a function that is declared IMMUTABLE or STABLE has no
+side effects.
 """
 
 from collections.abc import Set as AbstractSet

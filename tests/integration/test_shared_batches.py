@@ -1,4 +1,4 @@
-"""Jobs of batchable kinds share a session and one flush, and none can cost another its rows."""
+"""Jobs of batchable kinds share the loading and the writing of rows, and none can cost another its own."""
 
 import asyncio
 import random

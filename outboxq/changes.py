@@ -20,19 +20,12 @@ from outboxq.write_buffer import RowChange
 # The listeners for several events, of a session's dispatch.
 Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 
-# Users' listeners for these see a session's transaction, a flush or a commit, and may change what it writes.
+# Users' listeners for these see where a session begins, a flush or a commit, and may change what it writes.
 _AT_FLUSH: Listeners = attrgetter(
-    "after_begin",
-    "after_commit",
-    "after_flush",
-    "after_flush_postexec",
-    "after_transaction_create",
-    "after_transaction_end",
-    "before_commit",
-    "before_flush",
-    "pending_to_persistent",
-    "pending_to_transient",
+    "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
 )
+# And for these what becomes of new objects, such as those that stand for new jobs.
+_AT_INSERT: Listeners = attrgetter("pending_to_persistent", "pending_to_transient")
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
@@ -60,9 +53,11 @@ class _Writable:
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     """What a flush of the session's changed rows would send; None where it would do more than that.
 
-    New objects are not looked at.
+    Of new objects no more than who listens to them.
     """
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
+        return None
+    if session._new and is_listened_to(session, _AT_INSERT):  # noqa: SLF001  # `new` builds one too
         return None
     changes: list[RowChange] = []
     for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of objects each time

@@ -273,7 +273,7 @@ def _attempt(
         except BaseException:
             work.guard.let_go()
             raise
-    opened = Opened(partial(_open_session, connection, work, place), work.is_failure)
+    opened = Opened(partial(_open_session, connection, work, place))
     begun = time.monotonic()
     result: Result
     kept = False
@@ -294,7 +294,14 @@ def _attempt(
         result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
     finally:
         work.guard.let_go()
-    closed = opened.close()
+    closed = True
+    try:
+        closed = opened.close()
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
+        # A listener of the user's. What the handler itself raised says more.
+        result, kept = result if isinstance(result, Failed) else describe_failure(error, job), False
     work.guard.take_back()
     if kept and closed:
         return result

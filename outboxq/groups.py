@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
+from sqlalchemy.orm import Session
 
 from outboxq.context import BatchItem
 from outboxq.driver import transaction_status
@@ -13,7 +14,7 @@ from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
-from outboxq.invoke import LazySession, Run, close, nothing
+from outboxq.invoke import LazySession, Run, nothing
 from outboxq.preload import Locks, entity_keys, load_entity, load_together
 from outboxq.progress import Progress
 from outboxq.retry import Outcome
@@ -44,7 +45,7 @@ def run_group(
     try:
         returned = _call(connection, batch, work, places, arguments, session, place, locks)
         # However it goes: what stands is the certificate's to say.
-        close(session, work.is_failure)
+        _close(session, work)
     except BaseException as error:
         if not work.is_failure(error):
             raise
@@ -56,7 +57,7 @@ def run_group(
     finally:
         batch.deadline = None
         work.guard.let_go()
-    place.undo(failed, closed=close(session, work.is_failure))
+    place.undo(failed, closed=_close(session, work))
     batch.together = 1
     return None
 
@@ -105,3 +106,14 @@ def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, o
         name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
         for name, value in arguments.items()
     }
+
+
+def _close(session: Session, work: Work) -> bool:
+    try:
+        session.close()
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
+        # Whatever it is, a listener of the user's or a lost connection.
+        return False
+    return True

@@ -5,8 +5,9 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, cast
 
+import psycopg
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
@@ -69,9 +70,8 @@ def hand_over(deferred: list[Write], session: Session) -> None:
 class Opened:
     """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
 
-    def __init__(self, make: Callable[[], Session], is_failure: Callable[[BaseException], bool]) -> None:
+    def __init__(self, make: Callable[[], Session]) -> None:
         self._make = make
-        self._is_failure = is_failure
         self._is_over = False
         self.made: Session | None = None
 
@@ -88,20 +88,17 @@ class Opened:
         return self.made
 
     def close(self) -> bool:
-        """End it for good; False where that fails, because the transaction below it is not as it was."""
+        """End it for good; False where that fails, because the transaction below it is not as it was.
+
+        Raises also what users' listeners raise.
+        """
         self._is_over = True
-        return self.made is None or close(self.made, self._is_failure)
-
-
-def close(session: Session, is_failure: Callable[[BaseException], bool]) -> bool:
-    """End a handler's session for good; False where that fails, be it by a listener of the user's."""
-    try:
-        session.close()
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        return False
-    return True
+        try:
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            return False
+        return True
 
 
 class _OpeningContext(Context[Any]):

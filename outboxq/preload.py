@@ -25,8 +25,6 @@ _LOADED_AT_ONCE = 1_000
 _AT_LOAD: Listeners = attrgetter(
     "after_attach",
     "after_begin",
-    "after_transaction_create",
-    "after_transaction_end",
     "before_attach",
     "detached_to_persistent",
     "do_orm_execute",

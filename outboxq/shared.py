@@ -173,7 +173,7 @@ class _SharedRun:
         handler = work.registry.find(job.kind)
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
-        opened = Opened(self._open_session, work.is_failure)
+        opened = Opened(self._open_session)
         run = Run(job, work.state, partial(work.permit, handler, job), [])
         try:
             given = self._given(opened, arguments)
@@ -186,9 +186,11 @@ class _SharedRun:
                 raise HandlerError(f"the handler returned a {type(outcome).__name__}")
             self._keep(opened, run)
         finally:
-            self._is_closed = opened.close()
-            # What goes on of a job has nothing of the next one's.
-            work.guard.take_back()
+            try:
+                self._is_closed = opened.close()
+            finally:
+                # What goes on of a job has nothing of the next one's.
+                work.guard.take_back()
         self._check()
         self._seconds.append(time.perf_counter() - begun)
         if not self._buffer:

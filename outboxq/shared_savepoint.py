@@ -79,20 +79,23 @@ class SharedSavepoint:
         self._batch.deadlocked |= sqlstate_of(error) in _DEADLOCKS
         if is_lost(self._connection):
             raise ConnectionLost("the connection was lost while a batch ran") from error
-        if not (closed and self._rolled_back() and self.is_same_transaction()):
+        intact = closed and self._is_intact
+        if not (intact and self._rolled_back() and self.is_same_transaction()):
             job = self._batch.jobs[self._batch.position]
-            raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job)) from error
+            # SQLAlchemy's own account of it is better than ours, where SQLAlchemy saw it.
+            reason = TransactionEndedByHandler() if intact else error
+            raise TransactionEscaped(job, describe_failure(reason, job)) from error
+
+    @property
+    def _is_intact(self) -> bool:
+        """Whether SQLAlchemy still knows the relay's transaction as it was."""
+        root = self._root
+        return root is not None and root.is_active and self._connection.get_transaction() is root
 
     def _rolled_back(self) -> bool:
-        savepoint, root = self.savepoint, self._root
-        is_ours = root is not None and root.is_active and self._connection.get_transaction() is root
+        savepoint = self.savepoint
         # Released, its rows stand: were it taken for undone, the jobs would run on top of them.
-        if (
-            savepoint is None
-            or savepoint.is_released
-            or not is_ours
-            or transaction_status(self._connection) == TransactionStatus.IDLE
-        ):
+        if savepoint is None or savepoint.is_released or transaction_status(self._connection) == TransactionStatus.IDLE:
             return False
         try:
             savepoint.undo()

@@ -121,6 +121,10 @@ SEEN: dict[str, Batch] = {
         task(given("Account", 1), step("express", 0, 5)),
         task(given("Account", 1), step("change", 0, 3)),
     ),
+    "a session that is used after it was rolled back": batch(
+        task(given("Account", 1), step("change", 0, 1)),
+        task(given("Account", 1), step("change", 0, 1), step("rollback"), step("note", "a"), step("flush")),
+    ),
     "a row that is locked after it was changed": batch(
         task(given("Account", 1), step("change", 0, 5)),
         task(given("Account", 1), step("get_locked", "Account", 1), step("change", 0, 3)),

@@ -91,13 +91,19 @@ def _is_ours(listener: object) -> bool:
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
     """What a statement writes that is about to be sent, besides what functions do; None if that cannot be said."""
     compiled: Any = getattr(context, "compiled", None)
-    if compiled is None or isinstance(compiled.statement, TextClause):
+    if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
         return None
     if verb in _READS_OR_MARKS:
         return ()
     # A CTE, which may write too, would come first.
     write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
     return None if write is None else (write,)
+
+
+def _is_translated(context: ExecutionContext) -> bool:
+    """Whether a statement was sent with another `schema_translate_map` than its connection's."""
+    name = "schema_translate_map"
+    return context.execution_options.get(name) != context.root_connection.get_execution_options().get(name)
 
 
 def uses_only(session: Session, connection: Connection) -> bool:

@@ -260,7 +260,7 @@ class _SharedRun:
     def _may_wait(self, session: Session) -> bool:
         """Whether the session is as it was opened, but for rows, jobs and deferred statements that may wait."""
         is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
-        is_own = self._work.guard.has_own_options and uses_only(session, self._connection)
+        is_own = uses_only(session, self._connection)
         return is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
 
     def _may_fail_at_commit(self) -> bool:
@@ -302,7 +302,7 @@ class _SharedRun:
     def _is_unsure(self) -> bool:
         """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
         guard = self._work.guard
-        return self._is_unseen or guard.is_altered or guard.left is not None
+        return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
 
     def _check(self) -> None:
         """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.

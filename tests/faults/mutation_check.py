@@ -102,8 +102,8 @@ MUTANTS = (
     Mutant(
         "the options of a job's connection, which its changes do not wait for",
         "outboxq/shared.py",
-        "is_own = self._work.guard.has_own_options and uses_only(",
-        "is_own = uses_only(",
+        " or not guard.has_own_options\n",
+        "\n",
         (
             "tests/integration/test_shared_batches_surroundings.py::test_rows_are_written_to_the_schema_that_the_job_chose",
         ),

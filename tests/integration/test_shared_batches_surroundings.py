@@ -170,6 +170,38 @@ def test_rows_are_written_to_the_schema_that_the_job_chose(
 
 
 @SIZES
+def test_what_is_known_of_tables_is_not_of_another_jobs_schema(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A job that chose its own is the first to ask for the table; in the others' it has a trigger."""
+    run(engine, TENANT)
+    run(engine, TRIGGER.format(schema="public"))
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", batchable=True)
+    def credit_tenant(ctx: Context, id_: int) -> None:
+        ctx.session.connection(execution_options={"schema_translate_map": {None: "tenant"}})
+        ctx.session.execute(update(Account).where(Account.id == id_).values(balance=5))
+
+    @jobs.handler(queue="q", batchable=True)
+    def credit(ctx: Context, account: Account) -> None:
+        account.balance += 5
+
+    @jobs.handler(queue="q", batchable=True)
+    def bank(ctx: Context, branch: Branch) -> None:
+        branch.total += 1
+
+    with sessions.begin() as session:
+        accounts, branch = [session.get_one(Account, id_) for id_ in (1, 3)], session.get_one(Branch, 1)
+        session.add_job(credit_tenant, id_=2)
+        # Behind a job that sent something one row is loaded ahead, then two: the last account's with the branch.
+        session.add_jobs([*(credit.job(account=account) for account in accounts), bank.job(branch=branch)])
+    drain(jobs, **one(batch_size))
+    assert rows(engine, "SELECT total FROM branch WHERE id = 1") == [(201,)]
+    assert (changed(engine, "public.account"), changed(engine, "tenant.account")) == ([1, 3], [2])
+
+
+@SIZES
 def test_a_statement_that_names_its_schema_is_judged_by_that_table(
     batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -401,6 +433,28 @@ def test_a_function_that_breaks_a_deferred_constraint_costs_its_own_job(
         session.add_jobs([breaks.job(), mends.job()])
     drain(jobs, **one(batch_size))
     assert rows(engine, "SELECT kind FROM outboxq.dead_job") == [("breaks",)]
+
+
+@SIZES
+def test_a_deferred_constraint_of_the_schema_that_a_statement_chose_is_checked(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """By an option of its execution; a later job would mend it."""
+    run(engine, TENANT)
+    run(engine, "UPDATE tenant.account SET balance = id")
+    run(engine, "ALTER TABLE tenant.account ADD UNIQUE (balance) DEFERRABLE INITIALLY DEFERRED")
+    jobs, chosen = Jobs(), {"schema_translate_map": {None: "tenant"}}
+
+    @jobs.handler(queue="q", batchable=True, retry=ONCE)
+    def put(ctx: Context, id_: int, cents: int) -> None:
+        statement = update(Account.__table__).where(Account.id == id_).values(balance=cents)
+        ctx.session.execute(statement, execution_options=chosen)
+
+    with sessions.begin() as session:
+        session.add_jobs([put.job(id_=1, cents=2), put.job(id_=1, cents=500)])
+    drain(jobs, **one(batch_size))
+    assert rows(engine, "SELECT args->'cents' FROM outboxq.dead_job") == [(2,)]
+    assert rows(engine, "SELECT balance FROM tenant.account WHERE id = 1") == [(500,)]
 
 
 @SIZES

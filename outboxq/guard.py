@@ -222,6 +222,7 @@ class Guard:
         event.remove(self._connection, "before_cursor_execute", self._before_execute)
         event.remove(self._connection, "commit", self._before_commit)
         event.remove(self._connection, "rollback", self._before_rollback)
+        self._connection.__dict__["_has_events"] = True
 
     def begin_savepoint(self, seal: str | None) -> None:
         """Begin the running job's own savepoint.

@@ -24,8 +24,6 @@ Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 _AT_FLUSH: Listeners = attrgetter(
     "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
 )
-# And for these what becomes of new objects, such as those that stand for new jobs.
-_AT_INSERT: Listeners = attrgetter("pending_to_persistent", "pending_to_transient")
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
@@ -53,11 +51,9 @@ class _Writable:
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     """What a flush of the session's changed rows would send; None where it would do more than that.
 
-    Of new objects no more than who listens to them.
+    New objects are not looked at.
     """
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
-        return None
-    if session._new and is_listened_to(session, _AT_INSERT):  # noqa: SLF001  # `new` builds one too
         return None
     changes: list[RowChange] = []
     for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of objects each time

@@ -39,7 +39,10 @@ class Claims:
         self.is_called_away = False
         # That the last look at its queues took.
         self.look_seconds = 0.0
+        # The last claim that was asked for, and the one that took the jobs that run: another may have been asked for
+        # since, to go with their COMMIT, and was not sent.
         self.request: ClaimRequest | None = None
+        self._claimed: ClaimRequest | None = None
         # So many more jobs run one by one.
         self.alone_for = 0
         self._shared = shared
@@ -130,6 +133,7 @@ class Claims:
     def took(self, name: str, jobs: tuple[Job, ...], moved: int) -> None:
         """The last claim took these, and moved so many to the suspects."""
         assert self.request is not None
+        self._claimed = self.request
         if self._walks_since is not None:
             self.is_called_away = False
             # In a round each of those that take turns has its share, and one claim at least.
@@ -167,7 +171,7 @@ class Claims:
 
         Now and then the queues before this one, other sorts of jobs and suspects have their turn.
         """
-        request = self.request
+        request = self._claimed
         assert request is not None
         half = max(1, len(progress.jobs) // 2)
         self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
@@ -190,7 +194,7 @@ class Claims:
 
     def following_held(self, held: Held) -> ClaimRequest | None:
         """As `following`, under a lease. The faster its handlers were, the more jobs the next claim takes."""
-        request = self.request
+        request = self._claimed
         assert request is not None
         most = max(1, min(2 * request.limit, held.fitting()))
         self._most_leased[held.queue] = _power_of_two(most)

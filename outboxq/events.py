@@ -3,6 +3,7 @@
 Job events are sent after the commit that made them true. A job's payload is not in the `repr` of its event.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -240,5 +241,8 @@ class Emitter:
         for hook in self._hooks:
             try:
                 hook(event)
-            except Exception:  # noqa: BLE001  # user code: reported with its traceback
+            except BaseException as error:
+                # User code: reported with its traceback, whatever it raises. Ctrl-C comes to the main thread alone.
                 self._on_failure(hook, event)
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise

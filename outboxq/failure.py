@@ -71,10 +71,9 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
         stack: Where the handler stands, if it did not raise the error itself.
     """
     original = _original(error)
-    kind = type(original)
     record = ErrorRecord(
         attempt=job.attempt,
-        type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        type=_described(lambda: _type_name(type(original))),
         message=_described(lambda: _message(error, job.args)),
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
@@ -150,11 +149,17 @@ def kept_errors(stored: str) -> str:
     return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
 
 
+def _type_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _message(error: BaseException, args: str) -> str:
     if isinstance(error, EffectFailed | CallRefused):
         return str(error).replace(error.reason, redact(error.reason, args)) if error.reason else str(error)
-    # Our own texts never quote a value.
-    return str(error) if isinstance(error, OutboxqError) else _foreign_message(error, args)
+    kind = type(error)
+    # Our own texts never quote a value. A PermanentError is raised by handlers, as are classes that they derive.
+    is_ours = isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.") and kind is not PermanentError
+    return str(error) if is_ours else _foreign_message(error, args)
 
 
 def _foreign_message(error: BaseException, args: str) -> str:

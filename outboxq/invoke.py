@@ -239,13 +239,18 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     return returned
 
 
+def go_on_though_cancelled(task: "asyncio.Task[Any]") -> None:
+    """Forget that a task was cancelled."""
+    while task.cancelling():
+        task.uncancel()
+
+
 async def _with_its_cancellations(running: Awaitable[object]) -> object:
     """Await a handler, and the cancellation that it asked for and did not wait for: the relay's own task is its too."""
     task = asyncio.current_task()
     assert task is not None
-    while task.cancelling():
-        # Left by the handler before.
-        task.uncancel()
+    # Left by the handler before.
+    go_on_though_cancelled(task)
     try:
         return await running
     finally:

@@ -14,7 +14,6 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
     nullcontext,
-    suppress,
 )
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -441,7 +440,7 @@ class RelayRun:
 
 
 def _run_loop(main: Coroutine[object, object, None]) -> None:
-    """As asyncio.run, but for tasks that end the loop by a KeyboardInterrupt or a SystemExit: those are handlers' own.
+    """As asyncio.run, but for handlers that end the loop, by a KeyboardInterrupt, a SystemExit, or its stop().
 
     Who awaits such a task, if anything does, meets its error there. Signals reach the main thread alone.
     """
@@ -449,8 +448,13 @@ def _run_loop(main: Coroutine[object, object, None]) -> None:
         loop = runner.get_loop()
         task = loop.create_task(main)
         while not task.done():
-            with suppress(KeyboardInterrupt, SystemExit):
+            try:
                 loop.run_until_complete(task)
+            except (KeyboardInterrupt, SystemExit):
+                continue
+            except RuntimeError:
+                if task.done():
+                    raise
 
 
 def check_version(version: int | None, schema: str) -> None:

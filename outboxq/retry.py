@@ -29,7 +29,7 @@ class Retry:
 
     def __post_init__(self) -> None:
         if self.delay is not None:
-            _check_delay("Retry", self.delay)
+            object.__setattr__(self, "delay", _plain("Retry", self.delay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Snooze:
     delay: timedelta
 
     def __post_init__(self) -> None:
-        _check_delay("Snooze", self.delay)
+        object.__setattr__(self, "delay", _plain("Snooze", self.delay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,15 @@ class Discard:
     reason: str
 
 
-def _check_delay(outcome: str, delay: timedelta) -> None:
+def _plain(outcome: str, delay: timedelta) -> timedelta:
     if not isinstance(delay, timedelta):
         raise ConfigError(f"{outcome} takes a timedelta, such as timedelta(seconds=60), got {type(delay).__name__}")
+    # Of a subclass, whose methods are the user's, no more than its value.
+    delay = timedelta.__pos__(delay)
     # Below zero, as after "the deadline minus now", means at once.
     if abs(delay) > MAX_DELAY:
         raise ConfigError(f"{outcome} takes a delay of up to {MAX_DELAY.days:,} days, got {delay}")
+    return delay
 
 
 Outcome = Done | Retry | Snooze | DeadLetter | Discard

@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.engines import NoConnection
 from outboxq.execute import Abandoned, ConnectionLost
+from outboxq.invoke import go_on_though_cancelled
 from outboxq.lines import AsyncLines, Lines
 from outboxq.rest import UNFLAGGED_PAUSE_SECONDS
 from outboxq.slot import Slot
@@ -86,6 +87,15 @@ async def serve_in_loop(slot: Slot, lines: AsyncLines, bell: asyncio.Event) -> N
                 await _rest_in_loop(slot, lines, bell)
         except Abandoned:
             return
+        except asyncio.CancelledError as error:
+            # The relay's own come when it is done with the slot. Any other is of a handler that had its task cancelled
+            # later, and had ended by then.
+            if slot.is_abandoned or slot.is_seized() or stopping.is_set():
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            go_on_though_cancelled(task)
+            slot.lost(error)
         except _OUTAGES as error:
             if slot.is_seized():
                 return

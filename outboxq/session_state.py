@@ -137,6 +137,8 @@ class _Reading:
             if group != "word" or text not in _VERBS:
                 return text.upper()[:63] if group == "word" else "a statement without a verb"
             self._lists_ctes = text == "with" and self._depth == 0
+        elif self._lists_ctes and self._depth == 0 and text == "table":
+            return "TABLE"
         elif self._lists_ctes and self._depth == 0 and text in _ROWS:
             self._lists_ctes = False
         what = self._meet_name(text) if group in ("word", "quoted") else self._meet_mark(text, token.start())

@@ -179,6 +179,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the claim that took the jobs, beside the one that was asked for since",
+        "outboxq/claims.py",
+        "        request = self._claimed\n        assert request is not None\n        half",
+        "        request = self.request\n        assert request is not None\n        half",
+        ("tests/integration/test_turns.py::test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run",),
+    ),
+    Mutant(
         "the suspect rule: a claim that died leaves no mark",
         "outboxq/statements/claim.py",
         "CASE WHEN job.xmax = '0'::xid THEN false ELSE (",

@@ -3,7 +3,8 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -14,15 +15,18 @@ import outboxq.batch as batch_module
 import outboxq.claim as claim_module
 import outboxq.claims as claims_module
 import outboxq.slot as slot_module
-from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq.claim import ClaimRequest
 from outboxq.driver import ScriptResult, run_script
 from outboxq.errors import ConfigError
 from outboxq.events import JobDone
 from outboxq.lookout import Order
 from outboxq.postgres import Database
+from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
 from tests.integration.test_wake import wait_until_asleep
-from tests.support.waiting import wait_until
+from tests.support.app import Account, Child
+from tests.support.waiting import PATIENCE, wait_until
 
 MANY = 200
 
@@ -48,6 +52,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = slot_module.run_alone
     monkeypatch.setattr(slot_module, "run_alone", lambda line, script: (sent.append(script), original(line, script))[1])
     return sent
+
+
+@dataclass
+class Parented:
+    parent_id: int
 
 
 def many_queues(number: int, handler: Callable[[Context, int], None]) -> Jobs:
@@ -233,6 +242,37 @@ def test_due_jobs_and_ready_ones_of_a_queue_among_many_both_run(
     assert sorted(done) == list(range(40))
 
 
+def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for in another queue, to go with a COMMIT that was refused: the next one is of the jobs' own."""
+    monkeypatch.setattr(claims_module, "follow_seconds", lambda _seconds: 3600.0)
+    jobs, asked, transactions = Jobs(), [], []
+    ask = claims_module.Claims.ask
+
+    @jobs.batch_handler(Parented, queue="a", max_size=50, retry=Backoff(max_attempts=1))
+    def adopt(ctx: BatchContext, items: Sequence[BatchItem[Parented]]) -> None:
+        ctx.session.add_all(Child(parent_id=item.args.parent_id) for item in items)
+
+    @jobs.handler(queue="b")
+    def look(ctx: Context) -> None:
+        transactions.append(ctx.session.scalar(text("SELECT pg_current_xact_id()::text")))
+
+    def noting(claims: claims_module.Claims, name: str, script: ClaimScript) -> ClaimRequest:
+        asked.append((name, script.queue))
+        return ask(claims, name, script)
+
+    with sessions.begin() as session:
+        session.add(Account(id=1))
+        # One of them breaks a constraint that is checked at COMMIT.
+        session.add_jobs(adopt.job(parent_id=parent_id) for parent_id in (1, 1, 999))
+        session.add_jobs(look.job() for _ in range(20))
+    monkeypatch.setattr(claims_module.Claims, "ask", noting)
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("a", "b")),), batch_size=1)).drain()
+    assert {f"'{name}'" == queue for name, queue in asked} == {True}
+    assert len(set(transactions)) == 20
+
+
 def test_all_slots_come_to_a_burst_and_one_to_a_single_job(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
@@ -240,14 +280,14 @@ def test_all_slots_come_to_a_burst_and_one_to_a_single_job(
     together = threading.Barrier(4)
 
     def meet(ctx: Context, number: int) -> None:
-        together.wait(15.0)
+        together.wait(PATIENCE)
 
     jobs = many_queues(20, meet)
-    config = RelayConfig(groups=(SlotGroup(("*",), 4),), poll_seconds=30)
+    config = RelayConfig(groups=(SlotGroup(("*",), 4),), poll_seconds=10 * PATIENCE)
     with start_relay(jobs, config) as running:
         wait_until_asleep(engine, "queue 007")
         enqueue(sessions, jobs, range(7, 7 + 4 * 20, 20), 20)
-        wait_until(lambda: len(running.of(JobDone)) == 4, "four jobs at the same time", 15)
+        wait_until(lambda: len(running.of(JobDone)) == 4, "four jobs at the same time")
 
 
 def test_the_order_of_queues() -> None:

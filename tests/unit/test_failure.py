@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, StatementError
 
-from outboxq.errors import EntityGone, PayloadError
+from outboxq.errors import EntityGone, PayloadError, PermanentError
 from outboxq.failure import (
     _READ_CHARACTERS,
     KEPT_ERRORS,
@@ -258,6 +258,25 @@ def test_our_own_errors_are_left_as_they_are() -> None:
     args = {"account": "account", "Account": "missing"}
     assert "argument 'account'" in message_of(EntityGone("account", "Account"), args)
     assert message_of(PayloadError("argument 'account': Expected `int`"), args) == "argument 'account': Expected `int`"
+
+
+class Declined(PermanentError):
+    """Of an application."""
+
+
+@pytest.mark.parametrize("kind", [PermanentError, Declined])
+def test_errors_that_handlers_raise_are_redacted_although_their_class_is_ours(kind: type[PermanentError]) -> None:
+    """Nobody but the handler knows what they say."""
+    assert message_of(kind("no such card 4111-1111"), {"card": "4111-1111"}) == "no such card <card>"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_an_error_of_any_name_can_be_stored(name: str) -> None:
+    kind = type("Odd", (Exception,), {})
+    kind.__qualname__ = name
+    stored = json.loads(describe_failure(kind(), job_with({})).record.as_json())["type"]
+    assert "\0" not in stored
+    stored.encode()
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "x" * 100_000, "\0" * 5000, ""], ids=lambda t: ascii(t[:4]))

@@ -187,3 +187,18 @@ def test_an_outcome_is_a_value(outcome: object) -> None:
     assert outcome == dataclasses.replace(outcome)  # type: ignore[type-var]
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
         outcome.reason = "another"  # type: ignore[attr-defined]
+
+
+def test_a_delay_of_a_class_of_the_users_is_no_more_than_its_value() -> None:
+    """Its methods would run where the relay settles the job."""
+
+    class Odd(timedelta):
+        def total_seconds(self) -> float:
+            raise ValueError
+
+        def __pos__(self) -> timedelta:
+            raise ValueError
+
+    for outcome in (Snooze(Odd(seconds=5)), Retry(Odd(seconds=5))):
+        assert type(outcome.delay) is timedelta
+        assert outcome.delay == timedelta(seconds=5)

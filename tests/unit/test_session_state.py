@@ -70,6 +70,7 @@ def test_a_setting_of_the_transaction_leaves_nothing_and_is_told(sql: str) -> No
         ("UPDATE pg_catalog.pg_settings SET setting = 'x'", "pg_settings"),
         ("UPDATE pg_catalog.\"pg_settings\" SET setting = 'x'", "pg_settings"),
         ("SELECT 1; SET x = 1", "several statements"),
+        ("WITH a AS (SELECT 1) TABLE a ORDER BY 1, pg_advisory_lock(42)", "TABLE"),
         ("SELECT set_config('a', 'b', false)", "set_config()"),
         ("SELECT pg_catalog.set_config('a', 'b', false)", "set_config()"),
         ("SELECT \"set_config\"('a', 'b', false)", "set_config()"),

@@ -345,14 +345,23 @@ def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, open
     if opened.made is None and place.savepoint is None:
         # It never came near the database.
         return _DONE
-    if place.savepoint is not None and not place.savepoint.is_active:
+    check_not_undone(connection, place.savepoint)
+    return _DONE
+
+
+def check_not_undone(connection: Connection, savepoint: Savepoint | None) -> None:
+    """Whether what a handler wrote is still there, of one that returned as if it were.
+
+    Raises:
+        HandlerError: it is not.
+    """
+    if savepoint is not None and not savepoint.is_active:
         raise HandlerRolledBack(
             "the handler rolled its session back, then returned as if done: raise instead, "
             "or use session.begin_nested() for the part that may fail"
         )
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
-    return _DONE
 
 
 def _keep(connection: Connection, session: Session, place: Place, shared_xid: str | None) -> None:

@@ -23,7 +23,7 @@ from outboxq.enqueue import holds_only_jobs, take_jobs
 from outboxq.entities import EntityKey
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execute import TransactionEscaped, Work
+from outboxq.execute import TransactionEscaped, Work, check_not_undone
 from outboxq.fault_points import fault_point
 from outboxq.guard import may_end_transaction
 from outboxq.invoke import Opened, Run, hand_over, nothing
@@ -308,13 +308,14 @@ class _SharedRun:
         """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.
 
         Raises:
-            HandlerRolledBack: it is not.
+            HandlerError: it is not.
         """
         if self._failed is not None:
             # Raised where the handler sent something, which may have swallowed it.
             raise self._failed
         if not (self._is_closed and self._place.is_whole):
-            raise HandlerRolledBack("the handler undid its session, or swallowed a database error")
+            check_not_undone(self._connection, self._place.savepoint)
+            raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
 
     def _catch_up(self) -> None:
         self._rows.drop()

@@ -125,6 +125,18 @@ SEEN: dict[str, Batch] = {
         task(given("Account", 1), step("change", 0, 1)),
         task(given("Account", 1), step("change", 0, 1), step("rollback"), step("note", "a"), step("flush")),
     ),
+    "a session that is used after it was rolled back, and its error swallowed": batch(
+        task(given("Account", 1), step("change", 0, 1)),
+        task(given("Account", 1), step("put_back", 0)),
+        task(given("Account", 1), step("change", 0, 1)),
+        task(
+            given("Account", 1),
+            step("change", 0, 1),
+            step("change", 0, 1),
+            step("rollback"),
+            block("swallowed", step("note", "a"), step("notes")),
+        ),
+    ),
     "a row that is locked after it was changed": batch(
         task(given("Account", 1), step("change", 0, 5)),
         task(given("Account", 1), step("get_locked", "Account", 1), step("change", 0, 3)),

@@ -20,6 +20,7 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.driver import DriverConnection, run_on_libpq
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
+from outboxq.job import Job
 from outboxq.recover import crashed
 from outboxq.statements import lease as statements
 
@@ -107,6 +108,8 @@ class Lease:
         self._wanted = False
         self._held_until = 0.0
         self._orphans: set[tuple[str, int]] = set()
+        # Jobs that ended well although their rows could not be had, each with the crashes that it had before.
+        self._excused: dict[tuple[str, int], int] = {}
         self._beats = 0
         self._reap_from_beat = 0
         self._changed = threading.Condition()
@@ -116,6 +119,11 @@ class Lease:
     def start(self) -> None:
         """Start the thread; it connects by itself, and again after every loss."""
         self._thread.start()
+
+    def excuse(self, job: Job) -> None:
+        """Another transaction holds the row of a job that ended well: it runs again, and has crashed no more for it."""
+        assert job.lease_token is not None
+        self._excused[str(job.id), job.lease_token] = job.crashes
 
     def stop(self) -> None:
         """Give the lease up, and end the thread."""
@@ -218,15 +226,20 @@ class Lease:
         it brings is worth nothing any more. A job that comes here again and again is buried as those of dead relays
         are: its claims as a suspect have counted.
         """
-        before = self._running()
+        before, excused = self._running(), set(self._excused)
         rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
         held = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = held - self._running() - before
         for job_id, token in orphans & self._orphans:
             self._tell(self._take_back(connection, UUID(job_id), token))
         self._orphans = orphans
+        for settled in excused - held:
+            self._excused.pop(settled, None)
 
     def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
+        crashes = self._excused.get((str(job_id), token))
+        if crashes is not None:
+            return run_on_libpq(connection, statements.take_back_held(self._schema, job_id, token, crashes))
         return self._bury_or_bring_back(
             connection, lambda max_crashes: statements.take_back(self._schema, job_id, token, max_crashes, _ORPHANED)
         )

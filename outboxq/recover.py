@@ -19,7 +19,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
-from outboxq.statements.lease import NEVER, take_back
+from outboxq.statements.lease import NEVER, take_back, take_back_held
 from outboxq.statements.session import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
 
 logger = logging.getLogger("outboxq.relay")
@@ -122,10 +122,7 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
 def lost_with(
     connection: Connection, job: Job, work: Work, message: str = "the connection was lost while the job ran"
 ) -> BatchReport:
-    """A leased job's run came to nothing while its relay lives on: as if the relay had died with it.
-
-    Of a job whose row another transaction holds nothing can be said now: the relay's beat takes it back later.
-    """
+    """A leased job's run came to nothing while its relay lives on: as if the relay had died with it."""
 
     def taking(max_crashes: int) -> str:
         assert job.lease_token is not None
@@ -141,6 +138,18 @@ def lost_with(
         end_transaction(connection)
         with connection.begin():
             rows = run_script(connection, taking(NEVER))[0].rows
+    return BatchReport(1, tuple(crashed(row) for row in rows))
+
+
+def held_up(connection: Connection, job: Job, work: Work) -> BatchReport:
+    """A leased job ended well, and another transaction held its row: it runs again.
+
+    While the row is held nothing can be done about it: the relay's beat takes it back later.
+    """
+    assert job.lease_token is not None
+    statement = take_back_held(work.schema, job.id, job.lease_token, job.crashes)
+    with connection.begin():
+        rows = run_script(connection, statement)[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 

@@ -37,14 +37,12 @@ from outboxq.job import Job
 from outboxq.lines import Line
 from outboxq.lookout import Order
 from outboxq.progress import BatchReport, Progress
-from outboxq.recover import charge, lost_with, recover, resolve, settle_late
+from outboxq.recover import charge, held_up, lost_with, recover, resolve, settle_late
 from outboxq.relay_state import Shared
 from outboxq.rest import Rest
 from outboxq.settle import JobRowHeld
 from outboxq.statements.claim import ClaimScript
 from outboxq.statements.lease import suspect_queues
-
-_HELD = "another transaction held the job's row when its handler had ended"
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -339,7 +337,8 @@ class Slot:
         progress.begin_recovery()
         end_transaction(connection)
         if isinstance(failure, JobRowHeld):
-            return lost_with(connection, progress.job, work, _HELD)
+            self.shared.lease.excuse(progress.job)
+            return held_up(connection, progress.job, work)
         if isinstance(failure, LeaseLost):
             return BatchReport(1, (JobLeaseLost(progress.job),))
         return recover(connection, progress, work, failure)

@@ -61,15 +61,25 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
         "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
         "AND owner.alive_until > clock_timestamp())"
     ).format(relay=sql.Identifier(schema, "relay"))
-    return _take(schema, lost, max_crashes, limit, "its relay died or stalled while the job ran")
+    message = "its relay died or stalled while the job ran"
+    return _take(schema, lost, max_crashes, limit, message, sql.SQL("job.crashes"))
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
     """As `reap`, for one job of our own: its relay lives, the run of the job does not. `message`: why."""
-    ours = sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
+    return _take(schema, _ours(job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
+
+
+def take_back_held(schema: str, job_id: UUID, token: int, crashes: int) -> str:
+    """As `take_back`, for one whose row another transaction held: nobody's failure, so its `crashes` are as before."""
+    message = "another transaction held the job's row when its handler had ended"
+    return _take(schema, _ours(job_id, token), NEVER, 1, message, sql.Literal(crashes))
+
+
+def _ours(job_id: UUID, token: int) -> sql.Composable:
+    return sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
         id=sql.Literal(job_id), token=sql.Literal(token)
     )
-    return _take(schema, ours, max_crashes, 1, message)
 
 
 def _take(
@@ -78,6 +88,7 @@ def _take(
     max_crashes: int,
     limit: int,
     message: str,
+    crashes: sql.Composable,
 ) -> str:
     record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
     # A new seq, so that it goes behind the other suspects, which one that kills its relays would keep waiting; a new
@@ -91,7 +102,7 @@ WITH lost AS MATERIALIZED (
   LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
 ), back AS (
   UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = {token}, seq = DEFAULT,
-    attempt = {attempt}, errors = {record}
+    attempt = {attempt}, crashes = {crashes}, errors = {record}
   FROM lost WHERE job.id = lost.id AND NOT lost.over
   RETURNING job.id, job.queue, job.kind, job.crashes
 ), gone AS (
@@ -121,6 +132,7 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
             token=sql.SQL(next_token("job.lease_token")),
             attempt=sql.SQL(one_attempt_less("job.attempt")),
             record=record,
+            crashes=crashes,
         )
         .as_string(None)
     )

@@ -186,6 +186,13 @@ MUTANTS = (
         ("tests/integration/test_turns.py::test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run",),
     ),
     Mutant(
+        "the excuse of a job whose row could not be had",
+        "outboxq/slot.py",
+        "            self.shared.lease.excuse(progress.job)\n",
+        "",
+        ("tests/integration/test_row_held.py::test_a_job_whose_row_is_held_time_after_time_is_never_buried",),
+    ),
+    Mutant(
         "the suspect rule: a claim that died leaves no mark",
         "outboxq/statements/claim.py",
         "CASE WHEN job.xmax = '0'::xid THEN false ELSE (",

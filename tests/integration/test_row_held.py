@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,7 +16,7 @@ from tests.conftest import StartRelay
 from tests.integration.test_raised import dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 ONCE = Backoff(max_attempts=1)
 QUICKLY = RelayConfig(slots_per_queue=1, lease_seconds=1, heartbeat_seconds=0.05, poll_seconds=0.05)
@@ -65,6 +66,46 @@ def test_a_job_whose_row_is_held_past_its_deadlines_is_not_charged(
     assert dead_letters(engine) == []
     assert [event.died for event in running.of(JobCrashed)] == [False]
     assert len(running.of(JobDone)) == 2
+
+
+def test_a_job_whose_row_is_held_time_after_time_is_never_buried(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Each time it ended well; a single crash would bury it."""
+    jobs, begun, go_on = Jobs(), threading.Semaphore(0), threading.Semaphore(0)
+    crashes: list[int] = []
+
+    @jobs.handler(queue="q", claim="lease", timeout_seconds=1)
+    def write(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        ctx.session.flush()
+        crashes.append(ctx.job.crashes)
+        begun.release()
+        assert go_on.acquire(timeout=PATIENCE)
+
+    with sessions.begin() as session:
+        session.add_job(write, name="held")
+    config = replace(QUICKLY, max_crashes=1)
+    with start_relay(jobs, config) as running:
+        for times in range(1, 4):
+            assert begun.acquire(timeout=PATIENCE)
+            with row_held(engine, "held"):
+                go_on.release()
+                wait_until(lambda: waits_for_a_row(engine), "its slot to wait for the row")
+                wait_until(lambda: not waits_for_a_row(engine), "its slot to give up")
+            wait_until(lambda times=times: len(running.of(JobCrashed)) == times, "the relay to have it back")
+        go_on.release()
+        wait_until(lambda: waiting(engine) == 0, "its end")
+    assert ledger(engine) == {"held": 1}
+    assert crashes == [0, 0, 0, 0]
+    assert dead_letters(engine) == []
+
+
+def waits_for_a_row(engine: Engine) -> bool:
+    """Whether any session does."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with engine.connect() as connection:
+        return connection.execute(text(query)).scalar_one() > 0
 
 
 def test_a_lease_that_no_slot_runs_again_and_again_is_buried(

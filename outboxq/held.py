@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 
 from outboxq.batch import Pilot, end_transaction, is_listened_to, work_off
 from outboxq.claim import Claimed, ClaimRequest, claim
-from outboxq.driver import is_lost, pause, run_script
+from outboxq.driver import is_lost, pause, run_script, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
 from outboxq.execute import ConnectionLost, Work
 from outboxq.fault_points import fault_point
@@ -39,6 +39,9 @@ _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
 # Whoever watches or cuts a relay's sessions knows by these words what ends a job.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
+# An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
+_PATIENCE = "SET LOCAL lock_timeout = '5s'; "
+_LOCK_NOT_AVAILABLE = "55P03"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,17 @@ class Rest:
     def __bool__(self) -> bool:
         return bool(self.finished or self.waiting)
 
-    def script(self, schema: str) -> str:
-        """The statements that settle it, for a transaction that has just begun; the first one names the lost jobs."""
-        finishing = f"{finish_held(schema, (event.job for event in self.finished))}; " if self.finished else ""
-        giving_back = f"{give_back_held(schema, self.waiting)}; " if self.waiting else ""
-        return f"{LOCAL_SETTINGS}{BY_KEYS}{_MARK}{finishing}{giving_back}"
+    def script(self, schema: str, *, free: bool = False) -> str:
+        """The statements that settle it, for a transaction that has just begun; the first one names the lost jobs.
+
+        Args:
+            free: Only what no other transaction holds. The rest stays under the lease, and its relay's beat takes it
+                back when nobody holds it any more.
+        """
+        done = (event.job for event in self.finished)
+        finishing = f"{finish_held(schema, done, free=free)}; " if self.finished else ""
+        giving_back = f"{give_back_held(schema, self.waiting, free=free)}; " if self.waiting else ""
+        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
     def question(self, schema: str) -> str:
         """What is asked behind COMMIT: which of the jobs are there, where they may have been settled before.
@@ -250,9 +259,9 @@ def _run_one(connection: Connection, held: Held, job: Job, work: Work, holder: H
 
 
 def _settle(
-    connection: Connection, held: Held, schema: str, following: ClaimRequest | None = None
+    connection: Connection, held: Held, schema: str, following: ClaimRequest | None = None, *, free: bool = False
 ) -> tuple[tuple[Event, ...], Claimed | None]:
-    """Settle all that waits, in the transaction of the next claim."""
+    """Settle all that waits, in the transaction of the next claim. `free`: as `Rest.script`."""
     fault_point("before-commit")
     while (rest := held.take()) is None:
         pause(connection, _LOOK_SECONDS)
@@ -261,13 +270,16 @@ def _settle(
     try:
         # One transaction: where the claim fails, what was to be settled waits on.
         end = "COMMIT" if following is None else following.text()
-        results = run_script(connection, rest.script(schema) + end + rest.question(schema))
+        results = run_script(connection, rest.script(schema, free=free) + end + rest.question(schema))
         if not any(result.tag == "COMMIT" for result in results):
             raise AssertionError(f"COMMIT was not answered, but {results[-1].tag}")
     except psycopg.Error as error:
         held.put_back(rest, unsure=is_lost(connection))
         if is_lost(connection):
             raise ConnectionLost("the connection was lost while jobs were settled: all of them are, or none") from error
+        if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not free:
+            run_script(connection, "ROLLBACK")
+            return _settle(connection, held, schema, free=True)
         if following is None or not following.failed(error):
             # Of the claim, perhaps: by themselves they are settled when the slot has recovered.
             raise

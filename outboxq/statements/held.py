@@ -15,39 +15,49 @@ _HELD: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
+# Those of them whose rows nobody holds.
+_FREE: LiteralString = """\
+WITH oq_held AS MATERIALIZED (
+  SELECT job.id, held.token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
+  JOIN {job} AS job ON job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token
+  FOR UPDATE OF job SKIP LOCKED
+)"""
 _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
 
 
-def finish_held(schema: str, jobs: Iterable[Job]) -> str:
+def finish_held(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
     """Delete jobs whose handlers are done; the ids of those that are not under their lease any more, a row each.
 
     Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator who holds a row, and then finds what they
     left.
+
+    Args:
+        free: Leave those whose rows are held, and name them too.
     """
     return _format(
         schema,
         jobs,
-        _HELD
+        (_FREE if free else _HELD)
         + """, gone AS (
   DELETE FROM {job} AS job USING oq_held AS held WHERE """
         + _MINE
         + """
   RETURNING job.id
 )
-SELECT held.id FROM oq_held AS held WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
+SELECT held.id FROM unnest({ids}::uuid[]) AS held (id) WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
     )
 
 
-def give_back_held(schema: str, jobs: Iterable[Job]) -> str:
+def give_back_held(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
     """Jobs whose handlers have not begun wait again where they waited, their attempt uncounted; no rows.
 
     They keep their `seq`: a sweep finds what lies before a cursor, and behind a backlog they would wait for all of it.
-    Index and locks: as `finish_held`.
+    Index, locks and `free`: as `finish_held`.
     """
     return _format(
         schema,
         jobs,
-        _HELD
+        (_FREE if free else _HELD)
         + """
 UPDATE {job} AS job SET state = 'ready', attempt = """
         + one_attempt_less("job.attempt")

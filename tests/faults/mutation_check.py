@@ -193,6 +193,15 @@ MUTANTS = (
         ("tests/integration/test_row_held.py::test_a_job_whose_row_is_held_time_after_time_is_never_buried",),
     ),
     Mutant(
+        "the patience with the rows of a claim's finished jobs",
+        "outboxq/held.py",
+        "{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}",
+        "{LOCAL_SETTINGS}{BY_KEYS}",
+        (
+            "tests/integration/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only",
+        ),
+    ),
+    Mutant(
         "the suspect rule: a claim that died leaves no mark",
         "outboxq/statements/claim.py",
         "CASE WHEN job.xmax = '0'::xid THEN false ELSE (",

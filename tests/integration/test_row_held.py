@@ -101,6 +101,36 @@ def test_a_job_whose_row_is_held_time_after_time_is_never_buried(
     assert dead_letters(engine) == []
 
 
+def test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """It is removed with others of its claim: these are, and it runs again when the row is free."""
+    jobs, begun, go_on = Jobs(), threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    @jobs.handler(queue="q", claim="lease", retry=ONCE)
+    def call(ctx: Context, name: str) -> None:
+        ran.append(name)
+        if name == "held":
+            begun.set()
+            assert go_on.wait(PATIENCE)
+
+    with sessions.begin() as session:
+        session.add_jobs([call.job(name=name) for name in ("before", "held", "after")])
+    with start_relay(jobs, replace(QUICKLY, batch_size=3)) as running:
+        assert begun.wait(PATIENCE)
+        with row_held(engine, "held"):
+            go_on.set()
+            with sessions.begin() as session:
+                session.add_job(call, name="behind")
+            wait_until(lambda: "behind" in ran, "the slot to go on")
+            wait_until(lambda: waiting(engine) == 1, "the others to be removed")
+        wait_until(lambda: waiting(engine) == 0, "its end")
+    assert sorted(ran) == ["after", "before", "behind", "held", "held"]
+    assert dead_letters(engine) == []
+    assert len(running.of(JobDone)) == 4
+
+
 def waits_for_a_row(engine: Engine) -> bool:
     """Whether any session does."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"

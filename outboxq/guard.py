@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import islice
+from threading import get_ident
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, NestedTransaction, PoolProxiedConnection, event
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
+from sqlalchemy.exc import InvalidRequestError
 
 from outboxq.driver import driver_connection, run_script
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
@@ -175,7 +177,7 @@ class Guard:
 
     `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
     connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
-    the driver's connection.
+    the driver's connection. `thread`: whose it is.
 
     Args:
         harmless: Functions that are known to leave nothing on the connection. Others add to it.
@@ -194,6 +196,8 @@ class Guard:
         self.is_altered = False
         self._harmless = harmless
         self._connection = connection
+        # A handler comes to the relay's own connection by its transactions; a thread that it left behind gets nowhere.
+        self.thread = get_ident()
         self._lent: list[Connection] = []
         # As SQLAlchemy gives it to the driver's cursor.
         self._announced: str | None = None
@@ -289,13 +293,15 @@ class Guard:
 
     def _before_execute(
         self,
-        _connection: object,
+        connection: Connection,
         _cursor: object,
         statement: str,
         parameters: object,
         context: ExecutionContext | None,
         many: bool,
     ) -> None:
+        if connection is self._connection and get_ident() != self.thread:
+            raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
         if self.opener is not None:
             self.opener()
         if self.watcher is not None:

@@ -71,9 +71,12 @@ class Spares:
         self._lock = threading.Lock()
 
     def take(self) -> Line | None:
-        """The one that was used last."""
+        """The one that was used last, for the thread that asks."""
         with self._lock:
-            return self._lines.pop() if self._lines else None
+            line = self._lines.pop() if self._lines else None
+        if line is not None:
+            line.guard.thread = threading.get_ident()
+        return line
 
     def give_back(self, line: Line) -> bool:
         """A slot needs it no longer; False where the caller is to close it: a handler left something, or it is late."""

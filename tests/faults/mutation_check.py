@@ -202,6 +202,15 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the thread that a relay's own connection belongs to",
+        "outboxq/guard.py",
+        "if connection is self._connection and get_ident() != self.thread:",
+        "if False:",
+        (
+            "tests/integration/test_session_state.py::test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job",
+        ),
+    ),
+    Mutant(
         "the suspect rule: a claim that died leaves no mark",
         "outboxq/statements/claim.py",
         "CASE WHEN job.xmax = '0'::xid THEN false ELSE (",

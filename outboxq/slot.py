@@ -332,6 +332,14 @@ class Slot:
             failure: TransactionEscaped | LeaseLost = escaped
         except LeaseLost as lost:
             failure = lost
+        except (psycopg.Error, SQLAlchemyError, ConnectionLost):
+            raise
+        except BaseException as error:
+            # By something of a handler's that is still on the connection: a listener, or a type that it registered.
+            if self.progress is None or work.guard.left is None or not work.is_failure(error):
+                raise
+            connection.invalidate()
+            raise ConnectionSpoiled(describe_failure(error, self.progress.job)) from error
         progress = self.progress
         assert progress is not None
         progress.begin_recovery()

@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, text
+from psycopg.types.string import StrDumper
+from sqlalchemy import Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -497,3 +499,48 @@ def test_a_charge_outside_the_batch_reads_any_database(
     ((kind, reason),) = dead(engine)
     assert kind == "end_transaction"
     assert reason.startswith("gave up after 2 of 2 attempts")
+
+
+class Stop(BaseException):
+    """Of the user's own."""
+
+
+class Broken(StrDumper):
+    """Of a type that every statement of the relay's has."""
+
+    def dump(self, obj: str) -> bytes:
+        raise Stop
+
+
+def _refuse(*_: object) -> None:
+    raise Stop
+
+
+POISONS: dict[str, Callable[[Context], object]] = {
+    "a listener": lambda ctx: event.listen(ctx.session.connection(), "rollback_savepoint", _refuse),
+    "a dumper": lambda ctx: ctx.session.connection().connection.driver_connection.adapters.register_dumper(str, Broken),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("how", POISONS)
+def test_what_a_handler_leaves_on_its_connection_ends_no_relay_that_records_its_failure(
+    how: str, claim: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The connection is closed, and the attempt is recorded on another one."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", claim=claim, retry=Backoff(max_attempts=2, first_seconds=0, jitter=0))
+    def write(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        ctx.session.flush()
+        if name in POISONS:
+            POISONS[name](ctx)
+            raise ValueError
+
+    with sessions.begin() as session:
+        session.add_jobs(write.job(name=name) for name in ("before", how, "behind"))
+    drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert effects(engine) == {"before": 1, "behind": 1}
+    assert len(dead(engine)) == 1

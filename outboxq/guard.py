@@ -35,6 +35,7 @@ _CLOSED = {
 }
 # SQLAlchemy asks whether it is true, and makes it so with each listener that is put on a connection.
 _HEARD_BY_US: Any = "outboxq"
+_FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
 
@@ -212,6 +213,9 @@ class Guard:
         self._factories = driver.cursor_factory, driver.server_cursor_factory
         driver.cursor_factory = _watched(driver.cursor_factory, self)
         driver.server_cursor_factory = _watched(driver.server_cursor_factory, self)
+        # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
+        self._driver = driver
+        self._through = {name: getattr(driver, name) for name in _FACTORIES}
         event.listen(connection, "before_cursor_execute", self._before_execute)
         event.listen(connection, "commit", self._before_commit)
         event.listen(connection, "rollback", self._before_rollback)
@@ -253,6 +257,9 @@ class Guard:
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
         if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001
             self.left = "a listener on the connection"
+        if self.left is not None:
+            for name, factory in self._through.items():
+                setattr(self._driver, name, factory)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

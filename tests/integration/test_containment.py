@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from psycopg.rows import dict_row
 from psycopg.types.string import StrDumper
 from sqlalchemy import Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
@@ -544,3 +545,23 @@ def test_what_a_handler_leaves_on_its_connection_ends_no_relay_that_records_its_
     drain(jobs, slots_per_queue=1, batch_size=batch_size)
     assert effects(engine) == {"before": 1, "behind": 1}
     assert len(dead(engine)) == 1
+
+
+def test_the_factories_of_the_drivers_connection_are_the_next_jobs_own(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Else it would take the names of columns for their values, without an error."""
+    jobs, found = Jobs(), []
+
+    @jobs.handler(queue="q")
+    def look(ctx: Context, sets: bool) -> None:
+        found.append(tuple(ctx.session.execute(select(Account.id, Account.balance)).one()))
+        if sets:
+            driver: Any = ctx.session.connection().connection.driver_connection
+            driver.row_factory = dict_row
+
+    with sessions.begin() as session:
+        session.add(Account(id=1, balance=5))
+        session.add_jobs(look.job(sets=sets) for sets in (True, False, False))
+    drain(jobs, slots_per_queue=1, batch_size=10)
+    assert found == [(1, 5)] * 3

@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "the other engines of a job's session",
         "outboxq/shared.py",
-        " and uses_only(session, self._connection)\n",
-        "\n",
+        "is_own = uses_only(session, self._connection)\n",
+        "is_own = True\n",
         ("tests/integration/test_shared_batches_surroundings.py::test_rows_of_another_engine_are_committed_there",),
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = (
     Mutant(
         "the token of jobs that are removed together",
         "outboxq/statements/held.py",
-        " AND job.id = held.id AND job.lease_token = held.token",
-        " AND job.id = held.id",
+        ' AND job.id = held.id AND job.lease_token = held.token"',
+        ' AND job.id = held.id"',
         ("tests/integration/test_held.py::test_a_lost_lease_of_one_job_costs_the_others_nothing",),
     ),
     Mutant(
@@ -517,8 +517,8 @@ MUTANTS = (
     Mutant(
         "the spare line that is taken before one is opened",
         "outboxq/lines.py",
-        "return self._lines.pop() if self._lines else None",
-        "return None",
+        "line = self._lines.pop() if self._lines else None",
+        "line = None",
         ("tests/integration/test_connections.py::test_slots_that_wake_take_a_connection_that_is_there",),
     ),
     Mutant(

@@ -92,9 +92,11 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
         script = claims.sorts("ledger")[0]
         for count in range(1, 501):
             claims.ask("ledger", script)
+            claims.took("ledger", (_unit_test_job(),) * count, 0)
             claims.following(Progress("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
             for _ in range(10):
                 limits.add(claims.ask("ledger", script).limit)
+                claims.took("ledger", (_unit_test_job(),), 0)
                 claims.following(Progress("ledger", (_unit_test_job(),), None))
     finally:
         shared.callers.dispose(lambda _: None)

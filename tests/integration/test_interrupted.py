@@ -199,11 +199,11 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     """The relief meets it; what it had in hand comes back, and its slot does not wait for ever."""
     script, struck, ran, jobs = Rest.script, [], [], Jobs()
 
-    def strike(rest: Rest, schema: str) -> str:
+    def strike(rest: Rest, schema: str, *, free: bool) -> str:
         if not struck:
             struck.append(1)
             raise MemoryError
-        return script(rest, schema)
+        return script(rest, schema, free=free)
 
     @jobs.handler(queue="q", claim="lease")
     def work(_ctx: Context, name: str) -> None:
@@ -218,7 +218,9 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
     monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     # Only where something was to be settled before: the slot settles the first claims by itself.
-    monkeypatch.setattr(Rest, "script", lambda rest, schema: (strike if "slow" in ran else script)(rest, schema))
+    monkeypatch.setattr(
+        Rest, "script", lambda rest, schema, free: (strike if "slow" in ran else script)(rest, schema, free=free)
+    )
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")
     assert Counter(ran) == dict.fromkeys(names, 1)

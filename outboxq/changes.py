@@ -108,7 +108,7 @@ def uses_only(session: Session, connection: Connection) -> bool:
     if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
         return False
     transaction = session.get_transaction()
-    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001
+    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001  # shown nowhere else
     return all(is_same(connection, entry[0]) for entry in used)
 
 

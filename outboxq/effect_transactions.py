@@ -112,7 +112,7 @@ class EngineTransactions:
             with engine.begin() as connection:
                 yield connection
         finally:
-            # Behind its return: whoever closed the pool before that did not find it there.
+            # Only now: closing the pool closes idle connections, and this one was in use until it was returned.
             if not pool.is_current(engine):
                 engine.pool.dispose()
 

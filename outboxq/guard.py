@@ -255,7 +255,7 @@ class Guard:
         while self._lent:
             self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
-        if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001
+        if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001  # event.listen() sets it
             self.left = "a listener on the connection"
         if self.left is not None:
             for name, factory in self._through.items():
@@ -265,16 +265,16 @@ class Guard:
     def aside(self) -> Iterator[None]:
         """Send something of the relay's in the middle of a job: unwatched, by nothing that the job set."""
         connection, watcher, self.watcher = self._connection, self.watcher, None
-        options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001
+        options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
         try:
             yield
         finally:
-            self.watcher, connection._execution_options = watcher, options  # noqa: SLF001
+            self.watcher, connection._execution_options = watcher, options  # noqa: SLF001  # its setter merges
 
     @property
     def has_own_options(self) -> bool:
         """Whether the running job has set nothing on its connection, such as a `schema_translate_map`."""
-        return self._connection._execution_options is self._options  # noqa: SLF001
+        return self._connection._execution_options is self._options  # noqa: SLF001  # the getter's object, without a call
 
     def hands_out(self) -> None:
         """The driver's own connection is taken."""

@@ -15,7 +15,7 @@ _HELD: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
-# Those of them whose rows nobody holds.
+# Those of them whose rows no other transaction has locked.
 _FREE: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT job.id, held.token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)

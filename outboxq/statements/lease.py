@@ -71,7 +71,7 @@ def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: 
 
 
 def take_back_held(schema: str, job_id: UUID, token: int, crashes: int) -> str:
-    """As `take_back`, for one whose row another transaction held: nobody's failure, so its `crashes` are as before."""
+    """As `take_back`, for a job whose row another transaction had locked. It did not fail: `crashes` are as before."""
     message = "another transaction held the job's row when its handler had ended"
     return _take(schema, _ours(job_id, token), NEVER, 1, message, sql.Literal(crashes))
 

@@ -517,9 +517,13 @@ def _refuse(*_: object) -> None:
     raise Stop
 
 
+def driver_of(ctx: Context) -> Any:
+    return ctx.session.connection().connection.driver_connection
+
+
 POISONS: dict[str, Callable[[Context], object]] = {
     "a listener": lambda ctx: event.listen(ctx.session.connection(), "rollback_savepoint", _refuse),
-    "a dumper": lambda ctx: ctx.session.connection().connection.driver_connection.adapters.register_dumper(str, Broken),  # type: ignore[union-attr]
+    "a dumper": lambda ctx: driver_of(ctx).adapters.register_dumper(str, Broken),
 }
 
 
@@ -557,8 +561,7 @@ def test_the_factories_of_the_drivers_connection_are_the_next_jobs_own(
     def look(ctx: Context, sets: bool) -> None:
         found.append(tuple(ctx.session.execute(select(Account.id, Account.balance)).one()))
         if sets:
-            driver: Any = ctx.session.connection().connection.driver_connection
-            driver.row_factory = dict_row
+            driver_of(ctx).row_factory = dict_row
 
     with sessions.begin() as session:
         session.add(Account(id=1, balance=5))

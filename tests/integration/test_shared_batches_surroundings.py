@@ -367,7 +367,7 @@ COMPUTED = {
 def test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_job(
     how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """A column's default, its type, or a value inside an upsert: of whoever deferred it, not of the last job."""
+    """A default, a type or a value inside an upsert: of the job that deferred the write, not of the last one."""
     # Without a deferrable constraint nothing else has it sent before the next job.
     run(engine, "DROP TABLE child CASCADE")
     jobs, (statement, values) = Jobs(), COMPUTED[how]

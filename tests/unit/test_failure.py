@@ -266,7 +266,7 @@ class Declined(PermanentError):
 
 @pytest.mark.parametrize("kind", [PermanentError, Declined])
 def test_errors_that_handlers_raise_are_redacted_although_their_class_is_ours(kind: type[PermanentError]) -> None:
-    """Nobody but the handler knows what they say."""
+    """Their texts are written by the application, and may quote values."""
     assert message_of(kind("no such card 4111-1111"), {"card": "4111-1111"}) == "no such card <card>"
 
 

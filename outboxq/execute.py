@@ -248,11 +248,12 @@ def execute(
     """
     if handler is None:
         return Unknown()
+    attempt = partial(_attempt, connection, handler, job, work, shared_xid, begin)
     for _ in range(FREE_RETRIES):
-        result = _attempt(connection, handler, job, work, shared_xid, begin)
+        result = work.invoker.apart(attempt)
         if not (isinstance(result, Failed) and result.transient):
             return result
-    return _attempt(connection, handler, job, work, shared_xid, begin)
+    return work.invoker.apart(attempt)
 
 
 def _attempt(

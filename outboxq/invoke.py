@@ -3,14 +3,15 @@
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, cast
+from contextvars import copy_context
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import psycopg
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
-from sqlalchemy.util import await_only
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from outboxq.context import AsyncContext, Context
 from outboxq.deferred import Write, defer
@@ -20,6 +21,8 @@ from outboxq.errors import HandlerTimedOut
 from outboxq.guard import lend
 from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
+
+T = TypeVar("T")
 
 
 def nothing() -> None:
@@ -154,6 +157,10 @@ class Invoker(Protocol):
 
     flavour: Flavour
 
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
+        ...
+
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
@@ -176,6 +183,10 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context of its own."""
+        return copy_context().run(attempt)
+
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
@@ -195,6 +206,27 @@ class AsyncInvoker:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
+        # Of the attempt that runs, or of the last one.
+        self.task: asyncio.Task[None] | None = None
+
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context and a task of its own: whom its handler has cancelled later is over by then."""
+        return await_only(self._in_task(attempt))
+
+    async def _in_task(self, attempt: Callable[[], T]) -> T:
+        # In a list: an event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
+        ended: list[Callable[[], T]] = []
+        own = asyncio.current_task()
+        assert own is not None
+        cancelled = own.cancelling()
+        self.task = asyncio.create_task(_note_end(attempt, ended))
+        try:
+            await self.task
+        except asyncio.CancelledError:
+            # Only the attempt's, by its handler and behind its last await: it stands as it ended.
+            if not ended or own.cancelling() > cancelled:
+                raise
+        return ended[0]()
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
@@ -239,20 +271,26 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     return returned
 
 
-def go_on_though_cancelled(task: "asyncio.Task[Any]") -> None:
-    """Forget that a task was cancelled."""
-    while task.cancelling():
-        task.uncancel()
-
-
 async def _with_its_cancellations(running: Awaitable[object]) -> object:
-    """Await a handler, and the cancellation that it asked for and did not wait for: the relay's own task is its too."""
+    """Await a handler, and the cancellation of its task that it asked for and did not wait for."""
     task = asyncio.current_task()
     assert task is not None
-    # Left by the handler before.
-    go_on_though_cancelled(task)
     try:
         return await running
     finally:
         if task.cancelling():
             await asyncio.sleep(0)
+
+
+async def _note_end(attempt: Callable[[], T], ended: list[Callable[[], T]]) -> None:
+    """Run an attempt to its end, and put what gives its result, or raises its error, into the list."""
+    try:
+        result = await greenlet_spawn(attempt)
+    except BaseException as error:  # noqa: BLE001  # raised again by who waits
+        ended.append(functools.partial(_raise, error))
+    else:
+        ended.append(lambda: result)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

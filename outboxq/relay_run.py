@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
@@ -14,6 +14,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
     nullcontext,
+    suppress,
 )
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -89,7 +90,6 @@ class RelayRun:
         self._emit = emit
         self._stopping = stopping
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_ends: asyncio.Event | None = None
         self._loop_is_blocked = False
         self._runners: list[Runner] = []
         self._cut_off: list[Runner] = []
@@ -247,17 +247,10 @@ class RelayRun:
     @contextmanager
     def _running_loop(self) -> Iterator[None]:
         """An event loop in a thread of its own: blocking sync handlers never delay async ones."""
-        started: Future[None] = Future()
-
-        async def main() -> None:
-            self._loop = asyncio.get_running_loop()
-            self._loop_ends = asyncio.Event()
-            started.set_result(None)
-            await self._loop_ends.wait()
-
-        thread = threading.Thread(target=_run_loop, args=(main(),), name="outboxq-loop", daemon=True)
+        started, ends = Future[asyncio.AbstractEventLoop](), threading.Event()
+        thread = threading.Thread(target=_run_loop, args=(started, ends), name="outboxq-loop", daemon=True)
         thread.start()
-        started.result()
+        self._loop = started.result()
         try:
             yield
         except BaseException:
@@ -267,9 +260,8 @@ class RelayRun:
                     runner.abandon()
             raise
         finally:
-            assert self._loop is not None
-            assert self._loop_ends is not None
-            self._loop.call_soon_threadsafe(self._loop_ends.set)
+            ends.set()
+            self._loop.call_soon_threadsafe(self._loop.stop)
             # A handler that blocks the loop must not keep the relay: its thread is a daemon.
             thread.join(0.0 if self._loop_is_blocked else _LOOP_STOP_SECONDS)
 
@@ -439,22 +431,18 @@ class RelayRun:
         return answered.wait(_ANSWER_SECONDS)
 
 
-def _run_loop(main: Coroutine[object, object, None]) -> None:
-    """As asyncio.run, but for handlers that end the loop, by a KeyboardInterrupt, a SystemExit, or its stop().
+def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
+    """Run an event loop until it is to end: no task of it is ours, for a handler to cancel.
 
-    Who awaits such a task, if anything does, meets its error there. Signals reach the main thread alone.
+    Handlers end it by a KeyboardInterrupt, a SystemExit, or its stop(). Who awaits such a task, if anything does, meets
+    its error there. Signals reach the main thread alone.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
-        task = loop.create_task(main)
-        while not task.done():
-            try:
-                loop.run_until_complete(task)
-            except (KeyboardInterrupt, SystemExit):
-                continue
-            except RuntimeError:
-                if task.done():
-                    raise
+        started.set_result(loop)
+        while not ends.is_set():
+            with suppress(KeyboardInterrupt, SystemExit):
+                loop.run_forever()
 
 
 def check_version(version: int | None, schema: str) -> None:

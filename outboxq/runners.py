@@ -9,6 +9,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from types import CoroutineType
+from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import ExceptionContext, event
@@ -19,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outboxq.config import SlotGroup
 from outboxq.driver import dbapi_connection, transaction_status
 from outboxq.guard import is_same
+from outboxq.invoke import AsyncInvoker
 from outboxq.lines import AsyncLines, Lines
 from outboxq.relay_state import Shared
 from outboxq.serve import serve_in_loop, serve_in_thread
@@ -159,18 +162,25 @@ class SlotTask:
     def is_held_up(self) -> bool:
         return not self._answered.is_set() and not self._is_running()
 
+    def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
+        """Of the slot's task, and of the one of the attempt that it waits for."""
+        line = self.slot.line
+        attempt = line.invoker.task if line is not None and isinstance(line.invoker, AsyncInvoker) else None
+        found: list[object] = [task.get_coro() for task in (self._task, attempt) if task is not None]
+        return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
+
     def _is_running(self) -> bool:
-        coroutine = None if self._task is None else self._task.get_coro()
-        return inspect.iscoroutine(coroutine) and coroutine.cr_running
+        return any(coroutine.cr_running for coroutine in self._coroutines())
 
     def stack(self) -> list[traceback.FrameSummary]:
         if self._task is None or self._is_running():
             return _stack_of_thread(self._loop_thread)
         stack: list[traceback.FrameSummary] = []
-        awaited: object = self._task.get_coro()
-        while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
-            stack.extend(traceback.extract_stack(awaited.cr_frame))
-            awaited = awaited.cr_await
+        for coroutine in self._coroutines():
+            awaited: object = coroutine
+            while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
+                stack.extend(traceback.extract_stack(awaited.cr_frame))
+                awaited = awaited.cr_await
         return stack
 
 

@@ -9,7 +9,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.engines import NoConnection
 from outboxq.execute import Abandoned, ConnectionLost
-from outboxq.invoke import go_on_though_cancelled
 from outboxq.lines import AsyncLines, Lines
 from outboxq.rest import UNFLAGGED_PAUSE_SECONDS
 from outboxq.slot import Slot
@@ -94,7 +93,8 @@ async def serve_in_loop(slot: Slot, lines: AsyncLines, bell: asyncio.Event) -> N
                 raise
             task = asyncio.current_task()
             assert task is not None
-            go_on_though_cancelled(task)
+            while task.cancelling():
+                task.uncancel()
             slot.lost(error)
         except _OUTAGES as error:
             if slot.is_seized():

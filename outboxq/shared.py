@@ -124,7 +124,7 @@ class _SharedRun:
             self._load_ahead()
         for position, arguments in zip(self._jobs, self._arguments, strict=True):
             self._batch.position = position
-            self._run_one(self._batch.jobs[position], arguments)
+            self._work.invoker.apart(partial(self._run_one, self._batch.jobs[position], arguments))
         self._send()
         # Last: once the savepoint is released nothing may send the jobs on their way again.
         self._is_over = True

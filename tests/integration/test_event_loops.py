@@ -8,7 +8,7 @@ from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, RelayConfig
-from outboxq.events import Event, JobDone, RelayStopped
+from outboxq.events import Event, JobDied, JobDone, RelayStopped
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.waiting import wait_until
@@ -47,6 +47,61 @@ def test_a_cancellation_that_comes_when_its_job_is_over_ends_no_relay(
         wait_until(lambda: len(running.of(JobDone)) == 3, "the job behind them")
         assert not running.of(RelayStopped)
     assert effects(engine) == ["behind", "cancels 0", "cancels 1"]
+
+
+@CLAIMS
+def test_a_cancellation_that_comes_when_its_job_is_over_is_not_the_next_job_s(
+    claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """It comes while the next job of the slot waits for something."""
+    jobs, is_cancelled, cancelled = Jobs(), asyncio.Event(), []
+
+    @jobs.handler(queue="q", claim=claim, retry=Backoff(max_attempts=1))
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "cancels":
+            task = asyncio.current_task()
+            assert task is not None
+
+            def cancel() -> None:
+                cancelled.append(task.cancel())
+                is_cancelled.set()
+
+            asyncio.get_running_loop().call_later(0.05, cancel)
+        else:
+            await is_cancelled.wait()
+            await ctx.session.flush()
+
+    with sessions.begin() as session:
+        session.add_job(note, name="cancels")
+        session.add_job(note, name="innocent")
+    drain(jobs, slots_per_queue=1)
+    assert cancelled == [False]
+    assert effects(engine) == ["cancels", "innocent"]
+
+
+@CLAIMS
+def test_a_handler_that_cancels_every_task_fails_and_ends_no_relay(
+    claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", claim=claim, retry=Backoff(max_attempts=1))
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        await ctx.session.flush()
+        if name == "cancels":
+            for task in asyncio.all_tasks():
+                task.cancel()
+            await asyncio.sleep(10)
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(name=name) for name in ("cancels", "behind")])
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: running.of(JobDone), "the job behind it")
+        assert [event.job.kind for event in running.of(JobDied)] == ["note"]
+        assert not running.of(RelayStopped)
+    assert effects(engine) == ["behind"]
 
 
 @CLAIMS

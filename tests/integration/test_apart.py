@@ -1,0 +1,110 @@
+"""Each attempt runs in a context of its own: what a handler sets in a context variable is not seen by the next job."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import pytest
+from sqlalchemy import Engine, event, select
+from sqlalchemy.orm import Session, sessionmaker
+
+from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession
+from outboxq.events import Event
+from tests.support.app import Effect
+
+Drain = Callable[..., list[Event]]
+BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
+TENANT = ContextVar("tenant", default="none")
+
+
+@dataclass
+class Named:
+    name: str
+
+
+def effects(engine: Engine) -> list[str]:
+    with Session(engine) as session:
+        return list(session.scalars(select(Effect.name).order_by(Effect.name)))
+
+
+@contextmanager
+def flushes_named_by_tenant() -> Iterator[None]:
+    def name(session: Session, *_: object) -> None:
+        for effect in session.new:
+            if isinstance(effect, Effect):
+                effect.name += f", flushed for {TENANT.get()}"
+
+    event.listen(Session, "before_flush", name)
+    try:
+        yield
+    finally:
+        event.remove(Session, "before_flush", name)
+
+
+@BATCH_SIZES
+@pytest.mark.parametrize("batchable", [False, True])
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_context_variable_is_the_job_s_own(
+    claim: str,
+    batchable: bool,
+    batch_size: int,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+) -> None:
+    """Also of one that fails; and what is flushed when the handler has returned sees what it set."""
+    jobs = Jobs()
+    once = Backoff(max_attempts=1)
+
+    @jobs.handler(queue="q", claim=claim, batchable=batchable and claim == "transaction", retry=once)
+    def note(ctx: Context, name: str, fails: bool) -> None:
+        ctx.session.add(Effect(name=f"{name} saw {TENANT.get()}"))
+        TENANT.set(name)
+        if fails:
+            raise ValueError
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(name=name, fails=name == "b") for name in "abcd"])
+    with flushes_named_by_tenant():
+        drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert effects(engine) == [f"{name} saw none, flushed for {name}" for name in "acd"]
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@BATCH_SIZES
+def test_a_context_variable_of_a_coroutine_is_the_job_s_own(
+    batch_size: int, claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", claim=claim)
+    async def note(ctx: AsyncContext, name: str) -> None:
+        before = TENANT.get()
+        TENANT.set(name)
+        await ctx.session.execute(select(1))
+        ctx.session.add(Effect(name=f"{name} saw {before}"))
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(name=name) for name in "abcd"])
+    with flushes_named_by_tenant():
+        drain(jobs, batch_size=1 if claim == "lease" else batch_size, slots_per_queue=1)
+    assert effects(engine) == [f"{name} saw none, flushed for {name}" for name in "abcd"]
+
+
+def test_a_context_variable_of_a_batch_handler_is_its_call_s_own(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    jobs = Jobs()
+
+    @jobs.batch_handler(Named, queue="q", max_size=2)
+    def note(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        before, name = TENANT.get(), "".join(item.args.name for item in items)
+        TENANT.set(name)
+        ctx.session.add(Effect(name=f"{name} saw {before}"))
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(name=name) for name in "abcd"])
+    with flushes_named_by_tenant():
+        drain(jobs, batch_size=4, slots_per_queue=1)
+    assert effects(engine) == [f"{name} saw none, flushed for {name}" for name in ("ab", "cd")]

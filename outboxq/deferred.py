@@ -21,8 +21,9 @@ from outboxq.session_state import NOTHING, left_by
 from outboxq.set_based import Statement, only_writes, single_executions
 from outboxq.sql_words import first_word
 
-_WAITING = "outboxq.deferred"
-_FAILED = "outboxq.deferred.failed"
+# Attributes of a session: its `info` is the user's, who may clear it.
+_WAITING = "_outboxq_deferred"
+_FAILED = "_outboxq_deferred_failed"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
 _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
 
@@ -67,7 +68,7 @@ def checked_write(statement: object, parameters: object) -> Write:
 
 def defer(session: Session, *writes: Write) -> None:
     """Keep writes until the session's transaction is about to be committed."""
-    session.info.setdefault(_WAITING, []).extend(writes)
+    vars(session).setdefault(_WAITING, []).extend(writes)
     if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
         event.listen(session, "before_commit", _before_commit)
         event.listen(session, "after_soft_rollback", _after_rollback)
@@ -75,10 +76,7 @@ def defer(session: Session, *writes: Write) -> None:
 
 def may_all_wait(session: Session) -> bool:
     """Whether all that was deferred in this session may wait, and nothing of it failed."""
-    if "info" not in session.__dict__:
-        # It is made when something is first put there.
-        return True
-    return _FAILED not in session.info and all(map(may_wait, session.info.get(_WAITING, ())))
+    return _FAILED not in vars(session) and all(map(may_wait, vars(session).get(_WAITING, ())))
 
 
 def take_writes(session: Session) -> list[Write]:
@@ -87,26 +85,24 @@ def take_writes(session: Session) -> list[Write]:
     Raises:
         DeferError: some of it was to be sent before, and could not be.
     """
-    if "info" not in session.__dict__:
-        return []
-    if session.info.get(_FAILED):
+    if vars(session).get(_FAILED):
         raise DeferError(
             "what ctx.defer had kept could not be sent at a commit(), and the handler went on: let it raise"
         )
-    writes: list[Write] = session.info.pop(_WAITING, [])
+    writes: list[Write] = vars(session).pop(_WAITING, [])
     return writes
 
 
 def _before_commit(session: Session) -> None:
     # A savepoint that is released may lie in another one that will be undone.
-    if session.in_nested_transaction() or not (_WAITING in session.info or _FAILED in session.info):
+    if session.in_nested_transaction() or not (_WAITING in vars(session) or _FAILED in vars(session)):
         return
     session.flush()
     writes = take_writes(session)
     # Until it is sent: a handler that commits may swallow the error.
-    session.info[_FAILED] = True
+    vars(session)[_FAILED] = True
     _send(session.connection(), writes)
-    del session.info[_FAILED]
+    del vars(session)[_FAILED]
 
 
 def _send(connection: Connection, writes: list[Write]) -> None:
@@ -120,7 +116,7 @@ def _send(connection: Connection, writes: list[Write]) -> None:
 def _after_rollback(session: Session, previous: SessionTransaction) -> None:
     # A test's own session goes on after it; a handler that rolls its session back has failed in any case.
     if not previous.nested:
-        session.info.pop(_FAILED, None)
+        vars(session).pop(_FAILED, None)
 
 
 # For all sessions of the class at once: listening to each costs more than its writes.

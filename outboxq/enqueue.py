@@ -36,11 +36,9 @@ from outboxq.sessions import (
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
 from outboxq.tables import JobRow, job, job_mapper
 
-_BATCH = "outboxq.batch"
-WAITING = "outboxq.waiting"
-_NOTHING: Mapping[str, JobRow] = {}
-# What a session's `info` holds of this module.
-OURS = frozenset({_BATCH, WAITING})
+# Attributes of a session: its `info` is the user's, who may clear it.
+_BATCH = "_outboxq_batch"
+_WAITING = "_outboxq_waiting"
 _CONNECTION = "outboxq.connection"
 # Tells batches apart in their session's identity map.
 _numbers = count(1)
@@ -173,8 +171,7 @@ def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJo
 
 def _pending_batch(session: Session) -> JobRow | None:
     """What the session's next flush will insert, as far as it was added in a transaction that still stands."""
-    # `info` is made when something is first put there.
-    batch: JobRow | None = session.__dict__.get("info", _NOTHING).get(_BATCH)
+    batch: JobRow | None = vars(session).get(_BATCH)
     if batch is None or batch.jobs is None or object_session(batch) is not session:
         return None
     return batch
@@ -185,7 +182,7 @@ def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) 
         job_mapper()
         batch = JobRow(next(_numbers), _flush_batch)
         session.add(batch)
-        session.info[_BATCH] = batch
+        vars(session)[_BATCH] = batch
         _remember(session, batch)
     assert batch.jobs is not None
     batch.jobs.update(jobs)
@@ -215,7 +212,7 @@ def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
     _watch_for_keys(session)
     # A pending entity is in a session whose transaction has begun.
     transaction = session.get_nested_transaction() or session.get_transaction()
-    session.info.setdefault(WAITING, []).append(_Waiting(job_id, new, transaction))
+    vars(session).setdefault(_WAITING, []).append(_Waiting(job_id, new, transaction))
 
 
 def _prepare(session: Session) -> None:
@@ -237,7 +234,7 @@ def _watch_for_keys(session: Session) -> None:
 
 def _before_flush(session: Session, context: UOWTransaction, _instances: object) -> None:
     batch = _pending_batch(session)
-    if batch is None and not session.info.get(WAITING):
+    if batch is None and not vars(session).get(_WAITING):
         return
     connection = transaction_connection(session)
     # Before any row of the flush, the business rows' included: they would be committed without their jobs.
@@ -260,7 +257,7 @@ def _write(session: Session, connection: Connection, batch: JobRow) -> None:
     if batch not in _unwritten(session):
         raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
     # What is added from here on, by an event of this flush, is for the next one.
-    session.info.pop(_BATCH, None)
+    vars(session)[_BATCH] = None
     _insert(session, connection, batch.jobs or {})
     # Last: what an error has kept out of the table is missed at the commit.
     batch.jobs = None
@@ -292,11 +289,11 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, announced:
 def holds_only_jobs(session: Session) -> bool:
     """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
-    if "info" not in session.__dict__:
+    if _BATCH not in vars(session) and _WAITING not in vars(session):
         return new == 0
     batch = _pending_batch(session)
     is_whole = all(each is batch for each in _unwritten(session))
-    return is_whole and not session.info.get(WAITING) and new == (batch is not None)
+    return is_whole and not vars(session).get(_WAITING) and new == (batch is not None)
 
 
 def take_jobs(session: Session) -> Mapping[str, NewJob]:
@@ -306,7 +303,7 @@ def take_jobs(session: Session) -> Mapping[str, NewJob]:
         return {}
     jobs, batch.jobs = batch.jobs or {}, None
     Session.expunge(session, batch)
-    del session.info[_BATCH]
+    vars(session)[_BATCH] = None
     return jobs
 
 
@@ -324,11 +321,11 @@ def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
 
 
 def _after_flush(session: Session, context: UOWTransaction) -> None:
-    waiting: list[_Waiting] = session.info.get(WAITING, [])
+    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
     ready = {item.id: item for item in waiting if _has_keys(session, item)}
     if not ready:
         return
-    session.info[WAITING] = [item for item in waiting if item.id not in ready]
+    vars(session)[_WAITING] = [item for item in waiting if item.id not in ready]
     # A hook of this flush may have added the first that waits.
     connection = context.attributes.get(_CONNECTION) or transaction_connection(session)
     _insert(session, connection, {job_id: item.job.complete() for job_id, item in ready.items()})
@@ -359,10 +356,10 @@ event.listen(Session, "before_commit", _refuse_to_lose_jobs, insert=True)
 
 def _before_commit(session: Session) -> None:
     """Refuse to commit without a job whose entity left the session: it would vanish without a word."""
-    if not session.info.get(WAITING):
+    if not vars(session).get(_WAITING):
         return
     session.flush()
-    for item in session.info[WAITING]:
+    for item in vars(session)[_WAITING]:
         names = ", ".join(repr(name) for name in item.job.pending or ())
         raise EnqueueError(
             f"a job {item.job.kind!r} waits for the primary key of argument {names}, which left this session before it "
@@ -372,8 +369,8 @@ def _before_commit(session: Session) -> None:
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
     # What a transaction or a savepoint leaves waiting was rolled back with it: committing either flushes first.
-    waiting: list[_Waiting] = session.info.get(WAITING, [])
-    session.info[WAITING] = [item for item in waiting if item.transaction is not transaction]
+    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
+    vars(session)[_WAITING] = [item for item in waiting if item.transaction is not transaction]
 
 
 def _explain_missing_tables(context: ExceptionContext) -> None:

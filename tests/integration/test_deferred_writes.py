@@ -66,6 +66,24 @@ def test_equal_statements_of_a_batch_are_sent_once_with_all_parameters(
     assert total(engine) == 150
 
 
+@pytest.mark.parametrize(("batchable", "batch_size"), [(False, 1), (True, 10)])
+def test_what_is_deferred_is_kept_apart_from_the_session_s_info(
+    batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    jobs = Jobs()
+
+    @jobs.handler(queue="defer", batchable=batchable)
+    def credit(ctx: Context, id_: int) -> None:
+        ctx.session.info["request"] = id_
+        ctx.defer(ADD_TO_ROW, {"account": id_, "cents": 3})
+        ctx.session.info.clear()
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(id_=id_) for id_ in range(1, 11))
+    drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert total(engine) == 30
+
+
 @pytest.mark.parametrize(("batchable", "batch_size"), [(True, 1), (False, 1), (False, 10), (True, 10)])
 def test_a_job_keeps_the_order_of_its_statements_and_sends_them_behind_its_flush(
     batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

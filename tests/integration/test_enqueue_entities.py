@@ -154,6 +154,18 @@ def test_a_pending_entity_is_stored_as_the_key_it_gets(session: OutboxSession, j
     assert list(ids) == [handle.id for handle in handles]
 
 
+def test_what_waits_is_kept_apart_from_the_session_s_info(session: OutboxSession, job_args: JobArgs) -> None:
+    """It is the user's, who may clear it: jobs are lost by nothing but a rollback."""
+    user = User(name="ann")
+    session.add(user)
+    session.add_job(welcome, user)
+    session.add_job(notify, more=[1])
+    session.info.clear()
+    session.commit()
+    assert session.info == {}
+    assert job_args() == [{"more": [1]}, {"user": user.id}]
+
+
 def test_two_pending_entities_get_their_keys_together(session: OutboxSession, job_args: JobArgs) -> None:
     """A job waits for all of its entities."""
     first, second = User(name="ann"), User(name="bob")

@@ -2,7 +2,8 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context as ContextVars
 from contextvars import copy_context
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
@@ -11,7 +12,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import await_only
 
 from outboxq.context import AsyncContext, Context
 from outboxq.deferred import Write, defer
@@ -23,6 +24,12 @@ from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
 
 T = TypeVar("T")
+_UNSET = object()
+
+
+def apart(attempt: Callable[[], T]) -> T:
+    """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
+    return copy_context().run(attempt)
 
 
 def nothing() -> None:
@@ -157,10 +164,6 @@ class Invoker(Protocol):
 
     flavour: Flavour
 
-    def apart(self, attempt: Callable[[], T]) -> T:
-        """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
-        ...
-
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
@@ -183,10 +186,6 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
-    def apart(self, attempt: Callable[[], T]) -> T:
-        """Run one attempt in a context of its own."""
-        return copy_context().run(attempt)
-
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
@@ -206,27 +205,8 @@ class AsyncInvoker:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
-        # Of the attempt that runs, or of the last one.
+        # Of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
-
-    def apart(self, attempt: Callable[[], T]) -> T:
-        """Run one attempt in a context and a task of its own: whom its handler has cancelled later is over by then."""
-        return await_only(self._in_task(attempt))
-
-    async def _in_task(self, attempt: Callable[[], T]) -> T:
-        # In a list: an event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
-        ended: list[Callable[[], T]] = []
-        own = asyncio.current_task()
-        assert own is not None
-        cancelled = own.cancelling()
-        self.task = asyncio.create_task(_note_end(attempt, ended))
-        try:
-            await self.task
-        except asyncio.CancelledError:
-            # Only the attempt's, by its handler and behind its last await: it stands as it ended.
-            if not ended or own.cancelling() > cancelled:
-                raise
-        return ended[0]()
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
@@ -238,7 +218,7 @@ class AsyncInvoker:
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
-        """Await the handler to its end."""
+        """Await the handler to its end, in a task of its own: what it has cancelled later is over by then."""
 
         def opened() -> AsyncOutboxSession:
             plain = session()
@@ -246,8 +226,32 @@ class AsyncInvoker:
             assert self._session.sync_session is plain
             return self._session
 
-        running = handler.function(_OpeningAsyncContext(run, opened), **args)
-        return await_only(_within(handler.timeout_seconds, running))
+        def begin() -> Awaitable[object]:
+            return _within(handler.timeout_seconds, handler.function(_OpeningAsyncContext(run, opened), **args))
+
+        # A task cannot run in the context that waits for it.
+        context, ended = copy_context(), list[Callable[[], object]]()
+        try:
+            await_only(self._in_task(_note_end(begin, ended), context, ended))
+        finally:
+            for variable, value in context.items():
+                if variable.get(_UNSET) is not value:
+                    variable.set(value)
+        return ended[0]()
+
+    async def _in_task(
+        self, running: Coroutine[Any, Any, None], context: ContextVars, ended: list[Callable[[], object]]
+    ) -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        cancelled = own.cancelling()
+        self.task = asyncio.create_task(running, context=context)
+        try:
+            await self.task
+        except asyncio.CancelledError:
+            # Of the handler's task alone, and behind its last await: it has ended as it did.
+            if not ended or own.cancelling() > cancelled:
+                raise
 
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
@@ -282,14 +286,17 @@ async def _with_its_cancellations(running: Awaitable[object]) -> object:
             await asyncio.sleep(0)
 
 
-async def _note_end(attempt: Callable[[], T], ended: list[Callable[[], T]]) -> None:
-    """Run an attempt to its end, and put what gives its result, or raises its error, into the list."""
+async def _note_end(begin: Callable[[], Awaitable[object]], ended: list[Callable[[], object]]) -> None:
+    """Await a handler, and put what gives its result, or raises its error, into the list.
+
+    An event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
+    """
     try:
-        result = await greenlet_spawn(attempt)
+        returned = await begin()
     except BaseException as error:  # noqa: BLE001  # raised again by who waits
         ended.append(functools.partial(_raise, error))
     else:
-        ended.append(lambda: result)
+        ended.append(lambda: returned)
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -644,6 +644,34 @@ MUTANTS = (
         ' if status == "prepared" else ()',
         ("tests/integration/test_prepared_by_handler.py",),
     ),
+    Mutant(
+        "a context of its own for each attempt",
+        "outboxq/invoke.py",
+        "    return copy_context().run(attempt)\n",
+        "    return attempt()\n",
+        ("tests/integration/test_apart.py",),
+    ),
+    Mutant(
+        "what a coroutine sets in its context, for its flush",
+        "outboxq/invoke.py",
+        "                if variable.get(_UNSET) is not value:\n",
+        "                if variable.get(_UNSET) is not value and not context:\n",
+        ("tests/integration/test_apart.py",),
+    ),
+    Mutant(
+        "a task of its own for each coroutine",
+        "outboxq/invoke.py",
+        "        self.task = asyncio.create_task(running, context=context)\n        try:\n",
+        "        try:\n            return await running\n",
+        ("tests/integration/test_event_loops.py::test_a_late_cancellation_is_not_the_next_job_s",),
+    ),
+    Mutant(
+        "an event loop that goes on when a handler has stopped it",
+        "outboxq/relay_run.py",
+        "        while not ends.is_set():\n            with suppress",
+        "        if not ends.is_set():\n            with suppress",
+        ("tests/integration/test_event_loops.py::test_a_handler_that_stops_its_loop_ends_no_relay",),
+    ),
 )
 
 

@@ -24,7 +24,7 @@ def effects(engine: Engine) -> list[str]:
 
 
 @CLAIMS
-def test_a_cancellation_that_comes_when_its_job_is_over_ends_no_relay(
+def test_a_late_cancellation_ends_no_relay(
     claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
     """A time-out of the handler's own that it never disarmed; the slot sleeps by then."""
@@ -50,7 +50,7 @@ def test_a_cancellation_that_comes_when_its_job_is_over_ends_no_relay(
 
 
 @CLAIMS
-def test_a_cancellation_that_comes_when_its_job_is_over_is_not_the_next_job_s(
+def test_a_late_cancellation_is_not_the_next_job_s(
     claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """It comes while the next job of the slot waits for something."""

@@ -84,11 +84,13 @@ SELECT (SELECT count(*) FROM outboxq.job WHERE state <> 'scheduled' AND queue LI
   'dead', (SELECT coalesce(jsonb_agg({_JOB}, 'reason', reason) ORDER BY args->>'name'), '[]') FROM outboxq.dead_job)
 )""")
 RESET = text("SELECT fuzz_reset()")
-# What was put off is due, in its order; inserted anew, so that a relay which sleeps is woken.
+# What was put off is due, in its order; inserted anew, so that a relay which sleeps is woken. Of one priority: one of a
+# higher is found by the next claim from the front, and may come before or behind the others.
 PROMOTE = text("""
 WITH put_off AS (DELETE FROM outboxq.job WHERE state = 'scheduled' AND queue LIKE 'fuzz%' RETURNING *)
 INSERT INTO outboxq.job (id, queue, kind, args, headers, priority, attempt, max_attempts, errors, created_at)
-SELECT id, queue, kind, args, headers, priority, attempt, max_attempts, errors, created_at FROM put_off ORDER BY seq""")
+SELECT id, queue, kind, args, headers, 0, attempt, max_attempts, errors, created_at FROM put_off
+ORDER BY priority DESC, seq""")
 
 
 def prepare(url: str) -> None:

@@ -62,15 +62,15 @@ def _spans(
         together.extend(("group", some) for some in _in_parts(given, handler.max_size))
     jobs: list[Job] = []
     spans: list[Span] = []
+    lone: list[Job] = []
     for how, given in together:
         if len(given) > 1:
             places = range(len(jobs), len(jobs) + len(given))
             spans.append(Span(how, places, [arguments for _, arguments in given]))
             jobs += [job for job, _ in given]
         else:
-            # The first of them: they were claimed in this order.
-            alone = [job for job, _ in given] + alone
-    if alone:
+            lone += [job for job, _ in given]
+    if alone := lone + alone:
         spans.append(Span("alone", range(len(jobs), len(jobs) + len(alone))))
         jobs += alone
     batch.jobs = tuple(jobs)

@@ -64,12 +64,16 @@ def _run_group(
         # It will show again when each runs alone.
         failed = error
     else:
+        # What goes on of the call has nothing of the next one's.
+        work.guard.take_back()
         batch.together = 1
         return returned
     finally:
         batch.deadline = None
         work.guard.let_go()
-    place.undo(failed, closed=_close(session, work))
+    closed = _close(session, work)
+    work.guard.take_back()
+    place.undo(failed, closed=closed)
     batch.together = 1
     return None
 

@@ -220,14 +220,20 @@ def _undo_prepared(connection: Connection, gid: str) -> bool:
     return True
 
 
-def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport:
+def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport | None:
     """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
+
+    None where all jobs wait again as they were, since one handler ran several of them: nobody knows whose fault it was.
 
     Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
     server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
     """
     if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
         return _recover_committed(connection, progress, escaped.failed)
+    if progress.together > 1:
+        with connection.begin():
+            clear_marks(connection, work.schema, progress.jobs)
+        return None
     # Rolled back: every job waits again, and this one pays.
     try:
         event = _settle_anew(connection, escaped.job, escaped.failed, work, progress.jobs)

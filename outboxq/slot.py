@@ -349,7 +349,13 @@ class Slot:
             return held_up(connection, progress.job, work)
         if isinstance(failure, LeaseLost):
             return BatchReport(1, (JobLeaseLost(progress.job),))
-        return recover(connection, progress, work, failure)
+        report = recover(connection, progress, work, failure)
+        if report is None:
+            self.shared.emit(BatchRolledBack(progress.queue, self.running, describe_error(failure)))
+            # Whose fault it was shows when each runs alone.
+            self._claims.alone_for = len(progress.jobs)
+            return BatchReport(0, ())
+        return report
 
     def started(self, progress: Progress) -> None:
         """See `Pilot`."""

@@ -645,6 +645,20 @@ MUTANTS = (
         ("tests/integration/test_prepared_by_handler.py",),
     ),
     Mutant(
+        "a call of several jobs, one of which ended the transaction, that is charged to nobody",
+        "outboxq/recover.py",
+        "    if progress.together > 1:\n",
+        "    if progress.together > 1 and not work:\n",
+        ("tests/integration/test_batch_handlers.py::test_what_fails_with_many_is_tried_with_each_alone",),
+    ),
+    Mutant(
+        "the connection of a batch handler's call, taken back when it is over",
+        "outboxq/groups.py",
+        "        work.guard.take_back()\n        batch.together = 1\n",
+        "        batch.together = 1\n",
+        ("tests/integration/test_session_state.py::test_what_runs_together_leaves_its_connection_to_no_job_behind_it",),
+    ),
+    Mutant(
         "a context of its own for each attempt",
         "outboxq/invoke.py",
         "    return copy_context().run(attempt)\n",

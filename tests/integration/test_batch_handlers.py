@@ -133,7 +133,7 @@ def test_each_job_has_the_outcome_that_was_returned_for_it(
     assert [type(event) for event in events if isinstance(event, kinds)] == list(kinds)
 
 
-@pytest.mark.parametrize("how", ["raise", "integrity", "orphan", "rollback", "swallow", "close"])
+@pytest.mark.parametrize("how", ["raise", "integrity", "orphan", "rollback", "swallow", "close", "driver"])
 def test_what_fails_with_many_is_tried_with_each_alone(
     how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -158,6 +158,8 @@ def test_what_fails_with_many_is_tried_with_each_alone(
                 case "close":
                     ctx.session.close()
                     raise ValueError(how)
+                case "driver":
+                    ctx.session.connection().connection.cursor().execute("ROLLBACK")
                 case _:
                     with pytest.raises(Exception, match="division"):
                         ctx.session.execute(text("SELECT 1 / 0"))
@@ -197,6 +199,22 @@ def test_a_wrong_answer_is_a_recorded_failure_that_says_what_was_expected(
         errors = connection.execute(text("SELECT errors->-1->>'message' FROM outboxq.dead_job")).scalars().all()
     assert len(errors) == 2
     assert all(expected in error for error in errors)
+
+
+def test_calls_of_one_come_in_the_order_of_their_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    jobs = Jobs()
+
+    @jobs.batch_handler(Named, queue="ones", max_size=1)
+    def act(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        ctx.session.add_all(Effect(name=item.args.name) for item in items)
+
+    with sessions.begin() as session:
+        session.add_jobs(act.job(name=name) for name in "abcd")
+    drain(jobs, **MANY)
+    with Session(engine) as session:
+        assert list(session.scalars(select(Effect.name).order_by(Effect.row))) == list("abcd")
 
 
 def test_arguments_that_cannot_be_read_fail_their_own_job(

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -34,7 +35,18 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
 import outboxq.held as held_module
-from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
+from outboxq import (
+    AsyncContext,
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    Jobs,
+    OutboxSession,
+    Relay,
+    RelayConfig,
+    external,
+)
 from outboxq.known_functions import HARMLESS as HARMLESS_FUNCTIONS
 from outboxq.postgres import Database
 from outboxq.session_state import CALLABLE_WORDS, left_by
@@ -132,6 +144,11 @@ STEPS: dict[str, Callable[[Connection], None]] = {
     "a handler that fails": _and_fails,
 }
 KINDS = [*STATEMENTS, *STEPS]
+
+
+@dataclass
+class Named:
+    name: str
 
 
 class Ledger:
@@ -489,6 +506,64 @@ def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
         assert list(session.scalars(select(Effect.name))) == ["mine"]
         assert session.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 0
     assert errors == ["ResourceClosedError"] * 4 + ["InvalidRequestError"] * 2
+
+
+@pytest.mark.parametrize("then", ["the same", "alone"])
+@pytest.mark.parametrize("together", ["shared", "group"])
+def test_what_runs_together_leaves_its_connection_to_no_job_behind_it(
+    together: str, then: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
+) -> None:
+    """In one claim: neither a thread that goes on, nor what was set on the connection."""
+    jobs, errors = Jobs(), []
+    next_runs, tried = threading.Event(), threading.Event()
+    once = Backoff(max_attempts=1)
+
+    def write(connections: list[Connection]) -> None:
+        next_runs.wait(60)
+        for connection in connections:
+            try:
+                connection.execute(insert(Effect).values(name="late"))
+            except Exception as error:  # noqa: BLE001  # that it is one is what matters
+                errors.append(type(error).__name__)
+        tried.set()
+
+    def act(session: OutboxSession, name: str) -> None:
+        if name == "leaves":
+            connection = session.connection()
+            found = [connection, connection.execute(select(1)).connection, session.get_bind()]
+            threading.Thread(target=write, args=[found], daemon=True).start()
+            connection.execution_options(schema_translate_map={None: "nowhere"})
+        elif name == "next":
+            session.add(Effect(name="mine"))
+            session.flush()
+            next_runs.set()
+            assert tried.wait(60)
+
+    if together == "shared":
+
+        @jobs.handler(queue="state", batchable=True, retry=once)
+        def several(ctx: Context, name: str) -> None:
+            act(ctx.session, name)
+    else:
+
+        @jobs.batch_handler(Named, queue="state", max_size=2, retry=once)
+        def several(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+            for item in items:
+                act(ctx.session, item.args.name)
+
+    @jobs.handler(queue="state", retry=once)
+    def alone(ctx: Context, name: str) -> None:
+        act(ctx.session, name)
+
+    behind = several if then == "the same" else alone
+    with sessions.begin() as session:
+        session.add_jobs([several.job(name=name) for name in ("nothing", "leaves")])
+        session.add_jobs([behind.job(name=name) for name in ("next", "nothing")])
+    drain(jobs, batch_size=10, slots_per_queue=1)
+    with Session(engine) as session:
+        assert list(session.scalars(select(Effect.name))) == ["mine"]
+        assert session.execute(text("SELECT count(*) FROM outboxq.dead_job")).scalar() == 0
+    assert errors == ["ResourceClosedError"] * 3
 
 
 def test_a_task_left_behind_cannot_use_its_connection_in_a_later_job(

@@ -25,6 +25,7 @@ from outboxq.job import Job
 
 T = TypeVar("T")
 _UNSET = object()
+_HAS_ENDED = "the handler of this session has ended: await the tasks that use it, or give them sessions of their own"
 
 
 def apart(attempt: Callable[[], T]) -> T:
@@ -221,18 +222,20 @@ class AsyncInvoker:
         """Await the handler to its end, in a task of its own: what it has cancelled later is over by then."""
 
         def opened() -> AsyncOutboxSession:
+            if ended:
+                raise InvalidRequestError(_HAS_ENDED)
             plain = session()
             assert self._session is not None
             assert self._session.sync_session is plain
             return self._session
 
-        def begin() -> Awaitable[object]:
-            return _within(handler.timeout_seconds, handler.function(_OpeningAsyncContext(run, opened), **args))
+        async def begin() -> object:
+            return await _within(handler.timeout_seconds, handler.function(_OpeningAsyncContext(run, opened), **args))
 
         # A task cannot run in the context that waits for it.
         context, ended = copy_context(), list[Callable[[], object]]()
         try:
-            await_only(self._in_task(_note_end(begin, ended), context, ended))
+            await_only(self._in_task(self._note_end(begin, ended), context, ended))
         finally:
             for variable, value in context.items():
                 if variable.get(_UNSET) is not value:
@@ -252,6 +255,31 @@ class AsyncInvoker:
             # Of the handler's task alone, and behind its last await: it has ended as it did.
             if not ended or own.cancelling() > cancelled:
                 raise
+
+    async def _note_end(self, begin: Callable[[], Awaitable[object]], ended: list[Callable[[], object]]) -> None:
+        """Await a handler, and put what gives its result, or raises its error, into the list.
+
+        An event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
+        """
+        try:
+            returned = await begin()
+        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+            ended.append(functools.partial(_raise, error))
+        else:
+            ended.append(lambda: returned)
+        if self._session is not None:
+            # Tasks that it left behind come before us, and would use it beside us.
+            self._session.sync_session = self._session._proxied = cast("Session", _ENDED)  # noqa: SLF001  # the same, for what is no coroutine
+
+
+class _Ended:
+    """What stands in an async session for the plain one, when its handler has ended."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvalidRequestError(_HAS_ENDED)
+
+
+_ENDED = _Ended()
 
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
@@ -284,19 +312,6 @@ async def _with_its_cancellations(running: Awaitable[object]) -> object:
     finally:
         if task.cancelling():
             await asyncio.sleep(0)
-
-
-async def _note_end(begin: Callable[[], Awaitable[object]], ended: list[Callable[[], object]]) -> None:
-    """Await a handler, and put what gives its result, or raises its error, into the list.
-
-    An event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
-    """
-    try:
-        returned = await begin()
-    except BaseException as error:  # noqa: BLE001  # raised again by who waits
-        ended.append(functools.partial(_raise, error))
-    else:
-        ended.append(lambda: returned)
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -645,6 +645,13 @@ MUTANTS = (
         ("tests/integration/test_prepared_by_handler.py",),
     ),
     Mutant(
+        "the session of a coroutine that has ended, away from the tasks that it left behind",
+        "outboxq/invoke.py",
+        "            self._session.sync_session = self._session._proxied = cast",
+        "            cast",
+        ("tests/integration/test_shared_batches_neighbours.py::test_a_task_that_is_left_behind_has_no_session",),
+    ),
+    Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to nobody",
         "outboxq/recover.py",
         "    if progress.together > 1:\n",

@@ -4,9 +4,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, func, insert, select, text, update
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.groups as groups_module
@@ -16,7 +18,7 @@ from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Job
 from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.postgres import Database
 from tests.support.app import Account, Child, Effect
-from tests.support.ledger import ledger
+from tests.support.ledger import ledger, waiting
 from tests.support.shared_app import ADD, ADD_TO_ROW, statements
 
 ONCE = Backoff(max_attempts=1)
@@ -41,25 +43,35 @@ def balance(engine: Engine, number: int) -> int | None:
         return session.scalar(select(Account.balance).where(Account.id == number))
 
 
-def test_a_task_that_is_left_behind_doubles_nothing_in_the_last_flush(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+@pytest.mark.parametrize(("claim", "batchable"), [("transaction", True), ("transaction", False), ("lease", False)])
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_a_task_that_is_left_behind_has_no_session(
+    is_opened: bool, claim: Any, batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain
 ) -> None:
-    """It is refused, the shared run has ended, and the savepoint is still there to go back to."""
-    jobs, tasks = Jobs(), []
+    """It runs before what the handler left is flushed, and would do so beside it: refused, and its job is done."""
+    jobs, errors = Jobs(), []
 
-    @jobs.handler(queue="q", batchable=True)
+    @jobs.handler(queue="q", claim=claim, batchable=batchable, retry=ONCE)
     async def leave(ctx: AsyncContext, name: str) -> None:
-        ctx.session.add(Effect(name=name))
+        if is_opened:
+            ctx.session.add(Effect(name=name))
 
         async def late() -> None:
-            await ctx.session.execute(text("SELECT 1"))
+            try:
+                await ctx.session.execute(text("SELECT 1"))
+            except InvalidRequestError as error:
+                errors.append(str(error))
 
-        tasks.append(asyncio.create_task(late()))
+        asyncio.get_running_loop().create_task(late())
 
     with sessions.begin() as session:
         session.add_jobs(leave.job(name=name) for name in "ab")
     drain(jobs)
-    assert ledger(engine) == Counter("ab")
+    assert ledger(engine) == Counter("ab" if is_opened else "")
+    assert waiting(engine) == 0
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM outboxq.dead_job")).scalar_one() == 0
+    assert [error.partition(":")[0] for error in errors] == ["the handler of this session has ended"] * 2
 
 
 def test_a_script_that_commits_costs_the_others_nothing(

@@ -96,6 +96,7 @@ _REFUSALS = {
     "database does not exist": r'database "[^"\n]*" does not exist',
     "role does not exist": r'role "[^"\n]*" does not exist',
     "authentication failed": r"authentication failed for user",
+    "no password supplied": r"no password supplied",
     "no pg_hba.conf entry": r"no pg_hba\.conf entry|pg_hba\.conf rejects",
     "role is not permitted to log in": r"is not permitted to log in",
     "permission denied for database": r"permission denied for database",

@@ -652,6 +652,13 @@ MUTANTS = (
         ("tests/integration/test_shared_batches_neighbours.py::test_a_task_that_is_left_behind_has_no_session",),
     ),
     Mutant(
+        "the smaller claim of a lease behind one that was cancelled",
+        "outboxq/claims.py",
+        "            self._most_leased[request.queue] = half\n",
+        "            self._most_leased[request.queue] = request.limit\n",
+        ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
+    ),
+    Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to nobody",
         "outboxq/recover.py",
         "    if progress.together > 1:\n",

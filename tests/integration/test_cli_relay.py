@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from outboxq.postgres import Database
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
+from tests.support.own_server import own_server
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
@@ -196,6 +198,34 @@ def test_what_the_server_refuses_at_the_first_connection_ends_the_relay(
     assert ended.stderr.startswith("Error: ")
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def hba() -> Iterator[Path]:
+    """A pg_hba.conf by which `worker` has a password and nobody else but `postgres` gets in."""
+    with tempfile.TemporaryDirectory(prefix="outboxq-test-") as name:
+        path = Path(name, "pg_hba.conf")
+        path.write_text("host all postgres 127.0.0.1/32 trust\nhost all worker 127.0.0.1/32 scram-sha-256\n")
+        # The server's own user reads it.
+        path.parent.chmod(0o755)
+        yield path
+
+
+def test_a_role_that_the_server_does_not_let_in_ends_the_relay(hba: Path) -> None:
+    """By a wrong password, by none, and by no line of pg_hba.conf: as above."""
+    words = {"worker:wrong": "authentication failed", "worker": "no password supplied", "other": "no pg_hba.conf entry"}
+    with own_server({"hba_file": str(hba)}) as server:
+        engine = create_engine(server.url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql("CREATE ROLE worker LOGIN PASSWORD 'right'; CREATE ROLE other LOGIN")
+        engine.dispose()
+        for login, said in words.items():
+            name, _, password = login.partition(":")
+            url = make_url(server.url).set(username=name, password=password or None)
+            ended = run("relay", TARGET, url=url.render_as_string(hide_password=False), cwd=REPOSITORY)
+            assert (ended.exit_code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+            assert said in ended.stderr
+            assert "wrong" not in ended.stderr
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -8,12 +8,14 @@ from sqlalchemy import Engine, bindparam, delete, insert, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.deferred import checked_write, defer
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDied, JobDone
+from tests.conftest import StartRelay
 from tests.support.app import Account, Child, Effect
 from tests.support.shared_app import ADD_TO_ROW, statements
+from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
@@ -64,6 +66,35 @@ def test_equal_statements_of_a_batch_are_sent_once_with_all_parameters(
     ]
     assert sent == [("UPDATE", 1)]
     assert total(engine) == 150
+
+
+def test_a_deadlock_of_what_was_deferred_costs_no_attempt(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """One UPDATE over arrays takes rows in the order that the server likes: undone, its jobs run one by one."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="defer", batchable=True, retry=ONCE)
+    def credit(ctx: Context, id_: int) -> None:
+        ctx.defer(ADD_TO_ROW, {"account": id_, "cents": 3})
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(id_=id_) for id_ in range(1, 51))
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    add = text("UPDATE account SET balance = balance + 1 WHERE id = :id")
+    with engine.connect() as other, engine.connect().execution_options(isolation_level="AUTOCOMMIT") as looking:
+        # The server ends who looks first: here the relay.
+        other.exec_driver_sql("SET deadlock_timeout = '1h'")
+        other.execute(add, {"id": 50})
+        with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=50)) as running:
+            wait_until(lambda: looking.execute(waiting).scalar_one() == 1, "the batch to wait for the last row")
+            other.execute(add, {"id": 1})
+            other.commit()
+            wait_until(lambda: len(running.of(JobDone)) == 50, "all jobs")
+            assert {event.job.attempt for event in running.of(JobDone)} == {1}
+    assert total(engine) == 152
 
 
 @pytest.mark.parametrize(("batchable", "batch_size"), [(False, 1), (True, 10)])

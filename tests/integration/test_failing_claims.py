@@ -9,6 +9,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
+from outboxq.claims import Claims
 from outboxq.events import DatabaseLost, Event, JobDone, JobsSuspected
 from tests.conftest import StartRelay
 from tests.support import app
@@ -187,27 +188,42 @@ def test_a_cancelled_claim_is_no_death_and_no_outage(
 
 
 def test_a_cancelled_claim_of_a_lease_asks_for_less(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same under a lease: no attempt is counted, and nothing is an outage."""
-    jobs = Jobs()
+    """The same under a lease: half as many each time, no attempt is counted, and nothing is an outage."""
+    jobs, limits = Jobs(), []
+    cancelled = Claims.cancelled
+
+    def note(self: Claims) -> None:
+        assert self.request is not None
+        limits.append(self.request.limit)
+        cancelled(self)
+
+    monkeypatch.setattr(Claims, "cancelled", note)
 
     @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
     def work(ctx: Context, name: str) -> None:
         del ctx, name
 
-    with sessions.begin() as session:
-        session.add_jobs(work.job(name=str(number)) for number in range(4))
-    run(
-        engine,
-        "CREATE FUNCTION hesitate() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep(60); RETURN NEW; "
-        "END$$",
-        "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION hesitate()",
-    )
-    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+    def add(count: int) -> None:
+        with sessions.begin() as session:
+            session.add_jobs(work.job(name=str(number)) for number in range(count))
+
+    add(64)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8)) as running:
+        # So many that its slot knows how quick they are.
+        wait_until(lambda: len(running.of(JobDone)) == 64, "the first jobs")
+        run(
+            engine,
+            "CREATE FUNCTION hesitate() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep(60); RETURN NEW; "
+            "END$$",
+            "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION hesitate()",
+        )
+        add(4)
         cancel_claim(engine)
         cancel_claim(engine)
         run(engine, "DROP TRIGGER hesitate ON outboxq.job")
-        wait_until(lambda: len(running.of(JobDone)) == 4, "all jobs")
-    assert done(running.events) == [(1, 0)] * 4
+        wait_until(lambda: len(running.of(JobDone)) == 68, "all jobs")
+    assert limits == [8, 4]
+    assert done(running.events) == [(1, 0)] * 68
     assert not running.of(DatabaseLost)

@@ -4,11 +4,15 @@ Written once for both worlds: on an async connection the caller stands inside `r
 """
 
 import asyncio
+import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
@@ -24,6 +28,15 @@ from sqlalchemy.util import await_only
 
 # How long a connection that only asks and listens waits for an answer.
 ANSWER_SECONDS = 15.0
+
+# How long a statement takes to notice that its socket has ended, on a machine that does much else; in an event loop it
+# is a few turns, and whether one is there cannot be told.
+_END_SECONDS = 10.0
+_END_ASYNC_SECONDS = 0.5
+# One that has just taken the lock is not seen in it yet.
+_IDLE_LOOKS = 3
+# What every statement of the driver's stands in.
+_WAIT = psycopg.Connection.wait.__code__
 
 # Looked up, and not made: it is asked for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
@@ -254,6 +267,62 @@ def is_at_rest(connection: Connection) -> bool:
         or pgconn.transaction_status == TransactionStatus.ACTIVE
         or pgconn.pipeline_status != PipelineStatus.OFF
     )
+
+
+def give_up(connection: Connection) -> None:
+    """Close a connection for good on which a thread or a task that a handler left behind may be at work.
+
+    Closed beneath a statement that waits, its memory would be freed and its socket's number be the next connection's:
+    the statement would go on in the one and read from the other. So the socket ends first, and with it the statement.
+    """
+    if connection.closed or connection.invalidated:
+        return
+    driver, is_ours = driver_connection(connection), False
+    try:
+        is_ours = await_only(_lock_async(driver)) if isinstance(driver, psycopg.AsyncConnection) else _lock(driver)
+    finally:
+        connection.invalidate()
+        if is_ours:
+            # Whoever waits for it finds the connection closed.
+            driver.lock.release()
+
+
+def _lock(driver: "psycopg.Connection[Any]") -> bool:
+    """End what is under way, and take the driver's lock; False where an unfinished COPY or stream has it."""
+    if driver.lock.acquire(blocking=False):
+        return True
+    _end_socket(driver)
+    deadline, idle = time.monotonic() + _END_SECONDS, 0
+    while idle < _IDLE_LOOKS and time.monotonic() < deadline:
+        if driver.lock.acquire(timeout=0.01):
+            return True
+        idle = 0 if _is_waited_on(driver) else idle + 1
+    return False
+
+
+async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
+    """As `_lock`."""
+    if driver.lock.locked():
+        _end_socket(driver)
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(driver.lock.acquire(), _END_ASYNC_SECONDS)
+    return False
+
+
+def _end_socket(driver: DriverConnection) -> None:
+    with suppress(OSError, psycopg.OperationalError), socket.socket(fileno=os.dup(driver.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _is_waited_on(driver: DriverConnection) -> bool:
+    """Whether a thread is inside of a statement on it."""
+    for frame in sys._current_frames().values():  # noqa: SLF001  # documented in the library reference
+        found: FrameType | None = frame
+        while found is not None:
+            if found.f_code is _WAIT and found.f_locals.get("self") is driver:
+                return True
+            found = found.f_back
+    return False
 
 
 def sqlstate_of(error: BaseException) -> str | None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from outboxq.driver import is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.driver import give_up, is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.effect_calls import AsyncCaller, Caller, Permit
 from outboxq.entities import EntityKey
 from outboxq.errors import (
@@ -136,13 +136,13 @@ class Work:
         except BaseException as error:
             if is_at_rest(connection):
                 raise
-            connection.invalidate()
+            give_up(connection)
             if not self.is_failure(error):
                 raise
             raise ConnectionSpoiled(describe_failure(error, run.job)) from error
         if self.guard.is_untouched or is_at_rest(connection):
             return returned
-        connection.invalidate()
+        give_up(connection)
         raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))
 
     def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:

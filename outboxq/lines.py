@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.claim import PreparedClaims
-from outboxq.driver import driver_connection
+from outboxq.driver import driver_connection, give_up
 from outboxq.engines import opening
 from outboxq.guard import Guard
 from outboxq.invoke import AsyncInvoker, Invoker, SyncInvoker
@@ -148,7 +148,7 @@ def _close(lines: list[Line]) -> None:
     """Session settings must not leak into the pool of the user's engine: never returned to it."""
     for line in lines:
         with suppress(SQLAlchemyError):
-            line.connection.invalidate()
+            give_up(line.connection)
             line.connection.close()
 
 
@@ -198,7 +198,7 @@ async def _close_async(lines: list[Line]) -> None:
     for line in lines:
         with suppress(SQLAlchemyError):
             assert line.asynchronous is not None
-            await line.asynchronous.invalidate()
+            await line.run(lambda line: give_up(line.connection))
             await line.asynchronous.close()
 
 

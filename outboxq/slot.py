@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
-from outboxq.driver import is_lost, pause, run_alone, run_script, sqlstate_of
+from outboxq.driver import give_up, is_lost, pause, run_alone, run_script, sqlstate_of
 from outboxq.engines import NoConnection, outage_reason
 from outboxq.errors import LeaseLost
 from outboxq.events import (
@@ -338,7 +338,7 @@ class Slot:
             # By something of a handler's that is still on the connection: a listener, or a type that it registered.
             if self.progress is None or work.guard.left is None or not work.is_failure(error):
                 raise
-            connection.invalidate()
+            give_up(connection)
             raise ConnectionSpoiled(describe_failure(error, self.progress.job)) from error
         progress = self.progress
         assert progress is not None

@@ -659,6 +659,15 @@ MUTANTS = (
         ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
     ),
     Mutant(
+        "the end of a statement that was left behind, before its connection is closed",
+        "outboxq/driver.py",
+        "    _end_socket(driver)\n    deadline, idle",
+        "    return False\n    deadline, idle",
+        (
+            "tests/integration/test_unfinished.py::test_a_thread_left_in_a_statement_reads_nothing_of_the_next_connection",
+        ),
+    ),
+    Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to nobody",
         "outboxq/recover.py",
         "    if progress.together > 1:\n",

@@ -1,6 +1,7 @@
 """A handler that ends its transaction by PREPARE TRANSACTION, on the driver's own cursor: undone, and its job pays."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +63,8 @@ class _OneOf(NamedTuple):
 def prepare(ctx: Context | _OneOf, how: str) -> None:
     ctx.session.add(Effect(name=how))
     ctx.session.flush()
-    with ctx.session.connection().connection.cursor() as cursor:
+    # An async one of SQLAlchemy 2.0 cannot be entered.
+    with closing(ctx.session.connection().connection.cursor()) as cursor:
         cursor.execute(f"PREPARE TRANSACTION '{ctx.job.id}-{ctx.job.attempt}'")
         if how == "commit":
             cursor.connection.autocommit = True

@@ -1,10 +1,13 @@
 """Handlers that leave the driver's connection in the middle of something: failed, and in nobody's way."""
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
@@ -14,8 +17,10 @@ from outboxq.events import DatabaseLost, Event, JobCrashed, JobLeaseLost
 from tests.integration.test_raised import Named, dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
+from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
+ONCE = Backoff(max_attempts=1)
 TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
 ROWS = "SELECT generate_series(1, 100000)"
 # Kept, or the garbage collector would finish them.
@@ -119,3 +124,77 @@ def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_n
         for how in left
     ]
     assert not [event for event in events if isinstance(event, DatabaseLost | JobLeaseLost | JobCrashed)]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_thread_left_in_a_statement_reads_nothing_of_the_next_connection(
+    claim: Any, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Its connection is closed while it waits: neither the socket's number nor its memory is another's by then."""
+    jobs, threads = Jobs(), []
+
+    @jobs.handler(queue="q", claim=claim, retry=ONCE)
+    def leave_thread(ctx: Context) -> None:
+        cursor = ctx.session.connection().connection.cursor()
+        is_sent = threading.Event()
+
+        def wait() -> None:
+            is_sent.set()
+            with pytest.raises(psycopg.OperationalError):
+                cursor.execute("SELECT pg_sleep(0.1)")
+
+        threads.append(threading.Thread(target=wait, daemon=True))
+        threads[-1].start()
+        assert is_sent.wait(10)
+        wait_until(cursor.connection.lock.locked, "the statement")
+
+    @jobs.handler(queue="q", claim=claim, retry=ONCE)
+    def note(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        ctx.session.execute(text("SELECT pg_sleep(0.15)"))
+
+    with sessions.begin() as session:
+        for name in "abcde":
+            session.add_job(leave_thread)
+            session.add_job(note, name=name)
+    drain(jobs, slots_per_queue=1)
+    for thread in threads:
+        thread.join(10)
+    assert ledger(engine) == dict.fromkeys("abcde", 1)
+    assert len(dead_letters(engine)) == 5
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_task_left_in_a_statement_reads_nothing_of_the_next_connection(
+    claim: Any, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """As a thread."""
+    jobs, ended = Jobs(), []
+
+    @jobs.handler(queue="q", claim=claim, retry=ONCE)
+    async def leave_task(ctx: AsyncContext) -> None:
+        connection = await ctx.session.connection()
+
+        async def wait() -> None:
+            try:
+                await connection.execute(text("SELECT pg_sleep(0.1)"))
+            except Exception as error:  # noqa: BLE001  # that it is one is what matters
+                ended.append(error)
+
+        LEFT.append(asyncio.create_task(wait()))
+        await asyncio.sleep(0.02)
+
+    @jobs.handler(queue="q", claim=claim, retry=ONCE)
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        await ctx.session.execute(text("SELECT pg_sleep(0.15)"))
+
+    with sessions.begin() as session:
+        for name in "abcde":
+            session.add_job(leave_task)
+            session.add_job(note, name=name)
+    drain(jobs, slots_per_queue=1)
+    assert ledger(engine) == dict.fromkeys("abcde", 1)
+    assert len(ended) == len(dead_letters(engine)) == 5

@@ -332,12 +332,14 @@ class RelayRun:
         connections = slots + 1 + (self._shared.listener is not None)
         self._emit(RelayStarted(self._queues, slots, connections))
         tally = self._shared.tally
-        while not self._stopping.is_set():
+        is_over = False
+        # Once in any case: told to stop meanwhile, it says so as it would later.
+        while not is_over:
             before = tally.claimed, self._watch.cuts
             self._serve()
             # Draining: one slot may have ended while another's handler enqueued for it, so look once more.
-            if self._shared.until_empty and (tally.claimed, self._watch.cuts) == before:
-                break
+            is_drained = self._shared.until_empty and (tally.claimed, self._watch.cuts) == before
+            is_over = is_drained or self._stopping.is_set()
         # The drain of a cron job may be the only relay there is.
         if self._pruner is not None and self._shared.until_empty and not self._stopping.is_set():
             self._pruner.do()

@@ -747,3 +747,27 @@ def test_due_jobs_come_by_their_time_and_ready_ones_by_priority(
     app.calls.clear()
     drain(slots_per_queue=1)
     assert app.calls == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_relay_that_is_stopped_as_it_starts_says_that_it_stops(flavour: str, outboxq_database: Database) -> None:
+    """As at any other moment: who counts on the event waits for it."""
+    jobs, events = Jobs(), []
+
+    if flavour == "sync":
+
+        @jobs.handler(queue="q")
+        def wait(ctx: Context) -> None: ...
+    else:
+
+        @jobs.handler(queue="q")
+        async def wait(ctx: AsyncContext) -> None: ...
+
+    def stop(event: Event) -> None:
+        events.append(type(event))
+        if isinstance(event, RelayStarted):
+            relay.stop()
+
+    relay = Relay(outboxq_database.url, jobs, hooks=[stop])
+    relay.run()
+    assert events == [RelayStarted, RelayStopping, RelayStopped]

@@ -33,7 +33,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard, Savepoint
 from outboxq.handlers import AnyHandler
-from outboxq.invoke import Invoker, Opened, Run, apart, hand_over
+from outboxq.invoke import Invoker, Opened, Run, hand_over
 from outboxq.job import Job
 from outboxq.preload import load_entity
 from outboxq.registry import Registry
@@ -250,10 +250,10 @@ def execute(
         return Unknown()
     attempt = partial(_attempt, connection, handler, job, work, shared_xid, begin)
     for _ in range(FREE_RETRIES):
-        result = apart(attempt)
+        result = work.invoker.apart(attempt)
         if not (isinstance(result, Failed) and result.transient):
             return result
-    return apart(attempt)
+    return work.invoker.apart(attempt)
 
 
 def _attempt(

@@ -15,7 +15,7 @@ from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
-from outboxq.invoke import LazySession, Run, apart, nothing
+from outboxq.invoke import LazySession, Run, nothing
 from outboxq.preload import Locks, entity_keys, load_entity, load_together
 from outboxq.progress import Progress
 from outboxq.retry import Outcome
@@ -39,7 +39,7 @@ def run_group(
     Raises:
         ConnectionLost, TransactionEscaped: see `execute`.
     """
-    return apart(partial(_run_group, connection, batch, work, places, arguments, locks))
+    return work.invoker.apart(partial(_run_group, connection, batch, work, places, arguments, locks))
 
 
 def _run_group(

@@ -24,13 +24,7 @@ from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
 
 T = TypeVar("T")
-_UNSET = object()
 _HAS_ENDED = "the handler of this session has ended: await the tasks that use it, or give them sessions of their own"
-
-
-def apart(attempt: Callable[[], T]) -> T:
-    """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
-    return copy_context().run(attempt)
 
 
 def nothing() -> None:
@@ -165,6 +159,10 @@ class Invoker(Protocol):
 
     flavour: Flavour
 
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
+        ...
+
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
@@ -187,6 +185,10 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context of its own."""
+        return copy_context().run(attempt)
+
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
@@ -204,10 +206,24 @@ class AsyncInvoker:
     flavour: Flavour = "async"
 
     def __init__(self, connection: AsyncConnection) -> None:
+        # Installed wherever SQLAlchemy has coroutines.
+        from greenlet import getcurrent
+
+        self._greenlet: Callable[[], Any] = getcurrent
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
         # Of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
+
+    def apart(self, attempt: Callable[[], T]) -> T:
+        """Run one attempt in a context of its own, that of its handler's task too."""
+        # Not by Context.run(), within which no task can run in it.
+        own = self._greenlet()
+        before, own.gr_context = own.gr_context, copy_context()
+        try:
+            return attempt()
+        finally:
+            own.gr_context = before
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
@@ -232,23 +248,18 @@ class AsyncInvoker:
         async def begin() -> object:
             return await _within(handler.timeout_seconds, handler.function(_OpeningAsyncContext(run, opened), **args))
 
-        # A task cannot run in the context that waits for it.
-        context, ended = copy_context(), list[Callable[[], object]]()
-        try:
-            await_only(self._in_task(self._note_end(begin, ended), context, ended))
-        finally:
-            for variable, value in context.items():
-                if variable.get(_UNSET) is not value:
-                    variable.set(value)
+        ended: list[Callable[[], object]] = []
+        await_only(self._in_task(self._note_end(begin, ended), self._greenlet().gr_context, ended))
         return ended[0]()
 
     async def _in_task(
-        self, running: Coroutine[Any, Any, None], context: ContextVars, ended: list[Callable[[], object]]
+        self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[Callable[[], object]]
     ) -> None:
         own = asyncio.current_task()
         assert own is not None
         cancelled = own.cancelling()
-        self.task = asyncio.create_task(running, context=context)
+        # Not by the loop: a factory of tasks that the user gave it may know of no context.
+        self.task = asyncio.Task(running, loop=asyncio.get_running_loop(), context=context)
         try:
             await self.task
         except asyncio.CancelledError:

@@ -26,7 +26,7 @@ from outboxq.events import JobDone
 from outboxq.execute import TransactionEscaped, Work, check_not_undone
 from outboxq.fault_points import fault_point
 from outboxq.guard import may_end_transaction
-from outboxq.invoke import Opened, Run, apart, hand_over, nothing
+from outboxq.invoke import Opened, Run, hand_over, nothing
 from outboxq.job import Job
 from outboxq.kinds import NewJob
 from outboxq.preload import Locks, Preloaded, entity_keys, load_entity
@@ -124,7 +124,7 @@ class _SharedRun:
             self._load_ahead()
         for position, arguments in zip(self._jobs, self._arguments, strict=True):
             self._batch.position = position
-            apart(partial(self._run_one, self._batch.jobs[position], arguments))
+            self._work.invoker.apart(partial(self._run_one, self._batch.jobs[position], arguments))
         self._send()
         # Last: once the savepoint is released nothing may send the jobs on their way again.
         self._is_over = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from sqlalchemy import Engine, event, select
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession
 from outboxq.events import Event
@@ -108,3 +108,44 @@ def test_a_context_variable_of_a_batch_handler_is_its_call_s_own(
     with flushes_named_by_tenant():
         drain(jobs, batch_size=4, slots_per_queue=1)
     assert effects(engine) == [f"{name} saw none, flushed for {name}" for name in ("ab", "cd")]
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_listener_resets_where_a_session_ends_what_it_set_where_it_began(
+    flavour: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A token of a context variable is good in its own context alone: it is one for the whole attempt."""
+    jobs, tokens = Jobs(), {}
+
+    def begin(session: Session, transaction: SessionTransaction, _connection: object) -> None:
+        if transaction.parent is None:
+            tokens[session] = TENANT.set("in")
+
+    def end(session: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None and session in tokens:
+            TENANT.reset(tokens.pop(session))
+
+    if flavour == "sync":
+
+        @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
+        def note(ctx: Context) -> None:
+            ctx.session.execute(select(1))
+            ctx.session.add(Effect(name=TENANT.get()))
+    else:
+
+        @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
+        async def note(ctx: AsyncContext) -> None:
+            await ctx.session.execute(select(1))
+            ctx.session.add(Effect(name=TENANT.get()))
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(), note.job()])
+    event.listen(Session, "after_begin", begin)
+    event.listen(Session, "after_transaction_end", end)
+    try:
+        drain(jobs, slots_per_queue=1)
+    finally:
+        event.remove(Session, "after_begin", begin)
+        event.remove(Session, "after_transaction_end", end)
+    # A session in a coroutine's own greenlets has them in common with it.
+    assert effects(engine) == ["in", "in"]

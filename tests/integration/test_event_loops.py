@@ -1,7 +1,8 @@
 """What an async handler does to its event loop and to its task ends no relay, and costs no other job its rows."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from sqlalchemy import Engine, select
@@ -120,3 +121,25 @@ def test_a_handler_that_stops_its_loop_ends_no_relay(
         session.add_jobs([note.job(name="stops", stops=True), note.job(name="behind", stops=False)])
     drain(jobs, slots_per_queue=1)
     assert effects(engine) == ["behind", "stops"]
+
+
+def test_a_factory_of_tasks_that_knows_of_no_context_is_no_obstacle(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """As they were written before Python 3.11."""
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_task_factory(lambda loop, coroutine: asyncio.Task(coroutine, loop=loop))
+        yield
+
+    jobs = Jobs(lifespan=lifespan)
+
+    @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+    with sessions.begin() as session:
+        session.add_job(note, name="a")
+    drain(jobs, slots_per_queue=1)
+    assert effects(engine) == ["a"]

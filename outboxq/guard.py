@@ -9,6 +9,7 @@ then the slot starts its next job on another connection.
 """
 
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from itertools import islice
 from threading import get_ident
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, NestedTransaction, PoolProxiedConnection, event
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, ExceptionContext, NestedTransaction, PoolProxiedConnection, event
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
-from outboxq.driver import driver_connection, run_script
+from outboxq.driver import driver_connection, run_script, transaction_status
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 from outboxq.session_state import NOTHING, left_by
 from outboxq.sql_words import first_word, leading_words
@@ -381,6 +383,22 @@ def lend(connection: Connection) -> Connection:
 def is_same(connection: Connection, other: Connection | None) -> bool:
     """Whether one of them is the other, or lent from it."""
     return other is not None and connection.__dict__ is other.__dict__
+
+
+def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
+    """For "handle_error": keep a connection of ours on which a coroutine is cancelled, which SQLAlchemy would give up.
+
+    By a timeout of the handler's own, perhaps: psycopg has cancelled its query in the server, and the savepoint
+    contains that as it does any error.
+    """
+    connection = context.connection
+    if connection is None or not is_same(connection, own):
+        return
+    if isinstance(context.original_exception, CancelledError) and transaction_status(connection) in (
+        TransactionStatus.INTRANS,
+        TransactionStatus.INERROR,
+    ):
+        context.is_disconnect = False
 
 
 def _looked_at(statement: str, context: ExecutionContext | None) -> str:

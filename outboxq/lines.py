@@ -6,9 +6,9 @@ warm for the next job, with its claims prepared. A line on which anything went w
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -161,16 +161,19 @@ class AsyncLines:
         self._options = connection_options(engine, schema)
         self._spares = Spares(kept)
 
-    @asynccontextmanager
-    async def line(self) -> AsyncIterator[Line]:
+    def line(self) -> "_Borrowed":
         """One of them, for the length of a block."""
-        line = self._spares.take() or await self._open()
-        try:
-            yield line
-        except BaseException:
+        return _Borrowed(self)
+
+    async def take(self) -> Line:
+        """One that no other slot uses."""
+        return self._spares.take() or await self._open()
+
+    async def give_back(self, line: Line, *, failed: bool) -> None:
+        """It is needed no longer; after a failure, it is closed with all that are spare."""
+        if failed:
             await _close_async([line, *self._spares.all()])
-            raise
-        if not self._spares.give_back(line):
+        elif not self._spares.give_back(line):
             await _close_async([line])
 
     async def _open(self) -> Line:
@@ -192,6 +195,20 @@ class AsyncLines:
     async def close(self) -> None:
         """Close what slots have given back, and will give back."""
         await _close_async(self._spares.all(for_good=True))
+
+
+class _Borrowed:
+    """A line for the length of a block. No generator: those of a loop are closed by its `shutdown_asyncgens()`."""
+
+    def __init__(self, lines: AsyncLines) -> None:
+        self._lines = lines
+
+    async def __aenter__(self) -> Line:
+        self._line = await self._lines.take()
+        return self._line
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._lines.give_back(self._line, failed=kind is not None)
 
 
 async def _close_async(lines: list[Line]) -> None:

@@ -159,11 +159,15 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
 
 
-def cut_off(connection: Connection, progress: Progress, work: Work, failed: Failed | None) -> BatchReport:
+def cut_off(
+    connection: Connection, progress: Progress, work: Work, failed: Failed | None, *, is_crash: bool
+) -> BatchReport:
     """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
 
     Args:
-        failed: The attempt of the job that ran; None where the relay is stopping, and nobody is to blame.
+        failed: The attempt of the job that ran; None where the relay is stopping, or nobody knows who is to blame.
+        is_crash: It may be this job that takes the relay with it: as if the relay had died already, so that it runs
+            alone next, and is counted there.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -173,7 +177,11 @@ def cut_off(connection: Connection, progress: Progress, work: Work, failed: Fail
         return report
     if failed is not None:
         return charge(connection, progress.job, failed, work, progress.jobs)
-    if not progress.is_leased:
+    if is_crash:
+        # Without a lease the claim's mark says so.
+        if progress.is_leased:
+            return lost_with(connection, progress.job, work, "the event loop was blocked while the job ran")
+    elif not progress.is_leased:
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)
     else:

@@ -27,7 +27,7 @@ from outboxq.callers import make_callers
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.cursors import Sweeps
 from outboxq.engines import Engines, NoConnection, check_durability, listen_connector, opening
-from outboxq.errors import ConfigError, SchemaError
+from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.handlers import Flavour
 from outboxq.lease import Lease, Suspects
@@ -50,6 +50,8 @@ _WARM_LINES = 2
 _TRIM_SECONDS = 1.0
 _LOOP_STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
+# An event loop that stands still for so long, while no handler runs, is stuck.
+_LOOP_PATIENCE_SECONDS = 60.0
 # An event loop that does not answer within so long is blocked by a handler.
 _ANSWER_SECONDS = 1.0
 
@@ -97,6 +99,7 @@ class RelayRun:
         self._abandoned = 0
         self._trim_at = 0.0
         self._trimming: Future[None] | None = None
+        self._trimming_since = 0.0
         listens = config.listen and not until_empty
         self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
         lookout = Lookout(config.schema, self._queues)
@@ -364,6 +367,15 @@ class RelayRun:
         self._shared.callers.trim()
         if self._loop is not None and (self._trimming is None or self._trimming.done()):
             self._trimming = asyncio.run_coroutine_threadsafe(self._trim_in_loop(), self._loop)
+            self._trimming_since = time.monotonic()
+        elif self._loop is not None and time.monotonic() > self._trimming_since + _LOOP_PATIENCE_SECONDS:
+            self._end_if_loop_is_stuck()
+
+    def _end_if_loop_is_stuck(self) -> None:
+        """By a callback that a handler left in it: while none runs, no deadline finds that."""
+        runs = any(runner.slot.flavour == "async" and runner.slot.progress is not None for runner in self._runners)
+        if not runs and not self._loop_answers():
+            self._failed(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 
     async def _trim_in_loop(self) -> None:
         if self._async_lines is not None:
@@ -424,6 +436,8 @@ class RelayRun:
         self._abandoned = self._watch.interrupt(late)
         for runner in late:
             runner.abandon()
+        # By a handler that is not waited for any longer: closing what is left would wait for it.
+        self._loop_is_blocked = self._loop_is_blocked or not self._loop_answers()
 
     def _loop_answers(self) -> bool:
         if self._loop is None:

@@ -12,15 +12,14 @@ from functools import partial
 from types import CoroutineType
 from typing import Any
 
-from psycopg.pq import TransactionStatus
 from sqlalchemy import ExceptionContext, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
-from outboxq.driver import dbapi_connection, transaction_status
-from outboxq.guard import is_same
+from outboxq.driver import dbapi_connection
+from outboxq.guard import keep_cancelled
 from outboxq.invoke import AsyncInvoker
 from outboxq.lines import AsyncLines, Lines
 from outboxq.relay_state import Shared
@@ -77,6 +76,10 @@ class SlotThread:
     def is_held_up(self) -> bool:
         return False
 
+    def is_running(self) -> bool:
+        """No event loop has anything to do with it."""
+        return False
+
     def stack(self) -> list[traceback.FrameSummary]:
         return _stack_of_thread(self._thread.ident)
 
@@ -104,18 +107,8 @@ class SlotTask:
         self._future = asyncio.run_coroutine_threadsafe(self._run(engine, lines), loop)
 
     def _keep_connection(self, context: ExceptionContext) -> None:
-        """SQLAlchemy gives up a connection on which a coroutine is cancelled, even by a timeout of the handler's own.
-
-        psycopg has cancelled its query in the server, and the savepoint contains that as it does any error.
-        """
-        connection, line = context.connection, self.slot.line
-        if connection is None or line is None or not is_same(connection, line.connection):
-            return
-        if isinstance(context.original_exception, asyncio.CancelledError) and transaction_status(connection) in (
-            TransactionStatus.INTRANS,
-            TransactionStatus.INERROR,
-        ):
-            context.is_disconnect = False
+        if (line := self.slot.line) is not None:
+            keep_cancelled(context, line.connection)
 
     async def _run(self, engine: AsyncEngine, lines: AsyncLines) -> None:
         self._loop_thread = threading.get_ident()
@@ -160,7 +153,7 @@ class SlotTask:
         self._call_soon(self._answered.set)
 
     def is_held_up(self) -> bool:
-        return not self._answered.is_set() and not self._is_running()
+        return not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
         """Of the slot's task, and of the one of the attempt that it waits for."""
@@ -169,11 +162,11 @@ class SlotTask:
         found: list[object] = [task.get_coro() for task in (self._task, attempt) if task is not None]
         return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
 
-    def _is_running(self) -> bool:
+    def is_running(self) -> bool:
         return any(coroutine.cr_running for coroutine in self._coroutines())
 
     def stack(self) -> list[traceback.FrameSummary]:
-        if self._task is None or self._is_running():
+        if self._task is None or self.is_running():
             return _stack_of_thread(self._loop_thread)
         stack: list[traceback.FrameSummary] = []
         for coroutine in self._coroutines():

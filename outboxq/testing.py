@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import overload
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, event, select
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -30,7 +31,7 @@ from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
 from outboxq.fault_points import fault_action as fault_action
-from outboxq.guard import Guard
+from outboxq.guard import Guard, keep_cancelled
 from outboxq.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.job import Job, uuid7
 from outboxq.kinds import JobHandle, JobKind, P
@@ -137,7 +138,14 @@ def drain(
 async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
     connection = await session.connection()
     caller = AsyncCaller(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
-    return await session.run_sync(_drain, AsyncInvoker(connection), caller, jobs, state, allow_failures)
+    assert connection.sync_connection is not None
+    keep = partial(keep_cancelled, own=connection.sync_connection)
+    engine = connection.engine.sync_engine
+    event.listen(engine, "handle_error", keep)
+    try:
+        return await session.run_sync(_drain, AsyncInvoker(connection), caller, jobs, state, allow_failures)
+    finally:
+        event.remove(engine, "handle_error", keep)
 
 
 def _drain(

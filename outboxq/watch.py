@@ -75,6 +75,10 @@ class Runner(Protocol):
         """Whether that sign did not come, and another handler is the reason."""
         ...
 
+    def is_running(self) -> bool:
+        """Whether its handler has the event loop at this moment."""
+        ...
+
     def stack(self) -> list[traceback.FrameSummary]:
         """Where its handler stands."""
         ...
@@ -105,6 +109,7 @@ class Watch:
         self._stuck = stuck
         self._acting: dict[Runner, threading.Thread] = {}
         self._relieving: dict[Runner, threading.Thread] = {}
+        self._runners: list[Runner] = []
         self._ended: list[Runner] = []
         self._cut: list[tuple[Runner, float]] = []
         self.cuts = 0
@@ -113,6 +118,7 @@ class Watch:
     def look(self, runners: list[Runner]) -> None:
         """Act on whoever is past a deadline, or keeps leased jobs waiting. Never waits."""
         now = time.monotonic()
+        self._runners = list(runners)
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
             progress = runner.slot.progress
@@ -153,7 +159,7 @@ class Watch:
                 if progress is not None and progress.seize():
                     taken += len(progress.jobs)
                     pending.remove(runner)
-                    self._start(self._acting, runner, partial(self._end, runner, progress, None))
+                    self._start(self._acting, runner, partial(self._end, runner, progress, None, is_crash=False))
                 elif not runner.is_alive() or runner.slot.is_seized():
                     pending.remove(runner)
             if pending:
@@ -201,7 +207,9 @@ class Watch:
         is_charged = progress.deadline == deadline and not runner.is_held_up()
         failed = _timed_out(runner, progress) if is_charged else None
         try:
-            self._end(runner, progress, failed)
+            # Held up by no handler: what blocks the loop may be a task of this very one.
+            is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
+            self._end(runner, progress, failed, is_crash=is_blocked)
         finally:
             self._ended.append(runner)
 
@@ -221,10 +229,14 @@ class Watch:
 
         self._on_connection(cancel)
 
-    def _end(self, runner: Runner, progress: Progress, failed: Failed | None) -> None:
+    def _end(self, runner: Runner, progress: Progress, failed: Failed | None, *, is_crash: bool) -> None:
         slot = runner.slot
+
+        def settle(connection: Connection, pause: Pause) -> BatchReport:
+            return _settle(connection, pause, slot, progress, failed, is_crash=is_crash)
+
         try:
-            report = self._on_connection(lambda connection, pause: _settle(connection, pause, slot, progress, failed))
+            report = self._on_connection(settle)
         finally:
             slot.shared.suspects.end_turn(slot)
             runner.abandon()
@@ -279,8 +291,8 @@ class Watch:
 
 
 def _settle(
-    connection: Connection, pause: Pause, slot: Slot, progress: Progress, failed: Failed | None
-) -> BatchReport | None:
+    connection: Connection, pause: Pause, slot: Slot, progress: Progress, failed: Failed | None, *, is_crash: bool
+) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
     work = slot.work_on(make_line(connection, SyncInvoker()))
@@ -289,7 +301,7 @@ def _settle(
         deadline = time.monotonic() + _RESOLVE_SECONDS
         while True:
             try:
-                return cut_off(connection, progress, work, failed)
+                return cut_off(connection, progress, work, failed, is_crash=is_crash)
             except ConnectionLost:
                 if time.monotonic() > deadline:
                     raise

@@ -668,6 +668,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the crash of a job whose child task blocks the loop",
+        "outboxq/watch.py",
+        "is_crash=is_blocked)",
+        "is_crash=False)",
+        ("tests/integration/test_event_loops.py::test_a_child_task_that_blocks_the_loop_is_counted_against_its_job",),
+    ),
+    Mutant(
+        "the look whether an idle loop is blocked",
+        "outboxq/relay_run.py",
+        "            self._end_if_loop_is_stuck()\n",
+        "            pass\n",
+        ("tests/integration/test_event_loops.py::test_a_callback_that_blocks_an_idle_loop_ends_its_relay",),
+    ),
+    Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to nobody",
         "outboxq/recover.py",
         "    if progress.together > 1:\n",

@@ -1,15 +1,22 @@
 """What an async handler does to its event loop and to its task ends no relay, and costs no other job its rows."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, RelayConfig
+import outboxq.relay_run as relay_run_module
+import outboxq.watch as watch_module
+from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.errors import RelayStuck
 from outboxq.events import Event, JobDied, JobDone, RelayStopped
+from outboxq.postgres import Database
+from outboxq.relay_run import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.waiting import wait_until
@@ -143,3 +150,132 @@ def test_a_factory_of_tasks_that_knows_of_no_context_is_no_obstacle(
         session.add_job(note, name="a")
     drain(jobs, slots_per_queue=1)
     assert effects(engine) == ["a"]
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
+    claim: str,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no handler that blocks it: each that ran is a suspect, runs alone, and is dead after `max_crashes`."""
+    for name in ("CUT_AFTER_SECONDS", "FREE_AFTER_SECONDS"):
+        monkeypatch.setattr(watch_module, name, 0.5)
+    jobs, blocks = Jobs(), []
+
+    @jobs.handler(queue="q", claim=claim, retry=TWICE, timeout_seconds=1)
+    async def block(ctx: AsyncContext) -> None:
+        async def child() -> None:
+            blocks.append(threading.Event())
+            blocks[-1].wait(60)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(child())
+
+    with sessions.begin() as session:
+        session.add_job(block)
+    config = RelayConfig(slots_per_queue=1, max_crashes=1, drain_seconds=0.1, lease_seconds=3, poll_seconds=0.1)
+
+    def live() -> None:
+        """From the start of a process to the block that ends it, or until the job is buried."""
+        before, relay = len(blocks), Relay(outboxq_database.url, jobs, config, hooks=())
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(relay.run)
+            wait_until(lambda: len(blocks) > before or buried(engine), "the next run of the job")
+            if len(blocks) > before:
+                with pytest.raises(RelayStuck):
+                    run.result(60)
+            relay.stop()
+        blocks[-1].set()
+
+    while not buried(engine):
+        live()
+    assert buried(engine) == 1
+    assert len(blocks) <= 3
+
+
+def buried(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT count(*) FROM outboxq.dead_job")).scalar_one()
+
+
+def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No job runs, whose deadline would find it: the process is to be replaced, and no job is charged."""
+    monkeypatch.setattr(relay_run_module, "_LOOP_PATIENCE_SECONDS", 1.0)
+    jobs, stop, is_blocked = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="q", retry=TWICE)
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+        def block() -> None:
+            is_blocked.set()
+            stop.wait(120)
+
+        if name == "leaves":
+            asyncio.get_running_loop().call_later(0.3, block)
+
+    with sessions.begin() as session:
+        session.add_job(note, name="leaves")
+    relay = Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, drain_seconds=0.1), hooks=())
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(relay.run)
+        assert is_blocked.wait(60)
+        with sessions.begin() as session:
+            session.add_job(note, name="behind")
+        with pytest.raises(RelayStuck):
+            run.result(60)
+        stop.set()
+    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1), hooks=()).drain()
+    assert effects(engine) == ["behind", "leaves"]
+
+
+@CLAIMS
+def test_a_handler_that_closes_the_loop_s_generators_ends_no_relay(
+    claim: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", claim=claim, retry=TWICE)
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        if name == "closes":
+            await asyncio.get_running_loop().shutdown_asyncgens()
+
+    with sessions.begin() as session:
+        session.add_jobs([note.job(name=name) for name in ("a", "closes", "b")])
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 3 or running.of(RelayStopped), "all jobs")
+        assert not running.of(RelayStopped)
+    assert effects(engine) == ["a", "b", "closes"]
+
+
+def test_a_relay_that_is_told_to_stop_while_a_handler_blocks_its_loop_stops(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """It waits as long as it was told to, and closes what can be closed."""
+    jobs, stop, began = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="q", retry=TWICE)
+    async def block(ctx: AsyncContext) -> None:
+        began.set()
+        stop.wait(120)
+
+    with sessions.begin() as session:
+        session.add_job(block)
+    relay = Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, drain_seconds=0.5), hooks=())
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(relay.run)
+        assert began.wait(60)
+        relay.stop()
+        try:
+            assert run.result(60) == RelayReport(0, 0, 0)
+        finally:
+            stop.set()

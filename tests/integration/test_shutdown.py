@@ -18,7 +18,7 @@ from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.health
-from outboxq import OutboxSession, config
+from outboxq import OutboxSession, config, external
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, RelayStarted, RelayStopping
 from outboxq.health import Health, StateHook, health_file, judge
@@ -300,6 +300,30 @@ def record(ctx: Context, name: str) -> None: ...
 def stuck_application(tmp_path: Path) -> Path:
     (tmp_path / "stuck.py").write_text(STUCK)
     return tmp_path
+
+
+HANGING = """\
+import asyncio, threading
+from outboxq import AsyncContext, Backoff, Jobs
+
+jobs = Jobs()
+
+@jobs.handler(queue="ledger", retry=Backoff(max_attempts=1), timeout_seconds=1)
+async def hang(ctx: AsyncContext) -> None:
+    await asyncio.to_thread(threading.Event().wait)
+"""
+
+
+def test_a_thread_that_a_handler_left_behind_keeps_no_process(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession], tmp_path: Path
+) -> None:
+    """Python would wait for it without an end."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    with sessions.begin() as session:
+        session.add_job(external("hang", queue="ledger"))
+    said = run("relay", "hanging:jobs", "--drain", url=outboxq_database.url, cwd=tmp_path).ok()
+    assert "dead 1" in said.stdout
+    assert "threads that handlers left behind are not waited for" in said.stderr
 
 
 @pytest.mark.parametrize("hold_lock", [False, True])

@@ -1,6 +1,7 @@
 """What users' tests use: assert_enqueued, drain inside the test's own transaction, contexts, fixtures."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from sqlalchemy import Engine, create_engine, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncOutboxSession, Context, Jobs, OutboxSession, external
+from outboxq import AsyncContext, AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, external
 from outboxq.events import JobDied, JobRetried, JobsParked
 from outboxq.postgres import Database
 from outboxq.testing import assert_enqueued, async_context, drain, sync_context
@@ -169,3 +170,29 @@ def test_drain_runs_lease_mode_handlers_too(session: OutboxSession) -> None:
     session.add_job(leased)
     assert drain(session, jobs).done == 1
     assert names(session) == ["leased"]
+
+
+def test_a_coroutine_s_own_time_out_costs_the_test_no_connection(outboxq_database: Database) -> None:
+    """As under a relay: its query is cancelled, its savepoint undone, and it goes on."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
+    async def note(ctx: AsyncContext, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+        await ctx.session.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2), ctx.session.begin_nested():
+                await ctx.session.execute(text("SELECT pg_sleep(60)"))
+        ctx.session.add(Effect(name=f"{name} goes on"))
+
+    async def run() -> list[str]:
+        engine = create_async_engine(outboxq_database.url)
+        try:
+            async with engine.connect() as connection, AsyncOutboxSession(bind=connection) as session:
+                session.add_job(note, name="a")
+                await drain(session, jobs)
+                return sorted((await session.scalars(select(Effect.name))).all())
+        finally:
+            await engine.dispose()
+
+    assert asyncio.run(run()) == ["a", "a goes on"]

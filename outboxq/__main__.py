@@ -1,16 +1,45 @@
 """`outboxq` and `python -m outboxq`."""
 
+import logging
+import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+# What Python does at its end, the application's own last steps among it, has so long.
+_END_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends with `SystemExit`.
 
     Args:
-        arguments: Instead of the process's own.
+        arguments: Instead of the process's own. The process need not end with them.
     """
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        if arguments is None:
+            _end_in_time(ended.code)
+        raise
+
+
+def _end_in_time(code: object) -> None:
+    """See to it that the process ends: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
+
+    def end() -> None:
+        time.sleep(_END_SECONDS)
+        logging.getLogger("outboxq").warning("threads that handlers left behind are not waited for any longer")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else code is not None)
+
+    threading.Thread(target=end, name="outboxq-end", daemon=True).start()
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: install outboxq[cli]")

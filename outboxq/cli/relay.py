@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 _LAST_WORDS_SECONDS = 2.0
-# What Python does at its end, the application's own last steps among it, has so long.
-_END_SECONDS = 10.0
 
 
 class LogLevel(StrEnum):
@@ -208,24 +206,6 @@ def _run(
             raise ConfigError(str(error)) from error
     if drain:
         typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
-    _end_in_time()
-
-
-def _end_in_time() -> None:
-    """See to it that the process ends: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
-    import logging
-    import os
-    import threading
-    import time
-
-    def end() -> None:
-        time.sleep(_END_SECONDS)
-        logging.getLogger("outboxq.relay").warning("threads that handlers left behind are not waited for any longer")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-    threading.Thread(target=end, name="outboxq-end", daemon=True).start()
 
 
 def _end_stuck(error: Exception) -> "NoReturn":

@@ -283,7 +283,7 @@ def give_up(connection: Connection) -> None:
     finally:
         connection.invalidate()
         if is_ours:
-            # Whoever waits for it finds the connection closed.
+            # A statement that waits for it finds the connection closed.
             driver.lock.release()
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
@@ -39,17 +38,6 @@ def run_group(
     Raises:
         ConnectionLost, TransactionEscaped: see `execute`.
     """
-    return work.invoker.apart(partial(_run_group, connection, batch, work, places, arguments, locks))
-
-
-def _run_group(
-    connection: Connection,
-    batch: Progress,
-    work: Work,
-    places: range,
-    arguments: Sequence[Mapping[str, object]],
-    locks: Locks,
-) -> Sequence[Outcome] | None:
     batch.position, batch.together = places.start, len(places)
     place = SharedSavepoint(connection, work, batch, places.start)
     session = work.invoker.open_session(connection, nothing)

@@ -280,7 +280,7 @@ class AsyncInvoker:
             ended.append(lambda: returned)
         if self._session is not None:
             # Tasks that it left behind come before us, and would use it beside us.
-            self._session.sync_session = self._session._proxied = cast("Session", _ENDED)  # noqa: SLF001  # the same, for what is no coroutine
+            self._session.sync_session = self._session._proxied = cast("Session", _ENDED)  # noqa: SLF001  # what add() and its like go by
 
 
 class _Ended:

@@ -202,7 +202,7 @@ def test_what_the_server_refuses_at_the_first_connection_ends_the_relay(
 
 @pytest.fixture
 def hba() -> Iterator[Path]:
-    """A pg_hba.conf by which `worker` has a password and nobody else but `postgres` gets in."""
+    """A pg_hba.conf by which `postgres` gets in, `worker` with a password, and no other role."""
     with tempfile.TemporaryDirectory(prefix="outboxq-test-") as name:
         path = Path(name, "pg_hba.conf")
         path.write_text("host all postgres 127.0.0.1/32 trust\nhost all worker 127.0.0.1/32 scram-sha-256\n")
@@ -212,7 +212,7 @@ def hba() -> Iterator[Path]:
 
 
 def test_a_role_that_the_server_does_not_let_in_ends_the_relay(hba: Path) -> None:
-    """By a wrong password, by none, and by no line of pg_hba.conf: as above."""
+    """Exit code 2 and one line: for a wrong password, for none, and for a role without a line in pg_hba.conf."""
     words = {"worker:wrong": "authentication failed", "worker": "no password supplied", "other": "no pg_hba.conf entry"}
     with own_server({"hba_file": str(hba)}) as server:
         engine = create_engine(server.url)

@@ -101,7 +101,7 @@ def test_a_handler_that_cancels_every_task_fails_and_ends_no_relay(
         if name == "cancels":
             for task in asyncio.all_tasks():
                 task.cancel()
-            await asyncio.sleep(10)
+            await asyncio.Event().wait()
 
     with sessions.begin() as session:
         session.add_jobs([note.job(name=name) for name in ("cancels", "behind")])

@@ -116,7 +116,7 @@ def test_a_transaction_that_a_handler_prepares_is_rolled_back_and_its_attempts_c
 def test_a_transaction_that_one_of_several_prepares_costs_the_others_nothing(
     how: str, together: str, flavour: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """Whoever it was shows when each runs alone: it alone is charged, also of one call of a batch handler."""
+    """Each runs alone then, and the one that prepared is charged, also of one call of a batch handler."""
     jobs = Jobs()
 
     def act(ctx: Any, name: str) -> None:

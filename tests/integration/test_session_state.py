@@ -459,6 +459,23 @@ def test_the_reason_for_a_new_connection_is_logged_once(
     assert lines == ["a handler's SET may outlive its transaction: its slot takes a new connection"]
 
 
+def leave_thread_behind(
+    connections: list[Connection], next_runs: threading.Event, tried: threading.Event, errors: list[str]
+) -> None:
+    """One that writes by each connection while the next job runs, and notes what that raises."""
+
+    def write() -> None:
+        next_runs.wait(60)
+        for connection in connections:
+            try:
+                connection.execute(insert(Effect).values(name="late"))
+            except Exception as error:  # noqa: BLE001  # that it is one is what matters
+                errors.append(type(error).__name__)
+        tried.set()
+
+    threading.Thread(target=write, daemon=True).start()
+
+
 @BATCH_SIZES
 @BOTH_CLAIMS
 def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
@@ -468,15 +485,6 @@ def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
     jobs, errors = Jobs(), []
     next_runs, tried = threading.Event(), threading.Event()
     options: dict[str, Any] = {"queue": "state", "claim": claim, "retry": Backoff(max_attempts=1)}
-
-    def write(connections: list[Connection]) -> None:
-        next_runs.wait(60)
-        for connection in connections:
-            try:
-                connection.execute(insert(Effect).values(name="late"))
-            except Exception as error:  # noqa: BLE001  # that it is one is what matters
-                errors.append(type(error).__name__)
-        tried.set()
 
     @jobs.handler(**options)
     def leave_thread(ctx: Context) -> None:
@@ -489,7 +497,7 @@ def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
         assert nested is not None
         assert root is not None
         found += [nested.connection, root.connection]
-        threading.Thread(target=write, args=[found], daemon=True).start()
+        leave_thread_behind(found, next_runs, tried, errors)
 
     @jobs.handler(**options)
     def write_too(ctx: Context) -> None:
@@ -518,20 +526,11 @@ def test_what_runs_together_leaves_its_connection_to_no_job_behind_it(
     next_runs, tried = threading.Event(), threading.Event()
     once = Backoff(max_attempts=1)
 
-    def write(connections: list[Connection]) -> None:
-        next_runs.wait(60)
-        for connection in connections:
-            try:
-                connection.execute(insert(Effect).values(name="late"))
-            except Exception as error:  # noqa: BLE001  # that it is one is what matters
-                errors.append(type(error).__name__)
-        tried.set()
-
     def act(session: OutboxSession, name: str) -> None:
         if name == "leaves":
             connection = session.connection()
             found = [connection, connection.execute(select(1)).connection, session.get_bind()]
-            threading.Thread(target=write, args=[found], daemon=True).start()
+            leave_thread_behind(found, next_runs, tried, errors)
             connection.execution_options(schema_translate_map={None: "nowhere"})
         elif name == "next":
             session.add(Effect(name="mine"))

@@ -184,7 +184,8 @@ def test_a_task_left_in_a_statement_reads_nothing_of_the_next_connection(
                 ended.append(error)
 
         LEFT.append(asyncio.create_task(wait()))
-        await asyncio.sleep(0.02)
+        driver = driver_connection(connection.sync_connection)
+        await asyncio.to_thread(wait_until, driver.lock.locked, "the statement")
 
     @jobs.handler(queue="q", claim=claim, retry=ONCE)
     async def note(ctx: AsyncContext, name: str) -> None:

@@ -91,5 +91,5 @@ def test_a_message_of_any_length_passes_the_proxy_in_linear_time() -> None:
         sender.join()
         ours.close()
 
-    # 64 MB pass through no cache: up to 224 was seen on a busy machine.
-    assert growth(pass_on, lambda size: size, 2_000_000) < 2 * LINEAR
+    # So much as a processor's cache holds: 64 MB took up to 320 times as long as 2, copied once.
+    assert growth(pass_on, lambda size: size, 100_000) < LINEAR

@@ -12,6 +12,7 @@ refused.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Insert, event, text
@@ -34,7 +35,8 @@ from outboxq.sessions import (
     type_name,
 )
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
-from outboxq.tables import JobRow, job, job_mapper
+from outboxq.statements.listen import ALL_QUEUES, channel_name
+from outboxq.tables import JobRow, job, job_mapper, mapped_schema
 
 # Attributes of a session: its `info` is the user's, who may clear it.
 _BATCH = "_outboxq_batch"
@@ -43,12 +45,16 @@ _CONNECTION = "outboxq.connection"
 # Tells batches apart in their session's identity map.
 _numbers = count(1)
 # The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
+# Past that, one notification wakes them all.
 QUEUES_ANNOUNCED = 64
+# Whom new jobs wake.
+Wakes: TypeAlias = Literal["by queue", "all", "nobody"]
 # No locks, no rows.
-_NOT_ANNOUNCED = text(
+_SILENT = text(
     "SELECT coalesce(current_setting('outboxq.notify', true), ''), set_config('outboxq.notify', 'off', true)"
 )
-_ANNOUNCED = text("SELECT set_config('outboxq.notify', :was, true)")
+_AS_BEFORE = text("SELECT set_config('outboxq.notify', :was, true)")
+_NOTIFY = text("SELECT pg_notify(:channel, :payload)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,23 +273,35 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
     # On the dialect: engine.execution_options() makes engines for a moment, which share it.
     if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
         event.listen(connection.dialect, "handle_error", _explain_missing_tables)
-    # PREPARE TRANSACTION refuses a transaction that has notified.
-    insert_all(connection, jobs, announced=not (session.twophase or _are_too_many(session, jobs)))
+    if session.twophase:
+        # PREPARE TRANSACTION refuses a transaction that has notified.
+        insert_all(connection, jobs, wakes="nobody")
+    else:
+        insert_all(connection, jobs, wakes="all" if _are_too_many(session, jobs) else "by queue")
 
 
-def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, announced: bool = True) -> None:
+def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
     """Insert jobs by their ids, in their order.
 
     Args:
-        announced: Whether relays that sleep are woken. Others find them when they poll.
+        wakes: Which relays that sleep are woken: those of the jobs' queues, all of them, which takes no locks, or
+            nobody: the jobs are found when relays poll.
     """
+    if wakes == "by queue":
+        _insert_in_parts(connection, jobs)
+        return
     # Read before it is set, from left to right. A rolled back savepoint takes the setting with it.
-    was = "" if announced else connection.execute(_NOT_ANNOUNCED).scalar_one()
+    was = connection.execute(_SILENT).scalar_one()
+    _insert_in_parts(connection, jobs)
+    connection.execute(_AS_BEFORE, {"was": was})
+    if wakes == "all" and was != "off":
+        connection.execute(_NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
+
+
+def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     rest = iter(jobs.items())
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
-    if not announced:
-        connection.execute(_ANNOUNCED, {"was": was})
 
 
 def holds_only_jobs(session: Session) -> bool:

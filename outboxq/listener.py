@@ -252,7 +252,12 @@ class Listener:
 
     def _hear(self, connection: PGconn) -> None:
         while notification := connection.notifies():
-            self._ring_one(notification.extra.decode())
+            name = notification.extra.decode()
+            if name == listen.ALL_QUEUES:
+                self._called(name)
+                self._wake(self._sleepers)
+            else:
+                self._ring_one(name)
 
     def _call(self, name: str) -> None:
         # With nobody else to come, the caller itself would claim in vain.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from outboxq.statements.listen import look
+from outboxq.statements.listen import ALL_QUEUES, look
 
 Sort: TypeAlias = Literal["ready", "due"]
 
@@ -75,6 +75,8 @@ class Lookout:
         self._ready: set[str] = set()
         # The last look that was begun before a queue called: what it saw of ready jobs is older than the call.
         self._called_after: dict[str, int] = {}
+        # The same where all of them were called at once.
+        self._all_called_after = -1
         self._due_at: dict[str, float] = {}
         # Due, and somebody has gone to claim.
         self._due_taken: set[str] = set()
@@ -110,7 +112,7 @@ class Lookout:
             return self._is_known(queue, since)
 
     def _is_known(self, queue: str, since: Look) -> bool:
-        return self._seen[queue].number > since.number
+        return self._seen[queue].number > max(since.number, self._all_called_after)
 
     def is_awaited(self) -> bool:
         """Whether somebody looks at all queues at this moment."""
@@ -146,13 +148,19 @@ class Lookout:
                     self._due_at[name] = now + due
 
     def seen_at(self, queue: str) -> float:
-        """When the last look at this queue was begun."""
-        return self._seen[queue].begun_at
+        """When the last look at this queue was begun, if that is still to be trusted; else long ago."""
+        seen = self._seen[queue]
+        return seen.begun_at if seen.number > self._all_called_after else float("-inf")
 
     def called(self, queue: str) -> None:
-        """A ready job was committed to this queue, or there may be more of them than the caller takes."""
+        """A ready job was committed to this queue, or there may be more of them than the caller takes.
+
+        To some queues, if it is `ALL_QUEUES`: nothing but a look that begins from now on tells to which.
+        """
         with self._lock:
-            if queue in self._seen:
+            if queue == ALL_QUEUES:
+                self._all_called_after = self.latest.number
+            elif queue in self._seen:
                 self._ready.add(queue)
                 self._called_after[queue] = self.latest.number
 

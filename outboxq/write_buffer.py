@@ -60,7 +60,8 @@ class _Jobs:
     jobs: dict[str, NewJob] = field(default_factory=dict)
 
     def send(self, connection: Connection, _facts_of: FactsOf) -> None:
-        insert_all(connection, self.jobs, announced=len(queues_of(self.jobs)) <= QUEUES_ANNOUNCED)
+        are_few = len(queues_of(self.jobs)) <= QUEUES_ANNOUNCED
+        insert_all(connection, self.jobs, wakes="by queue" if are_few else "all")
 
 
 @dataclass(slots=True)

@@ -8,6 +8,9 @@ from functools import lru_cache
 
 from psycopg import sql
 
+# Stands for all queues in a notification. No queue has this name.
+ALL_QUEUES = ""
+
 
 def channel_name(schema: str) -> str:
     """The channel and the advisory lock class of an installation."""

@@ -65,6 +65,20 @@ MUTANTS = (
         ("tests/integration/test_containment.py",),
     ),
     Mutant(
+        "the one notification for more queues than a transaction has locks for",
+        "outboxq/enqueue.py",
+        '    if wakes == "all" and was != "off":\n',
+        "    if False:\n",
+        ("tests/integration/test_wake.py",),
+    ),
+    Mutant(
+        "the distrust of looks from before all queues were called",
+        "outboxq/lookout.py",
+        "max(since.number, self._all_called_after)\n",
+        "since.number\n",
+        ("tests/integration/test_wake.py",),
+    ),
+    Mutant(
         "the sweep from the start of a queue",
         "outboxq/cursors.py",
         "        if self._sweeps.take_turn(self._queue):\n",

@@ -4,26 +4,27 @@ Every relay here polls once in ten minutes, so what happens sooner happened by w
 """
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, func, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup, external
+from outboxq.enqueue import QUEUES_ANNOUNCED
 from outboxq.events import JobDone, RelayStarted
 from outboxq.listener import Listener, Sleeper
+from outboxq.lookout import Lookout
 from outboxq.postgres import Database
 from outboxq.rest import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
 from outboxq.slot import Slot
+from outboxq.statements.listen import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
+from tests.support.notifications import notifications
 from tests.support.slots import line_on, shared_by_slots
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -60,26 +61,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return begun
 
 
-@contextmanager
-def listening(database: Database) -> Iterator[Callable[[], list[str]]]:
-    """Collects the payloads that were notified so far."""
-    url = database.url.replace("+psycopg", "")
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("LISTEN outboxq_outboxq")
-        heard: list[str] = []
-
-        def collect() -> list[str]:
-            # Notifications come in the order of their COMMITs: behind our own there is none of before.
-            connection.execute("NOTIFY outboxq_outboxq, 'ours'")
-            for notify in connection.notifies(timeout=PATIENCE):
-                if notify.payload == "ours":
-                    return heard
-                heard.append(notify.payload)
-            raise AssertionError("our own notification did not come back")
-
-        yield collect
-
-
 def wait_until_done(running: RunningRelay, count: int = 1) -> None:
     # A slot that is not woken looks after eight minutes at the earliest.
     wait_until(lambda: len(running.of(JobDone)) >= count, f"{count} jobs done")
@@ -97,6 +78,59 @@ def test_a_sleeping_relay_is_woken_by_a_commit(
             with sessions.begin() as session:
                 session.add_job(kind, name=f"job {count}")
             wait_until_done(running, count)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
+    is_async: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """One notification stands for all queues, also for those that only other relays serve."""
+    jobs, names = Jobs(), [f"queue {number:03}" for number in range(QUEUES_ANNOUNCED + 2)]
+
+    def note(ctx: Context) -> None: ...
+
+    async def note_async(ctx: Context) -> None: ...
+
+    kinds = [jobs.handler(queue=name, kind=name)(note_async if is_async else note) for name in names]
+    halves = [RelayConfig(groups=(SlotGroup(tuple(names[place::2])),), poll_seconds=600) for place in (0, 1)]
+    with start_relay(jobs, halves[0]) as even, start_relay(jobs, halves[1]) as odd:
+        for count in (1, 2, 3):
+            wait_until_asleep(engine, names[0])
+            wait_until_asleep(engine, names[1])
+            with sessions.begin() as session:
+                session.add_jobs([kind.job() for kind in kinds])
+            wait_until_done(even, count * len(kinds) // 2)
+            wait_until_done(odd, count * len(kinds) // 2)
+
+
+def test_a_look_that_began_before_all_queues_were_called_is_not_trusted() -> None:
+    """It may have come too early, whenever it comes back."""
+    lookout = Lookout("outboxq", ("a", "b"))
+    asleep_since = lookout.latest
+    early = lookout.begin()
+    lookout.called(ALL_QUEUES)
+    lookout.saw(early, [])
+    assert not lookout.is_known("a", asleep_since)
+    assert lookout.seen_at("a") == float("-inf")
+    lookout.saw(lookout.begin(), [])
+    assert lookout.is_known("a", asleep_since)
+    assert lookout.seen_at("a") > float("-inf")
+
+
+@pytest.mark.parametrize(("number", "setting", "expected"), [(64, "on", []), (65, "on", [""]), (65, "off", [])])
+def test_more_queues_than_a_transaction_has_locks_for_are_one_notification(
+    number: int,
+    setting: str,
+    expected: list[str],
+    outboxq_database: Database,
+    sessions: sessionmaker[OutboxSession],
+) -> None:
+    """Unless the caller wants none."""
+    with notifications(outboxq_database) as heard:
+        with sessions.begin() as session:
+            session.execute(text("SELECT set_config('outboxq.notify', :setting, true)"), {"setting": setting})
+            session.add_jobs([external("told", queue=f"queue {place}").job() for place in range(number)])
+        assert heard() == expected
 
 
 def test_a_relay_sleeps_on_a_queue_by_its_name_whatever_encoding_clients_have(
@@ -182,7 +216,7 @@ def test_nothing_is_notified_while_no_relay_of_the_queue_sleeps(
         with sessions.begin() as session:
             session.add_job(block)
 
-    with listening(outboxq_database) as heard:
+    with notifications(outboxq_database) as heard:
         add_block()
         assert heard() == [], "no relay runs"
         with start_relay(jobs, PATIENT) as running:

@@ -36,6 +36,7 @@ from sqlalchemy.util import await_only
 
 import outboxq.held as held_module
 from outboxq import (
+    AsyncBatchContext,
     AsyncContext,
     Backoff,
     BatchContext,
@@ -174,10 +175,14 @@ class Ledger:
         self.backends.append(connection.execute(select(func.pg_backend_pid())).scalar_one())
 
 
-def _handlers(flavour: str, claim: Any) -> tuple[Jobs, Ledger]:
-    """Handlers of a queue, one for each step of a ledger."""
+def _handlers(flavour: str, style: str, batch_size: int) -> tuple[Jobs, Ledger]:
+    """Handlers of a queue, one for each step of a ledger. `style`: a claim mode, or what their jobs share."""
     jobs, ledger = Jobs(), Ledger()
-    options: dict[str, Any] = {"queue": "state", "claim": claim, "retry": Backoff(max_attempts=1)}
+    options: dict[str, Any] = {"queue": "state", "retry": Backoff(max_attempts=1)}
+    if style == "batch":
+        _add_batch_handlers(jobs, ledger, flavour, {**options, "max_size": batch_size})
+        return jobs, ledger
+    options |= {"batchable": True} if style == "batchable" else {"claim": style}
     if flavour == "sync":
 
         @jobs.handler(kind="look", **options)
@@ -209,6 +214,37 @@ def _handlers(flavour: str, claim: Any) -> tuple[Jobs, Ledger]:
             await (await ctx.session.connection()).run_sync(ledger.touch)
 
     return jobs, ledger
+
+
+def _add_batch_handlers(jobs: Jobs, ledger: Ledger, flavour: str, options: dict[str, Any]) -> None:
+
+    def look(connection: Connection, items: Sequence[BatchItem[Named]]) -> None:
+        for item in items:
+            ledger.attempts.append(item.job.attempt)
+            ledger.look(connection, item.args.name)
+
+    def leave(connection: Connection, items: Sequence[BatchItem[Named]]) -> None:
+        for item in items:
+            ledger.leave(connection, item.args.name)
+
+    def touch(connection: Connection, items: Sequence[BatchItem[Named]]) -> None:
+        ledger.touch(connection)
+
+    def add(step: Callable[[Connection, Sequence[BatchItem[Named]]], None]) -> None:
+        if flavour == "sync":
+
+            @jobs.batch_handler(Named, kind=step.__name__, **options)
+            def call(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+                step(ctx.session.connection(), items)
+
+        else:
+
+            @jobs.batch_handler(Named, kind=step.__name__, **options)
+            async def call_too(ctx: AsyncBatchContext, items: Sequence[BatchItem[Named]]) -> None:
+                await (await ctx.session.connection()).run_sync(step, items)
+
+    for step in (look, leave, touch):
+        add(step)
 
 
 def _add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *calls: tuple[str, str]) -> None:
@@ -262,11 +298,11 @@ def other_role(engine: Engine) -> Iterator[None]:
 
 @pytest.mark.usefixtures("other_role")
 @BATCH_SIZES
-@BOTH_CLAIMS
+@pytest.mark.parametrize("style", ["transaction", "lease", "batchable", "batch"])
 @BOTH_FLAVOURS
 def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     flavour: str,
-    claim: str,
+    style: str,
     batch_size: int,
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -277,12 +313,12 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     with engine.begin() as connection:
         for statement in FUNCTIONS:
             connection.execute(text(statement))
-    jobs, ledger = _handlers(flavour, claim)
+    jobs, ledger = _handlers(flavour, style, batch_size)
     # As many as a claim takes: inside of one batch of transaction mode the connection is shared. Of a lease's claim the
     # very next job is not to meet it: behind one that leaves nothing the next claim takes two, however slow they are.
     monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    more = [("touch", "")] * (batch_size - 1 if claim == "transaction" else 0)
-    before = more if claim == "transaction" else [("touch", "")]
+    more = [("touch", "")] * (0 if style == "lease" else batch_size - 1)
+    before = [("touch", "")] if style == "lease" else more
     calls = [("look", "first"), *before]
     for kind in KINDS:
         calls += [("leave", kind), *more, ("look", kind), *before]

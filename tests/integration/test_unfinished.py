@@ -42,6 +42,9 @@ def leave(session: Session, how: str) -> None:
     elif how.startswith("copy"):
         left = driver.cursor().copy(f"COPY ({ROWS}) TO STDOUT")
         next(left.__enter__().rows())
+    elif how.startswith("load"):
+        left = driver.cursor().copy("COPY effect_ledger (name) FROM STDIN")
+        left.__enter__().write_row(("half a line",))
     elif how.startswith("stream"):
         left = driver.cursor().stream(ROWS)
         next(left)
@@ -61,6 +64,9 @@ async def leave_async(ctx: AsyncContext, how: str) -> None:
     elif how.startswith("copy"):
         left = driver.cursor().copy(f"COPY ({ROWS}) TO STDOUT")
         await anext((await left.__aenter__()).rows())
+    elif how.startswith("load"):
+        left = driver.cursor().copy("COPY effect_ledger (name) FROM STDIN")
+        await (await left.__aenter__()).write_row(("half a line",))
     elif how.startswith("stream"):
         left = driver.cursor().stream(ROWS)
         await anext(left)
@@ -104,14 +110,23 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize(
-    "form", ["sync-transaction", "async-transaction", "sync-lease", "async-lease", "sync-shared", "sync-group"]
+    "form",
+    [
+        "sync-transaction",
+        "async-transaction",
+        "sync-lease",
+        "async-lease",
+        "sync-shared",
+        "async-shared",
+        "sync-group",
+    ],
 )
 def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_nothing(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, form: str, batch_size: int
 ) -> None:
     """Its connection cannot even be rolled back: it is closed, the attempt counts, and the others are done once."""
     jobs, job = build(form)
-    left = ["copy", "copy that raises", "pipeline", "pipeline that raises", "stream", "stream that raises"]
+    left = [f"{how}{end}" for how in ("copy", "load", "pipeline", "stream") for end in ("", " that raises")]
     with sessions.begin() as session:
         for how in left:
             session.add_jobs([job(how), job(f"behind {how}")])

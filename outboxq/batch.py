@@ -191,8 +191,7 @@ def _locked_keys(handler: AnyHandler, job: Job, work: Work) -> list[EntityKey]:
 
 def _execute_group(connection: Connection, progress: Progress, work: Work, span: Span, locks: Locks) -> bool:
     begun = time.perf_counter()
-    call = partial(run_group, connection, progress, work, span.places, span.arguments, locks)
-    outcomes = work.invoker.apart(call)
+    outcomes = work.invoker.apart(run_group, connection, progress, work, span.places, span.arguments, locks)
     if outcomes is None:
         return False
     seconds = time.perf_counter() - begun

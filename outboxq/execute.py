@@ -248,12 +248,12 @@ def execute(
     """
     if handler is None:
         return Unknown()
-    attempt = partial(_attempt, connection, handler, job, work, shared_xid, begin)
-    for _ in range(FREE_RETRIES):
-        result = work.invoker.apart(attempt)
-        if not (isinstance(result, Failed) and result.transient):
+    free_retries = FREE_RETRIES
+    while True:
+        result = work.invoker.apart(_attempt, connection, handler, job, work, shared_xid, begin)
+        if not (isinstance(result, Failed) and result.transient and free_retries):
             return result
-    return work.invoker.apart(attempt)
+        free_retries -= 1
 
 
 def _attempt(

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as ContextVars
 from contextvars import copy_context
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import psycopg
 from sqlalchemy import Connection, Engine
@@ -24,6 +24,7 @@ from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _HAS_ENDED = "the handler of this session has ended: await the tasks that use it, or give them sessions of their own"
 
 
@@ -159,7 +160,7 @@ class Invoker(Protocol):
 
     flavour: Flavour
 
-    def apart(self, attempt: Callable[[], T]) -> T:
+    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
         ...
 
@@ -185,9 +186,9 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
-    def apart(self, attempt: Callable[[], T]) -> T:
+    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one attempt in a context of its own."""
-        return copy_context().run(attempt)
+        return copy_context().run(attempt, *args, **kwargs)
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
@@ -215,13 +216,13 @@ class AsyncInvoker:
         # Of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
 
-    def apart(self, attempt: Callable[[], T]) -> T:
+    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one attempt in a context of its own, that of its handler's task too."""
         # Not by Context.run(), within which no task can run in it.
         own = self._greenlet()
         before, own.gr_context = own.gr_context, copy_context()
         try:
-            return attempt()
+            return attempt(*args, **kwargs)
         finally:
             own.gr_context = before
 

@@ -1,10 +1,11 @@
 """Changes of a session that may wait: those of plain columns of plain rows, whose flush runs nothing but UPDATEs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from sqlalchemy import Column, Connection, Table, TextClause, Update, bindparam, update
 from sqlalchemy.engine.interfaces import ExecutionContext
@@ -16,8 +17,13 @@ from outboxq.set_based import FactsOf, python_type, row_write
 from outboxq.table_facts import RowWrite, TableFacts
 from outboxq.write_buffer import RowChange
 
+# The listeners for several events, of a session's dispatch.
+Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
+
 # Users' listeners for these see where a session begins, a flush or a commit, and may change what it writes.
-_AT_FLUSH = ("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit")
+_AT_FLUSH: Listeners = attrgetter(
+    "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
+)
 _MISSING = object()
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
@@ -68,12 +74,9 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     return changes if len(changes) < 2 or len({change.row for change in changes}) == len(changes) else None
 
 
-def is_listened_to(session: Session, events: Iterable[str]) -> bool:
+def is_listened_to(session: Session, events: Listeners) -> bool:
     """Whether users' code listens to one of these events of the session, or of all sessions."""
-    # As attributes of `dispatch` each would cost a microsecond, in a session that is new.
-    dispatch: Any = session.dispatch
-    own, inherited = vars(dispatch), dispatch._empty_listeners  # noqa: SLF001  # SQLAlchemy's defaults of those attributes
-    return not all(map(_is_ours, chain.from_iterable(own.get(name) or inherited[name] for name in events)))
+    return not all(map(_is_ours, chain.from_iterable(events(session.dispatch))))
 
 
 @lru_cache(1024)

@@ -6,12 +6,13 @@ change of it waits in the write buffer: whoever sends something drops them all.
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from sqlalchemy import Column, Connection, Select, Table, any_, bindparam, select, tuple_
 from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 
-from outboxq.changes import is_listened_to
+from outboxq.changes import Listeners, is_listened_to
 from outboxq.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
 from outboxq.invoke import SESSION_OPTIONS, LazySession, nothing
@@ -21,7 +22,7 @@ from outboxq.write_buffer import RowId
 # What one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
 _LOADED_AT_ONCE = 1_000
 # Users' listeners for these see how a row came into its session, and may change what it is.
-_AT_LOAD = (
+_AT_LOAD: Listeners = attrgetter(
     "after_attach",
     "after_begin",
     "before_attach",

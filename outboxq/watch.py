@@ -204,12 +204,14 @@ class Watch:
             return
         self.cuts += 1
         # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
-        is_charged = progress.deadline == deadline and not runner.is_held_up()
-        failed = _timed_out(runner, progress) if is_charged else None
+        is_over = progress.deadline == deadline and not runner.is_held_up()
+        failed = _timed_out(runner, progress) if is_over and progress.together == 1 else None
         try:
             # Held up by no handler: what blocks the loop may be a task of this very one.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
-            self._end(runner, progress, failed, is_crash=is_blocked)
+            # Of several jobs of one call nobody knows which it is. As suspects each runs alone, and then it shows.
+            is_several = is_over and progress.together > 1
+            self._end(runner, progress, failed, is_crash=is_blocked or is_several)
         finally:
             self._ended.append(runner)
 

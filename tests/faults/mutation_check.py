@@ -684,8 +684,8 @@ MUTANTS = (
     Mutant(
         "the crash of a job whose child task blocks the loop",
         "outboxq/watch.py",
-        "is_crash=is_blocked)",
-        "is_crash=False)",
+        "is_crash=is_blocked or is_several)",
+        "is_crash=is_several)",
         ("tests/integration/test_event_loops.py::test_a_child_task_that_blocks_the_loop_is_counted_against_its_job",),
     ),
     Mutant(
@@ -710,10 +710,17 @@ MUTANTS = (
         ("tests/integration/test_session_state.py::test_what_runs_together_leaves_its_connection_to_no_job_behind_it",),
     ),
     Mutant(
+        "the time-out of a call of several jobs, which charges none of them",
+        "outboxq/watch.py",
+        " if is_over and progress.together == 1 else None\n",
+        " if is_over else None\n",
+        ("tests/faults/test_deadlines.py::test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone",),
+    ),
+    Mutant(
         "a context of its own for each attempt",
         "outboxq/invoke.py",
-        "        return copy_context().run(attempt)\n",
-        "        return attempt()\n",
+        "        return copy_context().run(attempt, *args, **kwargs)\n",
+        "        return attempt(*args, **kwargs)\n",
         ("tests/integration/test_apart.py",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ import outboxq.claims as claims_module
 import outboxq.watch
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.config import SlotGroup
+from outboxq.context import BatchContext, BatchItem
 from outboxq.cursors import Sweeps
 from outboxq.errors import RegistryError, RelayStuck
 from outboxq.events import (
@@ -38,6 +39,7 @@ from outboxq.postgres import Database
 from outboxq.progress import Progress
 from outboxq.watch import Runner, Watch
 from tests.conftest import StartRelay
+from tests.integration.test_raised import Named
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
 from tests.support.waiting import PATIENCE, wait_until
@@ -554,6 +556,28 @@ def test_a_sync_handler_that_hangs_is_cut_off(
     assert error["type"] == TIMED_OUT
     assert f"in {hang.__name__}" in " ".join(error["where"])
     assert rows(engine, "SELECT FROM outboxq.job") == []
+
+
+@pytest.mark.usefixtures("cut_soon")
+def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, release: threading.Event
+) -> None:
+    """Of a call with several jobs nobody knows for which of them it hung: not for the first one, perhaps."""
+    jobs = Jobs()
+
+    @jobs.batch_handler(Named, queue="sync", retry=ONCE, timeout_seconds=0.5)
+    def write_all(ctx: BatchContext, items: list[BatchItem[Named]]) -> None:
+        ctx.session.add_all([Effect(name=item.args.name) for item in items])
+        if any(item.args.name == "hangs" for item in items):
+            release.wait(LONG)
+
+    with sessions.begin() as session:
+        session.add_jobs([write_all.job(name=name) for name in ("first", "hangs", "last")])
+    drain(jobs, batch_size=10, slots_per_queue=1)
+    assert effects(engine) == ["first", "last"]
+    assert rows(engine, "SELECT args ->> 'name' FROM outboxq.dead_job") == [("hangs",)]
+    (error,) = dead_errors(engine)
+    assert error["type"] == TIMED_OUT
 
 
 @pytest.mark.usefixtures("cut_soon")

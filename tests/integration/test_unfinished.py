@@ -21,7 +21,6 @@ from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
-TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
 ROWS = "SELECT generate_series(1, 100000)"
 # Kept, or the garbage collector would finish them.
 LEFT: list[object] = []
@@ -82,7 +81,7 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
     flavour, how = form.split("-")
     if how == "group":
 
-        @jobs.batch_handler(Named, queue="q", retry=TWICE, timeout_seconds=5)
+        @jobs.batch_handler(Named, queue="q", retry=ONCE, timeout_seconds=1)
         def write_all(ctx: BatchContext, items: list[BatchItem[Named]]) -> None:
             for item in items:
                 ctx.session.add(Effect(name=item.args.name))
@@ -92,14 +91,14 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
     options = {"claim": "lease"} if how == "lease" else {"batchable": how == "shared"}
     if flavour == "sync":
 
-        @jobs.handler(queue="q", retry=TWICE, timeout_seconds=20, **options)
+        @jobs.handler(queue="q", retry=ONCE, timeout_seconds=20, **options)
         def write(ctx: Context, name: str) -> None:
             ctx.session.add(Effect(name=name))
             leave(ctx.session, name)
 
         return jobs, lambda name: write.job(name=name)
 
-    @jobs.handler(queue="q", retry=TWICE, timeout_seconds=20, **options)
+    @jobs.handler(queue="q", retry=ONCE, timeout_seconds=20, **options)
     async def write_async(ctx: AsyncContext, name: str) -> None:
         ctx.session.add(Effect(name=name))
         await leave_async(ctx, name)
@@ -135,7 +134,7 @@ def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_n
     assert waiting(engine) == 0
     reasons = {"raises": "ValueError"}
     assert dead_letters(engine) == [
-        (how, 2, f"gave up after 2 of 2 attempts: {reasons.get(how.split()[-1], 'outboxq.errors.HandlerError')}")
+        (how, 1, f"gave up after 1 of 1 attempts: {reasons.get(how.split()[-1], 'outboxq.errors.HandlerError')}")
         for how in left
     ]
     assert not [event for event in events if isinstance(event, DatabaseLost | JobLeaseLost | JobCrashed)]

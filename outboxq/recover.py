@@ -74,11 +74,13 @@ def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: 
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
     Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead, so that it does
-    not hold up its queue.
+    not hold up its queue; so is one that no handler here ran, and that could not be parked: it has had no attempt.
 
     Args:
         batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
+    if work.handler_of(job) is None:
+        return _put_off(connection, job, work, batch)
     try:
         event = _settle_anew(connection, job, failed, work, batch)
         return BatchReport(1, () if event is None else (event,))
@@ -89,10 +91,14 @@ def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: 
         if is_lost(connection):
             raise
         end_transaction(connection)
-        with connection.begin():
-            clear_marks(connection, work.schema, batch)
-            settle.put_off(connection, job, PUT_OFF)
-        return BatchReport(1, ())
+        return _put_off(connection, job, work, batch)
+
+
+def _put_off(connection: Connection, job: Job, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
+    with connection.begin():
+        clear_marks(connection, work.schema, batch)
+        settle.put_off(connection, job, PUT_OFF)
+    return BatchReport(1, ())
 
 
 def settle_late(connection: Connection, progress: Progress, work: Work, result: Result) -> BatchReport:
@@ -113,9 +119,7 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
         if is_lost(connection):
             raise
         end_transaction(connection)
-        with connection.begin():
-            settle.put_off(connection, job, PUT_OFF)
-        events = ()
+        return _put_off(connection, job, work)
     return BatchReport(1, events)
 
 

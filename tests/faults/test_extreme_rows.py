@@ -121,9 +121,9 @@ def test_whatever_is_in_a_row_the_jobs_of_others_run_and_relays_live(
         inserted += insert_extremes(producer, chance, 5)
         with sessions.begin() as session:
             session.add_job(handlers[name.split()[0]], name=name)
-    orphan = "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid() WHERE args = '{\"name\": \"lease 0\"}'"
+    of_a_dead_relay = "SET state = 'leased', lease_owner = gen_random_uuid() WHERE args ->> 'name' = 'lease 0'"
     with psycopg.connect(libpq_url(engine.url.render_as_string(hide_password=False)), autocommit=True) as connection:
-        assert connection.execute(orphan).rowcount == 1
+        assert connection.execute(f"UPDATE outboxq.job {of_a_dead_relay}").rowcount == 1
     groups = tuple(SlotGroup((mode,), slots=1) for mode in MODES)
     config = RelayConfig(groups=groups, batch_size=chance.choice([1, 10]), lease_seconds=1, poll_seconds=0.2)
     with start_relay(jobs, config) as running:

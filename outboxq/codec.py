@@ -25,6 +25,7 @@ from outboxq.entities import (
     entity_of,
     entity_state,
     is_locked,
+    is_same_key,
     primary_key_of,
     primary_key_type,
 )
@@ -241,7 +242,9 @@ class Parameter:
         """
         if self.entity is not None or entity_state(value) is not None:
             self.check_entity(value)
-            return encode_value(self.name, value)
+            data = encode_value(self.name, value)
+            self._check_key(value, data)
+            return data
         data = encode_value(self.name, value)
         try:
             self.decoder.decode(data)
@@ -249,6 +252,27 @@ class Parameter:
             # Without its cause, whose text may quote the value.
             raise ArgumentError(f"argument {self.name!r}: {_problem(error)}") from None
         return data
+
+    def _check_key(self, entity: object, data: bytes) -> None:
+        if entity is None or self.entity is None:
+            return
+        try:
+            key = self.loaded(self.decoder.decode(data))
+        except ValueError:
+            key = None
+        if not (isinstance(key, EntityKey) and self.leads_to(key.identity, entity)):
+            raise ArgumentError(
+                f"argument {self.name!r}: JSON does not give back the primary key of {type(entity).__name__}: say in "
+                "its class what it is (`id: Mapped[UUID]`), or pass what the row can be found by instead"
+            )
+
+    def leads_to(self, key: tuple[object, ...], entity: object) -> bool:
+        """Whether the relay finds the row of an entity by a key that it has read."""
+        state = entity_state(entity)
+        assert state is not None
+        assert state.key is not None
+        assert self.entity is not None
+        return is_same_key(self.entity, key, tuple(state.key[1]))
 
     def plain(self, value: object) -> object:
         """A value that cannot be an entity, or the key of an entity that fits; whatever else is refused.
@@ -336,9 +360,15 @@ class Signature:
             known = self._decoder.decode(data)
         except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
             return None
+        if self._takes_entities and not all(map(self._gives_back, values, values.values(), map(known.get, values))):
+            return None
         # Searched as str, which is several times as fast as in bytes.
         text = data.decode()
         return None if len(known) < len(values) or "null" in text or "\\u0000" in text else text
+
+    def _gives_back(self, name: str, stored: object, read: object) -> bool:
+        """Whether the primary key of an entity is read as it was stored, and nothing has to be looked at."""
+        return self.parameters[name].entity is None or read == (tuple(stored) if type(stored) is list else stored)
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Arguments by name, as the call gave them; defaults are left to the handler that will run."""

@@ -3,14 +3,23 @@
 import types
 import typing
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias, TypeGuard, TypeVar, Union, cast
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import Annotated, Any, Final, TypeAlias, TypeGuard, TypeVar, Union, cast
+from uuid import UUID
 
+from sqlalchemy import ColumnElement
 from sqlalchemy import inspect as sqlalchemy_inspect
-from sqlalchemy.orm import InstanceState, Mapper
+from sqlalchemy.dialects.postgresql.base import PGDialect
+from sqlalchemy.orm import InstanceState, Mapped, Mapper
+from sqlalchemy.types import TypeEngine
 
 from outboxq.errors import ArgumentError
 
 T = TypeVar("T")
+_READ_FROM_JSON = frozenset((bool, int, float, str, bytes, UUID, Decimal, datetime, date, time, timedelta))
+_DIALECT = PGDialect()  # type: ignore[no-untyped-call]  # SQLAlchemy has not typed it
 
 
 class _Lock:
@@ -96,14 +105,48 @@ def is_locked(annotation: object) -> bool:
 
 
 def primary_key_type(entity: type[object]) -> object:
+    """What the stored primary key is read as: the type of its column, or a tuple of several."""
     mapper = entity_mapper(entity)
     assert mapper is not None
-    columns = [_python_type(column.type) for column in mapper.primary_key]
-    return columns[0] if len(columns) == 1 else tuple[tuple(columns)]  # type: ignore[misc]  # built at run time
+    types = [_column_type(mapper, column) for column in mapper.primary_key]
+    return types[0] if len(types) == 1 else tuple[tuple(types)]  # type: ignore[misc]  # built at run time
 
 
-def _python_type(column_type: object) -> object:
+def is_same_key(entity: type[object], key: tuple[object, ...], identity: tuple[object, ...]) -> bool:
+    """Whether a key that was read from JSON leads to the row with this identity: it is equal, or sent as the same."""
+    mapper = entity_mapper(entity)
+    assert mapper is not None
+    columns = mapper.primary_key
+    return len(key) == len(columns) and all(
+        (type(read) is type(value) and read == value) or _sent(column.type, read) == _sent(column.type, value)
+        for column, read, value in zip(columns, key, identity, strict=True)
+    )
+
+
+def _column_type(mapper: Mapper[object], column: ColumnElement[Any]) -> object:
     try:
-        return cast("type[object]", column_type.python_type)  # type: ignore[attr-defined]  # any TypeEngine
+        found: object = column.type.python_type
     except NotImplementedError:
-        return typing.Any
+        found = object
+    # Of a type of the user's, or of the server's alone, SQLAlchemy knows none: then as its class says.
+    return _annotated_type(mapper, column) if found is object else found
+
+
+def _annotated_type(mapper: Mapper[object], column: ColumnElement[Any]) -> object:
+    try:
+        hint = typing.get_type_hints(mapper.class_).get(mapper.get_property_by_column(column).key)
+    except Exception:  # noqa: BLE001  # names that are there for type checkers only, or anything that users evaluate
+        return Any
+    members = typing.get_args(hint)
+    stated = members[0] if len(members) == 1 and typing.get_origin(hint) is Mapped else hint
+    is_read = isinstance(stated, type) and (stated in _READ_FROM_JSON or issubclass(stated, Enum))
+    return stated if is_read else Any
+
+
+def _sent(column_type: TypeEngine[Any], value: object) -> object:
+    """What the driver is given for a value; equal to nothing where its type does not take it."""
+    process = column_type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
+    try:
+        return value if process is None else process(value)
+    except Exception:  # noqa: BLE001  # code of the user's
+        return object()

@@ -45,6 +45,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: install outboxq[cli]")
     from outboxq.cli.app import app
     from outboxq.cli.failures import check_encoding, explain
+    from outboxq.printable import printable
 
     try:
         check_encoding(sys.argv[1:] if arguments is None else arguments)
@@ -53,7 +54,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         failure = explain(error)
         if failure is None:
             raise
-        sys.stderr.write(f"Error: {failure.message}\n")
+        message = "\n".join(map(printable, failure.message.split("\n")))
+        sys.stderr.write(f"Error: {message}\n")
         sys.exit(failure.exit_code)
 
 

@@ -1,7 +1,10 @@
 """The default logging of events: a constant message each, fields in `extra` and behind the message, no payload."""
 
 import logging
+import re
 from dataclasses import fields
+from types import TracebackType
+from typing import TypeAlias
 
 from outboxq.events import (
     BatchRolledBack,
@@ -30,9 +33,13 @@ from outboxq.events import (
     RelayStopping,
 )
 from outboxq.job import Job
+from outboxq.printable import printable
 
 logger = logging.getLogger("outboxq.relay")
 
+_ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+_BARE = re.compile(r"[\w.:/@%+-]+")
 _MESSAGES: dict[type[Event], tuple[int, str]] = {
     JobDone: (logging.DEBUG, "job done"),
     JobRetried: (logging.WARNING, "job failed and will run again"),
@@ -70,6 +77,19 @@ def log_event(event: Event) -> None:
     logger.log(level, "%s: %s", message, detail, extra={f"outboxq_{name}": value for name, value in values.items()})
 
 
+class LineFormatter(logging.Formatter):
+    """Formats a record of ours in one line, a traceback aside, without anything that a terminal would act on."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
+        """As `logging.Formatter` does it; messages of others stay as they are."""
+        text = super().formatMessage(record)
+        return printable(text) if record.name.partition(".")[0] == "outboxq" else text
+
+    def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802  # the name that logging calls
+        """The same, with its lines."""
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
 def event_fields(event: Event) -> dict[str, object]:
     """The event's fields, its job replaced by the job's name, queue, id and attempt."""
     found: dict[str, object] = {}
@@ -86,6 +106,7 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
+        return ",".join(map(_shown, value))
     text = str(value)
-    return repr(text) if " " in text else text
+    # Quoted, nothing in it can pass for another field or another line, nor act on a terminal.
+    return text if _BARE.fullmatch(text) else repr(text)

@@ -150,7 +150,8 @@ def _examine(
 
 
 def _print_findings(found: "Sequence[Finding]") -> None:
-    from outboxq.cli.output import clean, count
+    from outboxq.cli.output import count
+    from outboxq.printable import printable
 
     if not found:
         typer.echo("Nothing found: all is well.")
@@ -160,8 +161,8 @@ def _print_findings(found: "Sequence[Finding]") -> None:
         if group:
             typer.echo(f"{heading}:")
         for finding in group:
-            typer.echo(f"  {finding.code}: {clean(finding.title)}")
-            typer.echo(f"      {clean(finding.advice)}")
+            typer.echo(f"  {finding.code}: {printable(finding.title)}")
+            typer.echo(f"      {printable(finding.advice)}")
     attention = sum(finding.needs_attention for finding in found)
     typer.echo(
         f"{count(attention, 'finding needs', 'findings need')} attention." if attention else "Nothing needs attention."

@@ -11,6 +11,8 @@ from datetime import datetime
 import msgspec
 import typer
 
+from outboxq.printable import printable
+
 # Nothing is cut off where no terminal sets a width: ids are there to be copied and grepped.
 _WIDTH_WITHOUT_TERMINAL = 1_000
 
@@ -53,12 +55,12 @@ def print_document(name: str, json_text: str) -> None:
     formatted = msgspec.json.format(json_text, indent=2)
     typer.echo(f"{name}:")
     for line in formatted.split("\n"):
-        typer.echo(f"  {clean(line)}")
+        typer.echo(f"  {printable(line)}")
 
 
 def notice(message: str) -> None:
     """A line on standard error."""
-    typer.echo(clean(message), err=True)
+    typer.echo(printable(message), err=True)
 
 
 def cell(value: object) -> str:
@@ -73,14 +75,7 @@ def cell(value: object) -> str:
         case datetime():
             return value.strftime("%Y-%m-%d %H:%M:%S")
         case _:
-            return clean(str(value))
-
-
-def clean(text: str) -> str:
-    """`text` without anything that a terminal would act on."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+            return printable(str(value))
 
 
 def duration(seconds: float) -> str:

@@ -319,7 +319,9 @@ def _set_up_logging(level: str) -> None:
     """Standard error, unless the application has set up its own; the level is ours either way."""
     import logging
 
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s [%(process)d] %(message)s"
-    )
+    from outboxq.logs import LineFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s [%(process)d] %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("outboxq").setLevel(level.upper())

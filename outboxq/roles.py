@@ -97,6 +97,8 @@ BEGIN
   END IF;
   IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {role_literal}) THEN
     CREATE ROLE {role} NOLOGIN;
+    -- A name that was mistyped would go unnoticed otherwise.
+    RAISE NOTICE 'outboxq: there was no role %, so it was made, without login', {role_literal};
   END IF;
 {grants}
 END

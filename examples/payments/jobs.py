@@ -27,39 +27,43 @@ RETRY = Backoff(first_seconds=0.5, max_attempts=8)
 
 
 @jobs.handler(queue="payments", claim="lease", retry=RETRY, timeout_seconds=60)
-def charge(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+def charge(ctx: Context[PaymentClient], order_id: int, cents: int) -> DeadLetter | None:
     """Charge at a provider that honours idempotency keys for a day: an unfinished call is simply made again."""
-    return take_payment(ctx, order, provider_remembers=timedelta(hours=24))
+    return take_payment(ctx, order_id, cents, provider_remembers=timedelta(hours=24))
 
 
 @jobs.handler(queue="payments-asked", claim="lease", retry=RETRY, timeout_seconds=60)
-def charge_or_ask(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+def charge_or_ask(ctx: Context[PaymentClient], order_id: int, cents: int) -> DeadLetter | None:
     """Charge at a provider that ignores keys but can be asked: an unfinished call is looked up before another."""
-    return take_payment(ctx, order, already_applied=ctx.state.look_up)
+    return take_payment(ctx, order_id, cents, already_applied=ctx.state.look_up)
 
 
 @jobs.handler(queue="payments-blind", claim="lease", retry=RETRY, timeout_seconds=60)
-def charge_or_give_up(ctx: Context[PaymentClient], order: Order) -> DeadLetter | None:
+def charge_or_give_up(ctx: Context[PaymentClient], order_id: int, cents: int) -> DeadLetter | None:
     """Charge at a provider that does neither: after an unfinished call a person has to find out."""
-    return take_payment(ctx, order)
+    return take_payment(ctx, order_id, cents)
 
 
 def take_payment(
     ctx: Context[PaymentClient],
-    order: Order,
+    order_id: int,
+    cents: int,
     *,
     provider_remembers: timedelta | None = None,
     already_applied: Callable[[str], Applied[Charge] | NotApplied | Unknown] | None = None,
 ) -> DeadLetter | None:
-    """Charge the customer once, and write down what came of it, in the transaction that removes the job."""
+    """Charge the customer once, and write down what came of it, in the transaction that removes the job.
+
+    The order is loaded behind the call: as an argument it would hold a transaction open for as long as the call takes.
+    """
     try:
         charged = ctx.once(
             "charge",
-            key=f"order-{order.id}",
+            key=f"order-{order_id}",
             # The same key with another amount is a mistake of ours, and refused.
-            payload={"cents": order.cents},
+            payload={"cents": cents},
             # Called with the key for the provider, which is the same at every try.
-            call=partial(ctx.state.charge, order.id, order.cents),
+            call=partial(ctx.state.charge, order_id, cents),
             provider_remembers=provider_remembers,
             already_applied=already_applied,
             returns=Charge,
@@ -68,7 +72,8 @@ def take_payment(
         # Trying again would come to the same. The dead letters are what a person goes through.
         return DeadLetter("nobody knows whether the customer was charged: see `outboxq effects list --status unknown`")
     except EffectFailed:
-        order.status = "declined"
+        ctx.session.get_one(Order, order_id).status = "declined"
         return None
+    order = ctx.session.get_one(Order, order_id)
     order.status, order.charge_id = "paid", charged.id
     return None

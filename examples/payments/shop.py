@@ -12,11 +12,13 @@ from examples.payments.models import Base, Order
 from outboxq import JobKind, OutboxSession
 
 
-def place_order(session: OutboxSession, cents: int, kind: JobKind[[Order]] = charge) -> Order:
+def place_order(session: OutboxSession, cents: int, kind: JobKind[[int, int]] = charge) -> Order:
     """Add an order and the job that charges it to the session: they commit together, or neither does."""
     order = Order(cents=cents, status="placed")
     session.add(order)
-    session.add_job(kind, order)
+    # For its number.
+    session.flush()
+    session.add_job(kind, order.id, cents)
     return order
 
 

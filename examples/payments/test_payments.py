@@ -10,7 +10,6 @@ from sqlalchemy.orm import sessionmaker
 
 from examples.payments.client import Charge, PaymentClient
 from examples.payments.jobs import charge, charge_or_ask, charge_or_give_up
-from examples.payments.models import Order
 from examples.payments.shop import place_order
 from examples.payments.support import LIMIT_SECONDS, Books, Till, relay_at_work, wait_until
 from outboxq import Applied, CallNotApplied, CallRefused, JobKind, NotApplied, OutboxSession, Unknown
@@ -22,7 +21,7 @@ HANDLERS = [charge, charge_or_ask, charge_or_give_up]
 Sessions = sessionmaker[OutboxSession]
 
 
-def place(sessions: Sessions, kind: JobKind[[Order]], cents: int = 500) -> int:
+def place(sessions: Sessions, kind: JobKind[[int, int]], cents: int = 500) -> int:
     """An order that is committed; its id."""
     with sessions.begin() as session:
         order = place_order(session, cents, kind)
@@ -47,7 +46,7 @@ def ended(books: Books) -> None:
 
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.kind)
 def test_an_order_is_charged_once_and_paid(
-    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[Order]]
+    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[int, int]]
 ) -> None:
     """Where nothing goes wrong, one call is one charge, whose id is in the order."""
     order_id = place(sessions, handler, cents=700)
@@ -58,6 +57,25 @@ def test_an_order_is_charged_once_and_paid(
     assert made["cents"] == 700
     assert books.orders() == {order_id: ("paid", made["id"])}
     assert till.counts()["calls"] == 1
+
+
+def test_no_transaction_is_open_while_the_provider_is_called(
+    outboxq_database: Database, sessions: Sessions, till: Till, books: Books
+) -> None:
+    """It would hold back vacuum, and a connection, for as long as the call takes."""
+    till.behave(hold_replies=1)
+    place(sessions, charge)
+    with relay_at_work(outboxq_database.url):
+        wait_until(lambda: till.counts()["calls"] == 1, "the call")
+        with books.engine.connect() as connection:
+            others = (
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND xact_start IS NOT NULL "
+                "AND pid <> pg_backend_pid() AND state = 'idle in transaction'"
+            )
+            assert connection.exec_driver_sql(others).scalar_one() == 0
+        till.behave(hold_replies=0)
+        ended(books)
+    assert books.statuses() == ["paid"]
 
 
 def test_an_order_that_is_rolled_back_is_never_charged(
@@ -77,7 +95,7 @@ def test_an_order_that_is_rolled_back_is_never_charged(
 
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.kind)
 def test_a_declined_card_is_asked_once(
-    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[Order]]
+    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[int, int]]
 ) -> None:
     """The refusal is recorded: a second job for the same order gets it without a call, even if the card is good now."""
     order_id = place(sessions, handler)
@@ -86,7 +104,7 @@ def test_a_declined_card_is_asked_once(
         ended(books)
         till.behave(declined_orders=[])
         with sessions.begin() as session:
-            session.add_job(handler, session.get_one(Order, order_id))
+            session.add_job(handler, order_id, 500)
         ended(books)
 
     assert books.orders() == {order_id: ("declined", None)}
@@ -96,7 +114,7 @@ def test_a_declined_card_is_asked_once(
 
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.kind)
 def test_a_provider_that_is_away_is_called_again(
-    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[Order]]
+    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[int, int]]
 ) -> None:
     """503 says that nothing was done: even where nobody could tell afterwards, it is safe to call again."""
     till.behave(unavailable=2)
@@ -137,7 +155,7 @@ def test_a_lost_answer_is_looked_up(outboxq_database: Database, sessions: Sessio
 
 @pytest.mark.parametrize("handler", [charge_or_ask, charge_or_give_up], ids=lambda handler: handler.kind)
 def test_a_lost_answer_that_nobody_can_find_is_left_to_a_person(
-    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[Order]]
+    outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[int, int]]
 ) -> None:
     """No second call: the effect is `unknown`, the job a dead letter that says so, and the order stays as it is."""
     till.behave(drop_replies=1, honours_keys=False, answers_lookups=False)

@@ -14,7 +14,6 @@ import pytest
 from sqlalchemy.orm import sessionmaker
 
 from examples.payments.jobs import charge, charge_or_ask, charge_or_give_up
-from examples.payments.models import Order
 from examples.payments.shop import place_order
 from examples.payments.support import LIMIT_SECONDS, Books, Till, wait_until
 from outboxq import JobKind, OutboxSession, RelayConfig, SlotGroup
@@ -95,7 +94,7 @@ def scene(
     books: Books,
 ) -> Scene:
     """Orders that wait to be charged by the handler that the test names."""
-    handler: JobKind[[Order]] = request.param
+    handler: JobKind[[int, int]] = request.param
     for number in range(ORDERS):
         with sessions.begin() as session:
             place_order(session, 100 + number, handler)

@@ -379,6 +379,23 @@ def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
                 assert connection.execute(query, (names[part], right)).fetchone() == (expected,), (part, right)
 
 
+def test_a_role_that_had_to_be_made_is_told(outboxq_server: Server) -> None:
+    """The name of a login role may have been mistyped: the one that is made instead helps nobody."""
+    name = f"oq%{secrets.token_hex(4)}"
+    with (
+        outboxq_server.create_database() as database,
+        dropped_roles(database, [name]),
+        psycopg.connect(libpq_url(database.url), autocommit=True) as connection,
+    ):
+        heard: list[str | None] = []
+        connection.add_notice_handler(lambda notice: heard.append(notice.message_primary))
+        with role_engine(database.url) as owner, owner.begin() as migrating:
+            migrate(migrating)
+        connection.execute(roles_sql({"reader": name}))
+        connection.execute(roles_sql({"reader": name}))
+    assert heard == [f"outboxq: there was no role {name}, so it was made, without login"]
+
+
 def test_without_tables_the_sql_says_what_to_run(outboxq_server: Server) -> None:
     """A schema that is missing is an error with a hint, and no role is made."""
     name = f"oq_{secrets.token_hex(4)}"

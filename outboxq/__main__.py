@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from outboxq.signals import end_in_order_until_begun
+
 # What Python does at its end, the application's own last steps among it, has so long.
 _END_SECONDS = 10.0
 
@@ -18,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Instead of the process's own. The process need not end with them.
     """
+    if arguments is None and sys.argv[1:2] == ["relay"]:
+        end_in_order_until_begun()
     try:
         _run(arguments)
     except SystemExit as ended:

@@ -6,12 +6,35 @@ rolled back by the server.
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StoppedEarly(SystemExit):
+    """The process is told to stop before anything has begun."""
+
+
+class _Early:
+    """SIGTERM before anything has begun."""
+
+    was_asked = False
+
+    @classmethod
+    def end(cls, _number: int, _frame: FrameType | None) -> None:
+        # Should the code that is being imported swallow it, the relay stops as soon as it could begin.
+        cls.was_asked = True
+        sys.stderr.write("outboxq was told to stop before it had begun\n")
+        raise StoppedEarly(0)
+
+
+def end_in_order_until_begun() -> None:
+    """From now on, and until `stop_signals`, SIGTERM ends the process with code 0: imports may take a second."""
+    signal.signal(signal.SIGTERM, _Early.end)
 
 
 @contextmanager
@@ -47,10 +70,13 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    previous = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
+    found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
+    previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
     try:
         for number in previous:
             signal.signal(number, ask)
+        if _Early.was_asked:
+            stop()
         yield
     finally:
         for number, handler in previous.items():

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from outboxq.errors import ConfigError
+from outboxq.signals import StoppedEarly
 
 if TYPE_CHECKING:
     from outboxq.registry import Jobs
@@ -52,6 +53,8 @@ def _import(name: str) -> ModuleType:
                 "for example myapp.jobs:jobs"
             ) from error
         raise _failed(name, error) from error
+    except StoppedEarly:
+        raise
     except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
 

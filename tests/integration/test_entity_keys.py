@@ -2,6 +2,7 @@
 
 import enum
 import ipaddress
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -19,6 +20,7 @@ from outboxq import Backoff, Context, Jobs, Locked, OutboxSession
 from outboxq.errors import ArgumentError
 from outboxq.events import Event, JobDone
 from tests.support.app import Effect
+from tests.support.ledger import ledger
 
 Drain = Callable[..., list[Event]]
 
@@ -121,17 +123,16 @@ REFUSED: dict[str, tuple[type[Any], tuple[object, ...]]] = {
 }
 
 
-def build(class_: type[Any], form: str) -> Jobs:
-    jobs = Jobs()
+def register(jobs: Jobs, which: str, class_: type[Any], form: str = "alone") -> None:
+    """A handler that notes the key of the entity that it is given."""
     annotation = Locked[class_] if form == "locked" else class_  # type: ignore[valid-type]  # built at run time
 
     def note(ctx: Context, entity: Any) -> None:
         keys = [name for name in vars(type(entity)) if name.startswith("key_")]
-        ctx.session.add(Effect(name=repr(tuple(getattr(entity, name) for name in keys))))
+        ctx.session.add(Effect(name=f"{which}: {tuple(getattr(entity, name) for name in keys)}"))
 
     note.__annotations__["entity"] = annotation
-    jobs.handler(queue="q", kind="note", batchable=form != "alone", retry=Backoff(max_attempts=1))(note)
-    return jobs
+    jobs.handler(queue="q", kind=which, batchable=form != "alone", retry=Backoff(max_attempts=1))(note)
 
 
 def add_entity(engine: Engine, class_: type[Any], key: tuple[object, ...]) -> None:
@@ -142,22 +143,22 @@ def add_entity(engine: Engine, class_: type[Any], key: tuple[object, ...]) -> No
 
 
 @pytest.mark.parametrize("form", ["alone", "shared", "locked"])
-@pytest.mark.parametrize("which", READ)
 def test_the_row_of_an_entity_is_found_by_its_key(
-    which: str, form: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+    form: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """Whoever loads it: its own session, or the batch."""
-    class_, key = READ[which]
-    add_entity(engine, class_, key)
-    jobs = build(class_, form)
-    handler = jobs.resolve().handlers["note"]
+    jobs = Jobs()
+    for which, (class_, key) in READ.items():
+        add_entity(engine, class_, key)
+        register(jobs, which, class_, form)
     with sessions.begin() as session:
-        entity = session.get_one(class_, key)
-        session.add_jobs([handler.job(entity), handler.job(entity=entity)])
+        for which, (class_, key) in READ.items():
+            handler, entity = jobs.resolve().handlers[which], session.get_one(class_, key)
+            session.add_jobs([handler.job(entity), handler.job(entity=entity)])
     events = drain(jobs, batch_size=10)
-    assert len([event for event in events if isinstance(event, JobDone)]) == 2
-    with Session(engine) as session:
-        assert [effect.name for effect in session.query(Effect)] == [repr(key)] * 2
+    assert len([event for event in events if isinstance(event, JobDone)]) == 2 * len(READ)
+    expected = Counter({f"{which}: {key}": 2 for which, (_, key) in READ.items()})
+    assert ledger(engine) == expected
 
 
 @pytest.mark.parametrize("which", REFUSED)
@@ -165,9 +166,10 @@ def test_an_entity_whose_key_is_not_given_back_by_json_is_refused(
     which: str, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
     """By `add_job`, with what to do about it, and not by the relay."""
-    class_, key = REFUSED[which]
+    (class_, key), jobs = REFUSED[which], Jobs()
     add_entity(engine, class_, key)
-    handler = build(class_, "alone").resolve().handlers["note"]
+    register(jobs, which, class_)
+    handler = jobs.resolve().handlers[which]
     with sessions.begin() as session:
         entity = session.get_one(class_, key)
         with pytest.raises(ArgumentError, match=r"'entity'.*(pass what the row|cannot be stored as JSON)"):

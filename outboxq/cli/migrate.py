@@ -57,4 +57,10 @@ def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, in
     url = config.database_url(database_url)
     config.check_schema(schema)
     with connect(url) as connection, connection.begin():
-        return run(connection, to=to, schema=schema)
+        return run(connection, to=to, schema=schema, waits=_tell_of_wait)
+
+
+def _tell_of_wait(holders: list[str]) -> None:
+    from outboxq.cli.output import notice
+
+    notice(f"waiting for another migration: {'; '.join(holders) or 'it ended just now'}")

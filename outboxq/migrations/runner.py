@@ -1,6 +1,7 @@
 """Migrating without a project's own Alembic history: what `outboxq migrate` runs."""
 
 import io
+from collections.abc import Callable
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
@@ -10,13 +11,22 @@ from outboxq import migrations
 from outboxq.config import check_schema
 from outboxq.errors import SchemaError
 from outboxq.server import check_server
-from outboxq.statements.version import lock_version, schema_version
+from outboxq.statements.version import lock_version, schema_version, try_lock_version, version_lock_holders
 
 
-def migrate(connection: Connection, *, to: int | None = None, schema: str = "outboxq") -> tuple[int, int]:
+def migrate(
+    connection: Connection,
+    *,
+    to: int | None = None,
+    schema: str = "outboxq",
+    waits: Callable[[list[str]], None] | None = None,
+) -> tuple[int, int]:
     """Bring the tables to step `to` (None: the latest; lower than now: a downgrade) in the connection's transaction.
 
     Tables that a newer outboxq made are left as they are where no step is named.
+
+    Args:
+        waits: Called before another migration is waited for, with a text for each session that it waits for.
 
     Returns:
         The step before and the step after.
@@ -28,7 +38,10 @@ def migrate(connection: Connection, *, to: int | None = None, schema: str = "out
     check_schema(schema)
     target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
     # Another migration may be under way: the steps would wait for it, but `before` would be what it was before that.
-    lock_version(connection, schema)
+    if not try_lock_version(connection, schema):
+        if waits is not None:
+            waits(version_lock_holders(connection, schema))
+        lock_version(connection, schema)
     before = schema_version(connection, schema) or 0
     if before > migrations.LATEST:
         if to is not None:

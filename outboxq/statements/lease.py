@@ -110,7 +110,9 @@ WITH lost AS MATERIALIZED (
 ), dead AS (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
     errors, reason, created_at)
-  SELECT job.id, job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
+  SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id
+      AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN gen_random_uuid() ELSE job.id END,
+    job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
     'crashed ' || job.crashes || ' of ' || {max_crashes} || ' times while it ran alone', job.created_at
   FROM gone AS job

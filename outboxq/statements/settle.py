@@ -16,12 +16,15 @@ from sqlalchemy import (
     Text,
     Update,
     and_,
+    case,
     cast,
     delete,
+    exists,
     func,
     insert,
     literal,
     literal_column,
+    or_,
     select,
     update,
 )
@@ -82,11 +85,15 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
 
 
 def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]") -> Insert:
-    """The job as a dead letter; an earlier one of the same id, which a producer chose twice, gives way.
+    """The job as a dead letter; an earlier one of the same id, queue and kind gives way: the job has died again.
 
-    Otherwise the insert would fail for ever, and the job would hold up its queue.
+    Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind is not
+    its producer's to overwrite: then the new one has another id.
     """
-    values = _kept(claimed) | {"attempt": claimed.attempt, "errors": errors, "reason": reason}
+    is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
+    is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
+    own_id = case((is_taken, func.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
+    values = _kept(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
     statement = postgresql_insert(dead_job).values(**values)
     changed = {name: statement.excluded[name] for name in values if name != "id"}
     return statement.on_conflict_do_update(

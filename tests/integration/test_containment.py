@@ -15,11 +15,13 @@ from sqlalchemy.orm import Session, sessionmaker
 import outboxq.claims as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.claim import ClaimRequest, claim
+from outboxq.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.progress import Progress
 from outboxq.recover import COMMITTED_BY_HANDLER, resolve
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.durability import server_epoch
+from outboxq.statements.lease import reap
 from tests.support import app
 from tests.support.app import Account, Child, Effect
 
@@ -341,6 +343,30 @@ def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
     drain()
     assert effects(engine) == {"behind it": 1}
     assert len(dead(engine)) == 1
+
+
+@pytest.mark.parametrize("end", ["fails", "crashes"])
+@pytest.mark.parametrize("other", ["queue = 'elsewhere'", "kind = 'another'"])
+def test_a_job_with_the_id_of_another_dead_letter_leaves_it_as_it_is(
+    other: str, end: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Any producer may choose an id: what died in another queue, or of another kind, is not its own to overwrite."""
+    with sessions.begin() as session:
+        first = session.add_job(app.fail.options(max_attempts=1), name="first")
+    drain()
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE outboxq.dead_job SET {other}"))
+        same_id = "SELECT outboxq.add_job('fail', '{\"name\": \"second\"}', 'ledger', max_attempts => 1, id => :id)"
+        connection.execute(text(same_id), {"id": first.id})
+        if end == "crashes":
+            lost = "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid(), crashes = 9"
+            connection.execute(text(lost))
+            assert run_script(connection, reap("outboxq", 3, 10))[0].rows[0][-1] is True
+    drain()
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT args ->> 'name', id = :id FROM outboxq.dead_job"), {"id": first.id})
+        assert sorted(tuple(row) for row in found) == [("first", True), ("second", False)]
+    assert waiting(engine) == []
 
 
 def test_a_row_that_cannot_be_settled_is_put_off_and_its_queue_goes_on(

@@ -73,14 +73,11 @@ def _server_epoch(connection: Connection) -> str:
 def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
-    Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead, so that it does
-    not hold up its queue; so is one that no handler here ran, and that could not be parked: it has had no attempt.
+    Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead.
 
     Args:
         batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
-    if work.handler_of(job) is None:
-        return _put_off(connection, job, work, batch)
     try:
         event = _settle_anew(connection, job, failed, work, batch)
         return BatchReport(1, () if event is None else (event,))
@@ -91,10 +88,15 @@ def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: 
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return _put_off(connection, job, work, batch)
+        return put_off(connection, job, work, batch)
 
 
-def _put_off(connection: Connection, job: Job, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
+def put_off(connection: Connection, job: Job, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
+    """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
+
+    Args:
+        batch: As of `charge`.
+    """
     with connection.begin():
         clear_marks(connection, work.schema, batch)
         settle.put_off(connection, job, PUT_OFF)
@@ -119,7 +121,7 @@ def settle_late(connection: Connection, progress: Progress, work: Work, result: 
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return _put_off(connection, job, work)
+        return put_off(connection, job, work)
     return BatchReport(1, events)
 
 

@@ -98,7 +98,7 @@ BEGIN
   IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {role_literal}) THEN
     CREATE ROLE {role} NOLOGIN;
     -- A name that was mistyped would go unnoticed otherwise.
-    RAISE NOTICE 'outboxq: there was no role %, so it was made, without login', {role_literal};
+    RAISE NOTICE USING MESSAGE = 'outboxq: there was no role ' || {role_literal} || ', so it was made, without login';
   END IF;
 {grants}
 END

@@ -37,7 +37,7 @@ from outboxq.job import Job
 from outboxq.lines import Line
 from outboxq.lookout import Order
 from outboxq.progress import BatchReport, Progress
-from outboxq.recover import charge, held_up, lost_with, recover, resolve, settle_late
+from outboxq.recover import charge, held_up, lost_with, put_off, recover, resolve, settle_late
 from outboxq.relay_state import Shared
 from outboxq.rest import Rest
 from outboxq.settle import JobRowHeld
@@ -437,7 +437,12 @@ class Slot:
         # Nobody's fault could be found while they shared a transaction: the next ones run alone.
         self._claims.alone_for = len(progress.jobs)
         job = progress.lone_job
-        return None if job is None else charge(connection, job, describe_failure(error, job), work)
+        if job is None:
+            return None
+        if work.handler_of(job) is None:
+            # It could not even be parked.
+            return put_off(connection, job, work)
+        return charge(connection, job, describe_failure(error, job), work)
 
     def _after(self, connection: Connection, report: BatchReport, work: Work) -> None:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS

@@ -110,7 +110,7 @@ READ: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "two columns": (mapped("two", UUID, Guid(), Guid()), (A_UUID, uuid4())),
     "MACADDR": (mapped("macaddr", str, MACADDR()), ("08:00:2b:01:02:03",)),
     "OID": (mapped("oid", int, OID()), (4711,)),
-    "a number": (mapped("numeric", Decimal, Numeric()), (Decimal("1.50"),)),
+    "a number": (mapped("numeric", Decimal, Numeric(10, 2)), (Decimal("1.50"),)),
     "an enum": (mapped("enum", Color, Enum(Color)), (Color.red,)),
     "a date": (mapped("date", date, Date()), (date(2026, 1, 31),)),
     "bytes": (mapped("bytes", bytes, LargeBinary()), (b"\x00\xff",)),

@@ -93,7 +93,9 @@ class Color(enum.Enum):
 
 def mapped(name: str, annotation: Any, *types: Any) -> type[Any]:
     """A class with a key of these types."""
-    columns = {f"key_{place}": mapped_column(type_, primary_key=True) for place, type_ in enumerate(types)}
+    columns = {
+        f"key_{place}": mapped_column(type_, primary_key=True, autoincrement=False) for place, type_ in enumerate(types)
+    }
     hints = {} if annotation is None else {f"key_{place}": Mapped[annotation] for place in range(len(types))}
     namespace = {"__tablename__": f"keyed_{name}", "__annotations__": hints, **columns}
     return type(f"Keyed{name.title()}", (Base,), namespace)

@@ -6,7 +6,6 @@ rolled back by the server.
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,8 @@ class _Early:
     def end(cls, _number: int, _frame: FrameType | None) -> None:
         # Should the code that is being imported swallow it, the relay stops as soon as it could begin.
         cls.was_asked = True
-        sys.stderr.write("outboxq was told to stop before it had begun\n")
+        # Below Python's buffer, in the middle of whose use this may come.
+        os.write(2, b"outboxq was told to stop before it had begun\n")
         raise StoppedEarly(0)
 
 

@@ -204,14 +204,15 @@ class Watch:
             return
         self.cuts += 1
         # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
+        # Read before the deadline, which a call that returns takes down first.
+        is_several = progress.together > 1
         is_over = progress.deadline == deadline and not runner.is_held_up()
-        failed = _timed_out(runner, progress) if is_over and progress.together == 1 else None
+        failed = _timed_out(runner, progress) if is_over and not is_several else None
         try:
             # Held up by no handler: what blocks the loop may be a task of this very one.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
-            # Of several jobs of one call nobody knows which it is. As suspects each runs alone, and then it shows.
-            is_several = is_over and progress.together > 1
-            self._end(runner, progress, failed, is_crash=is_blocked or is_several)
+            # Which of several jobs of one call hangs cannot be known. As suspects each runs alone, and then it shows.
+            self._end(runner, progress, failed, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append(runner)
 

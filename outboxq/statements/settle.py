@@ -90,6 +90,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind is not
     its producer's to overwrite: then the new one has another id.
     """
+    # No other one of this id can come meanwhile: a job is inserted only after the one before it has left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, func.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))

@@ -684,8 +684,8 @@ MUTANTS = (
     Mutant(
         "the crash of a job whose child task blocks the loop",
         "outboxq/watch.py",
-        "is_crash=is_blocked or is_several)",
-        "is_crash=is_several)",
+        "is_crash=is_blocked or (is_over and is_several))",
+        "is_crash=is_over and is_several)",
         ("tests/integration/test_event_loops.py::test_a_child_task_that_blocks_the_loop_is_counted_against_its_job",),
     ),
     Mutant(
@@ -712,7 +712,7 @@ MUTANTS = (
     Mutant(
         "the time-out of a call of several jobs, which charges none of them",
         "outboxq/watch.py",
-        " if is_over and progress.together == 1 else None\n",
+        " if is_over and not is_several else None\n",
         " if is_over else None\n",
         ("tests/faults/test_deadlines.py::test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone",),
     ),

@@ -562,7 +562,7 @@ def test_a_sync_handler_that_hangs_is_cut_off(
 def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, release: threading.Event
 ) -> None:
-    """Of a call with several jobs nobody knows for which of them it hung: not for the first one, perhaps."""
+    """For which of the jobs of a call it hung cannot be known: not for the first one, perhaps."""
     jobs = Jobs()
 
     @jobs.batch_handler(Named, queue="sync", retry=ONCE, timeout_seconds=0.5)

@@ -11,7 +11,7 @@ from tests.support.waiting import PATIENCE
 
 
 def test_a_migration_that_waits_says_for_whom(outboxq_database: Database) -> None:
-    """Somebody's session may have been forgotten in the middle of one."""
+    """A session may have been forgotten in the middle of one."""
     url = make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(url, application_name="another deployment") as holder:
         holder.execute("SELECT pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext('outboxq'))")

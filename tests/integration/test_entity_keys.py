@@ -148,7 +148,7 @@ def add_entity(engine: Engine, class_: type[Any], key: tuple[object, ...]) -> No
 def test_the_row_of_an_entity_is_found_by_its_key(
     form: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """Whoever loads it: its own session, or the batch."""
+    """Whether its own session loads it, or the batch."""
     jobs = Jobs()
     for which, (class_, key) in READ.items():
         add_entity(engine, class_, key)

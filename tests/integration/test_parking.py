@@ -1,4 +1,4 @@
-"""Jobs of kinds that nobody here knows: errors on their way back to the queue end no relay."""
+"""Jobs of kinds that have no handler here: errors on their way back to the queue end no relay."""
 
 from collections.abc import Callable
 

@@ -380,7 +380,7 @@ def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
 
 
 def test_a_role_that_had_to_be_made_is_told(outboxq_server: Server) -> None:
-    """The name of a login role may have been mistyped: the one that is made instead helps nobody."""
+    """The name of a login role may have been mistyped, and the role that is made instead is of no use."""
     name = f"oq%{secrets.token_hex(4)}"
     with (
         outboxq_server.create_database() as database,

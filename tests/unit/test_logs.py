@@ -48,7 +48,7 @@ def console() -> Iterator[io.StringIO]:
 
 def job(kind: str) -> Job:
     rest = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "queue", "kind", "attempt")), None)
-    return Job(id=UUID(int=7), queue="q", kind=kind, attempt=1, **rest)  # type: ignore[arg-type]  # what is logged
+    return Job(id=UUID(int=7), queue="q", kind=kind, attempt=1, **rest)  # type: ignore[arg-type]  # the rest is not logged
 
 
 @pytest.mark.parametrize("nasty", NASTY)

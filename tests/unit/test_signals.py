@@ -12,7 +12,7 @@ from outboxq.postgres import Database
 from tests.support.cli import command, environment
 from tests.support.waiting import PATIENCE, wait_until
 
-# Nobody listens there, and nobody is asked.
+# No server listens there, and none is asked.
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing"
 EMBEDDED = """
 import ctypes, os, signal, sys

@@ -161,10 +161,13 @@ def test_jobs_that_change_the_same_row_all_count(
     first: str, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """Whichever way each of them writes: attributes, expressions, statements, the driver's cursor, deferred."""
-    for id_, second in enumerate(CREDITS, start=1):
-        several = [{"name": f"{id_}", "account": id_, "how": how} for how in (first, second, first)]
-        enqueue(sessions, handler, several)
-        drain(shared_app.jobs, **ONE_SLOT)
+    several = [
+        {"name": f"{id_}", "account": id_, "how": how}
+        for id_, second in enumerate(CREDITS, start=1)
+        for how in (first, second, first)
+    ]
+    enqueue(sessions, handler, several)
+    drain(shared_app.jobs, slots_per_queue=1, batch_size=3)
     assert balances(engine) == dict.fromkeys(range(1, len(CREDITS) + 1), 3)
     assert effects(engine) == {f"{id_}": 3 for id_ in range(1, len(CREDITS) + 1)}
 

@@ -200,7 +200,7 @@ def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> To
 
 def _report(total: Total, verb: str, *, as_json: bool) -> None:
     if as_json:
-        refused = {"already_waiting": total.refused} if verb == "retried" else {}
+        refused = {"refused": total.refused} if verb == "retried" else {}
         print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
     else:
         typer.echo(f"{verb} {count(total.changed, 'dead letter', 'dead letters')}")
@@ -209,7 +209,9 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
     for job_id in total.held:
         notice(f"not {verb}, because another transaction holds it: {job_id}")
     for job_id in total.refused:
-        notice(f"not {verb}, because a job with its id waits or runs already: {job_id}")
+        notice(
+            f"not {verb}, because a job with its id waits or runs already, or it is longer than a job may be: {job_id}"
+        )
     raise typer.Exit(total.exit_code)
 
 

@@ -1,11 +1,14 @@
 """`outboxq migrate`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outboxq.cli.failures import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+
+if TYPE_CHECKING:
+    from psycopg.errors import Diagnostic
 
 
 def migrate(
@@ -52,12 +55,20 @@ def migrate(
 def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, int]:
     from outboxq import config
     from outboxq.cli.database import connect
-    from outboxq.migrations.runner import migrate as run
+    from outboxq.driver import dbapi_connection
+    from outboxq.migrations.runner import migrate_committing
 
     url = config.database_url(database_url)
     config.check_schema(schema)
-    with connect(url) as connection, connection.begin():
-        return run(connection, to=to, schema=schema, waits=_tell_of_wait)
+    with connect(url) as connection:
+        dbapi_connection(connection).add_notice_handler(_tell_notice)
+        return migrate_committing(connection, to=to, schema=schema, waits=_tell_of_wait)
+
+
+def _tell_notice(diagnostic: "Diagnostic") -> None:
+    from outboxq.cli.output import notice
+
+    notice(str(diagnostic.message_primary).removeprefix("outboxq: "))
 
 
 def _tell_of_wait(holders: list[str]) -> None:

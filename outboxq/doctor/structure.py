@@ -10,6 +10,7 @@ from sqlalchemy.schema import CreateIndex
 
 from outboxq.doctor.findings import Check, Examination, Finding
 from outboxq.doctor.words import identifier
+from outboxq.migrations import LATEST
 from outboxq.statements import doctor_tables as statements
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.tables import metadata
@@ -41,7 +42,9 @@ def look_at_version(examination: Examination) -> Version:
         return Version([_tables_missing(examination.schema)], is_usable=False, is_current=False)
     if step < NEEDED_VERSION:
         return Version([_tables_old(examination.schema, step)], is_usable=True, is_current=False)
-    if step > NEEDED_VERSION:
+    if step < LATEST:
+        return Version([_steps_waiting(examination.schema, step)], is_usable=True, is_current=False)
+    if step > LATEST:
         return Version([_tables_new(examination.schema, step)], is_usable=True, is_current=False)
     return Version([], is_usable=True, is_current=True)
 
@@ -62,7 +65,18 @@ def _tables_old(schema: str, step: int) -> Finding:
         "problem",
         f"the tables are at step {step}, and this outboxq needs step {NEEDED_VERSION}",
         {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
-        f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={NEEDED_VERSION}) in a revision of yours.",
+        f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={LATEST}) in a revision of yours.",
+    )
+
+
+def _steps_waiting(schema: str, step: int) -> Finding:
+    return Finding(
+        "tables-behind",
+        "warning",
+        f"the tables are at step {step}, and this outboxq brings step {LATEST}; their parts were not compared",
+        {"schema": schema, "step": step, "latest_step": LATEST},
+        f"Run `outboxq migrate` while the relays work on, or call outboxq.migrations.upgrade(op, to={LATEST}) in "
+        "revisions of yours, as docs/migrations.md says.",
     )
 
 
@@ -70,9 +84,9 @@ def _tables_new(schema: str, step: int) -> Finding:
     return Finding(
         "tables-new",
         "info",
-        f"the tables are at step {step}, made by a newer outboxq than this one, which knows step {NEEDED_VERSION}; "
+        f"the tables are at step {step}, made by a newer outboxq than this one, which knows step {LATEST}; "
         "their parts were not compared",
-        {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
+        {"schema": schema, "step": step, "latest_step": LATEST},
         "Finish the deployment: relays and producers of this version go on working meanwhile.",
     )
 

@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=6)
+        migrations.upgrade(op, to=8)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -28,6 +28,8 @@ from outboxq.migrations import (
     step_04_inbox,
     step_05_upkeep,
     step_06_headers,
+    step_07_checks,
+    step_08_validated,
 )
 from outboxq.migrations.quoting import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
@@ -40,8 +42,12 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_04_inbox.UP, step_04_inbox.DOWN),
     (step_05_upkeep.UP, step_05_upkeep.DOWN),
     (step_06_headers.UP, step_06_headers.DOWN),
+    (step_07_checks.UP, step_07_checks.DOWN),
+    (step_08_validated.UP, step_08_validated.DOWN),
 )
 LATEST = len(STEPS)
+# What comes behind one of these may take long, and the step takes a lock that nobody should wait for so long.
+COMMIT_BEHIND = (7,)
 
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
@@ -224,6 +230,9 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
     A revision of yours should name its step, so that it does the same thing for ever. The database refuses it on a
     server older than PostgreSQL 15, and if its encoding is not UTF8.
 
+    Tables that are in use come from below step 7 to step 8 in two transactions, a revision each: step 8 reads the whole
+    table, and what step 7 has locked is free only when that is committed.
+
     Args:
         op: Alembic's `op`, online or offline.
         to: 1 to `LATEST`.
@@ -234,8 +243,8 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
     """
     last = check_step(LATEST if to is None else to, lowest=1)
     op.execute(_clause(_fill(_CHECK_SERVER, schema, oldest=OLDEST_MAJOR)))
-    for number in range(1, last + 1):
-        op.execute(_clause(upgrade_sql(number, schema)))
+    for step in range(1, last + 1):
+        op.execute(step_clause(step, schema))
 
 
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
@@ -265,6 +274,11 @@ def include_name(
     """
     del parent_names
     return not (type_ == "schema" and name == schema)
+
+
+def step_clause(step: int, schema: str) -> TextClause:
+    """One step upwards, for `op.execute`."""
+    return _clause(upgrade_sql(step, schema))
 
 
 def upgrade_sql(step: int, schema: str) -> str:

@@ -37,12 +37,7 @@ def migrate(
     """
     check_schema(schema)
     target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
-    # Another migration may be under way: the steps would wait for it, but `before` would be what it was before that.
-    if not try_lock_version(connection, schema):
-        if waits is not None:
-            waits(version_lock_holders(connection, schema))
-        lock_version(connection, schema)
-    before = schema_version(connection, schema) or 0
+    before = _locked_version(connection, schema, waits)
     if before > migrations.LATEST:
         if to is not None:
             raise SchemaError(
@@ -59,6 +54,43 @@ def migrate(
     return before, target
 
 
+def migrate_committing(
+    connection: Connection,
+    *,
+    to: int | None = None,
+    schema: str = "outboxq",
+    waits: Callable[[list[str]], None] | None = None,
+) -> tuple[int, int]:
+    """As `migrate`, in as many transactions as it takes to hold every lock for a moment only.
+
+    Should it end between two of them, the next call goes on.
+
+    Args:
+        connection: Outside of a transaction.
+    """
+    check_schema(schema)
+    target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
+    found: list[int] = []
+    for stop in migrations.COMMIT_BEHIND:
+        with connection.begin():
+            found.append(_locked_version(connection, schema, waits))
+            if found[-1] < stop < target:
+                migrate(connection, to=stop, schema=schema)
+    with connection.begin():
+        _, after = migrate(connection, to=to, schema=schema, waits=waits)
+    return found[0], after
+
+
+def _locked_version(connection: Connection, schema: str, waits: Callable[[list[str]], None] | None) -> int:
+    """The step of the tables, 0 without any; no other migration runs until the transaction ends."""
+    # Another migration may be under way: the steps would wait for it, but the version would be what it was before that.
+    if not try_lock_version(connection, schema):
+        if waits is not None:
+            waits(version_lock_holders(connection, schema))
+        lock_version(connection, schema)
+    return schema_version(connection, schema) or 0
+
+
 def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
     """The SQL of `migrate` upwards, for `psql` or for review.
 
@@ -72,6 +104,12 @@ def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
         dialect_opts={"paramstyle": "named"},
         opts={"as_sql": True, "output_buffer": output},
     )
+    last = migrations.check_step(migrations.LATEST if to is None else to, lowest=1)
+    operations, first = Operations(context), min(last, *migrations.COMMIT_BEHIND)
     with context.begin_transaction():
-        migrations.upgrade(Operations(context), to=to, schema=schema)
+        migrations.upgrade(operations, to=first, schema=schema)
+    if first < last:
+        with context.begin_transaction():
+            for step in range(first + 1, last + 1):
+                operations.execute(migrations.step_clause(step, schema))
     return output.getvalue()

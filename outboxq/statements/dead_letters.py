@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, delete, exists, func, select
+from sqlalchemy import ColumnElement, Executable, delete, exists, func, literal_column, select, true
 from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.statements.paging import page_outcome, pick_page
-from outboxq.tables import dead_job, job
+from outboxq.tables import JOB_SIZES, dead_job, job
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,15 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     """Turn the next page of dead letters that match and that no transaction holds back into jobs that are ready.
 
     One statement: a dead letter is never in both tables, nor in none. One whose id a job has, because a producer chose
-    it twice, stays. See `pick_page` for index, locks and bound. A job that a handler runs at this moment is still seen
-    by the first look; without that, the insert would wait for the handler's end.
+    it twice, stays, and so does one that is longer than a job may be. See `pick_page` for index, locks and bound. A job
+    that a handler runs at this moment is still seen by the first look; without that, the insert would wait for the
+    handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     moved = ("args", "errors", *_KEPT)
     there = exists().where(job.c.id == dead_job.c.id)
-    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, ~there)
+    fits: ColumnElement[bool] = func.coalesce(literal_column(f"({JOB_SIZES})"), true())
+    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, ~there, fits)
     added = insert(job).from_select(moved, rows, include_defaults=False)
     again = added.on_conflict_do_nothing(index_elements=[job.c.id]).returning(job.c.id).cte("again")
     moved_away = delete(dead_job).where(dead_job.c.id == again.c.id).returning(dead_job.c.id).cte("moved_away")

@@ -1,19 +1,18 @@
-"""Arithmetic on stored numbers that fails for none of them.
+"""Arithmetic on stored numbers that fails for none of them, and comes to what the table's checks allow.
 
-A row may hold any number of its column's type. An overflow would fail the whole statement, and with it every other job
-that the statement is for.
+A row that was written before there were checks may hold any number of its column's type. An overflow would fail the
+whole statement, and with it every other job that the statement is for.
 """
 
 from typing import LiteralString
 
-# The next of them is the greatest integer.
-_ALMOST_INTEGER: LiteralString = "2147483646"
-_ALMOST_SMALLINT: LiteralString = "32766"
+# The greatest that the checks allow is one less than the column could hold.
+MOST_COUNTED = 32_766
 
 
 def one_more_attempt(attempt: LiteralString) -> LiteralString:
-    """Counted from 0, and no further than the column can hold."""
-    return f"least(greatest({attempt}, 0), {_ALMOST_INTEGER}) + 1"
+    """Counted from 0, and no further than is allowed."""
+    return f"least(greatest({attempt}, 0), 2147483645) + 1"
 
 
 def one_attempt_less(attempt: LiteralString) -> LiteralString:
@@ -22,10 +21,10 @@ def one_attempt_less(attempt: LiteralString) -> LiteralString:
 
 
 def one_more(count: LiteralString) -> LiteralString:
-    """For `crashes` and `parked`, as `one_more_attempt`."""
-    return f"least(greatest({count}, 0), {_ALMOST_SMALLINT}) + 1"
+    """For `crashes` and `parked`, as `one_more_attempt`: up to `MOST_COUNTED`."""
+    return f"least(greatest({count}, 0), 32765) + 1"
 
 
 def next_token(token: LiteralString) -> LiteralString:
     """A fence asks whether a token is another one, not whether it is greater: behind the greatest comes 1."""
-    return f"{token} % 9223372036854775807 + 1"
+    return f"greatest({token}, 0) % 9223372036854775806 + 1"

@@ -33,7 +33,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
 from outboxq.job import Job
 from outboxq.statements.claim import PARKED_UNTIL
-from outboxq.statements.numbers import next_token
+from outboxq.statements.numbers import MOST_COUNTED, next_token
 from outboxq.tables import dead_job, job
 
 _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
@@ -55,7 +55,7 @@ def put_back(
 def put_back_parked(claimed: Job) -> Insert | Update:
     """The job waits again, for later and without an attempt counted: no handler here knows its kind."""
     later: ColumnElement[object] = literal_column(PARKED_UNTIL.replace("parked", str(claimed.parked)))
-    parked = min(claimed.parked + 1, 32_767)
+    parked = min(claimed.parked + 1, MOST_COUNTED)
     changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": "scheduled"}
     return _write(claimed, {**changed, "run_at": later})
 

@@ -3,6 +3,7 @@
 from psycopg import sql
 from sqlalchemy import Connection, text
 
+# Later steps may follow a deployment: what they add, this code can do without.
 NEEDED_VERSION = 6
 
 

@@ -868,9 +868,13 @@ def test_a_thread_that_never_ends_ends_its_relay(
         release.wait(LONG)
 
     add(sessions, jobs, "stuck", "good")
+    # Those of other tests may still hang.
+    before = set(threading.enumerate())
     run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1))
+    left = {thread for thread in threading.enumerate() if thread.name == "outboxq-slot"} - before
+    assert len(left) == 1
     release.set()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "outboxq-slot"], "the thread to end")
+    wait_until(lambda: not [thread for thread in left if thread.is_alive()], "the thread to end")
     assert effects(engine) == ["good"]
     assert len(dead_errors(engine)) == 1
 

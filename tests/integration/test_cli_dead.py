@@ -91,7 +91,7 @@ def test_retry_by_id_starts_over_and_keeps_the_errors(
     one, missing = dead["one"].id, uuid4()
     said = run("dead", "retry", one, missing, "--json", url=outboxq_database.url)
     assert said.exit_code == 1
-    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)], "already_waiting": []}
+    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)], "refused": []}
     assert one not in ids(engine, dead_job)
     again = call("jobs", "show", one, "--json", url=outboxq_database.url).ok().json
     assert (again["state"], again["attempt"], again["crashes"]) == ("ready", 0, 0)
@@ -149,8 +149,8 @@ def test_a_dead_letter_whose_job_waits_again_is_named_and_the_others_are_retried
     for selection in ((waits, dead["one"].id), ("--kind", "fail")):
         said = call("dead", "retry", *selection, "--json", url=outboxq_database.url)
         assert said.exit_code == 1
-        assert said.json["already_waiting"] == [str(waits)]
-        assert f"a job with its id waits or runs already: {waits}" in said.stderr
+        assert said.json["refused"] == [str(waits)]
+        assert f"a job with its id waits or runs already, or it is longer than a job may be: {waits}" in said.stderr
     assert ids(engine, dead_job) == {waits, dead["given up"].id}
     assert ids(engine, job) == {waits, dead["one"].id}
 

@@ -5,6 +5,7 @@ import subprocess
 import psycopg
 from sqlalchemy import make_url
 
+from outboxq.migrations import LATEST
 from outboxq.postgres import Database
 from tests.support.cli import command, environment
 from tests.support.waiting import PATIENCE
@@ -26,4 +27,4 @@ def test_a_migration_that_waits_says_for_whom(outboxq_database: Database) -> Non
             holder.rollback()
             out, more = process.communicate(timeout=PATIENCE)
     assert (process.returncode, more) == (0, "")
-    assert out == "schema 'outboxq' is at step 6 already\n"
+    assert out == f"schema 'outboxq' is at step {LATEST} already\n"

@@ -135,7 +135,9 @@ def test_the_list_has_every_queue_that_is_anywhere(
         session.add_job(external("k", queue="e"))
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect' WHERE queue = 'd'"))
-        connection.execute(text("UPDATE outboxq.job SET state = 'leased' WHERE queue = 'e'"))
+        connection.execute(
+            text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid() WHERE queue = 'e'")
+        )
     url = outboxq_database.url
     call("queues", "pause", "f", "a", url=url).ok()
     found = call("queues", "list", "--json", url=url).ok().json["queues"]
@@ -162,7 +164,9 @@ def test_stats_count_every_job_once(
             session.add_job(external(state, queue="ledger"))
     make_due(engine, "90 seconds")
     with engine.begin() as connection:
-        connection.execute(text("UPDATE outboxq.job SET state = kind WHERE kind IN ('leased', 'suspect')"))
+        connection.execute(
+            text("UPDATE outboxq.job SET state = kind, lease_owner = id WHERE kind IN ('leased', 'suspect')")
+        )
         # Parked for five seconds: on a busy machine it is due by now.
         connection.execute(text("UPDATE outboxq.job SET run_at = run_at + interval '1 hour' WHERE parked > 0"))
     url = outboxq_database.url

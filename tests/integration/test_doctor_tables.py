@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outboxq.migrations import LATEST
 from outboxq.postgres import Database, Server
 from outboxq.statements.version import NEEDED_VERSION
 from tests.support.cli import run
@@ -30,11 +31,25 @@ def test_tables_of_an_older_step_are_a_problem(outboxq_database: Database) -> No
     """A marker below the needed step is a problem that names both, and the tables' parts are not compared."""
     execute(
         outboxq_database.url,
-        f"DELETE FROM outboxq.migration WHERE step = {NEEDED_VERSION}",
+        f"DELETE FROM outboxq.migration WHERE step >= {NEEDED_VERSION}",
         "DROP INDEX outboxq.job_ready",
     )
     found = only(outboxq_database.url, "tables-old")
     assert (found["detail"]["step"], found["detail"]["needed_step"]) == (NEEDED_VERSION - 1, NEEDED_VERSION)
+    assert named(outboxq_database.url, "index-missing") == []
+
+
+def test_a_step_that_waits_is_a_warning(outboxq_database: Database) -> None:
+    """This code works on the tables as they are; what the step adds is missing, and the tables' parts differ."""
+    execute(
+        outboxq_database.url, f"DELETE FROM outboxq.migration WHERE step = {LATEST}", "DROP INDEX outboxq.job_ready"
+    )
+    found = only(outboxq_database.url, "tables-behind")
+    assert (found["severity"], found["detail"]["step"], found["detail"]["latest_step"]) == (
+        "warning",
+        LATEST - 1,
+        LATEST,
+    )
     assert named(outboxq_database.url, "index-missing") == []
 
 

@@ -54,7 +54,7 @@ def test_dead_and_leased_jobs_are_found_too(
     with sessions.begin() as session:
         leased = session.add_job(app.record, name="y")
     with engine.begin() as connection:
-        connection.execute(text("UPDATE outboxq.job SET state = 'leased'"))
+        connection.execute(text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()"))
 
     async def look() -> list[FoundJob | None]:
         there = create_async_engine(create_engine(outboxq_database.url).url)

@@ -605,8 +605,9 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
         if analyzed == "before":
             connection.exec_driver_sql("ANALYZE outboxq.job")
         connection.exec_driver_sql(
-            "INSERT INTO outboxq.job (id, queue, kind, args, state, lease_token) "
-            "SELECT gen_random_uuid(), 'held', 'work', '{}', 'leased', 1 FROM generate_series(1, 100000)"
+            "INSERT INTO outboxq.job (id, queue, kind, args, state, lease_owner, lease_token) "
+            "SELECT gen_random_uuid(), 'held', 'work', '{}', 'leased', gen_random_uuid(), 1 "
+            "FROM generate_series(1, 100000)"
         )
         if analyzed == "after":
             connection.exec_driver_sql("ANALYZE outboxq.job")

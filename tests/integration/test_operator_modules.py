@@ -175,7 +175,10 @@ def test_a_leased_job_is_listed_as_running_and_can_be_cancelled(engine: Engine) 
     """A lease holds it, and no transaction: deleting it takes the lease away."""
     with engine.begin() as connection:
         leased, _waits = add(connection, 2)
-        connection.execute(text("UPDATE outboxq.job SET state = 'leased' WHERE id = :id"), {"id": leased})
+        connection.execute(
+            text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid() WHERE id = :id"),
+            {"id": leased},
+        )
     with engine.begin() as connection:
         found = backlog.list_jobs(connection, running=True)
         assert [(job.id, job.state, job.pid) for job in found] == [(leased, "leased", None)]

@@ -16,6 +16,7 @@ from outboxq.statements.lease import NEVER, reap
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
+from tests.support.row_checks import drop_checks
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -31,7 +32,8 @@ EXTREMES = (
     f"lease_token = {GREATEST_TOKEN}",
     f"lease_token = {-GREATEST_TOKEN - 1}",
 )
-ALL = sorted(["another", *EXTREMES])
+# What the table's checks allow, and not one more.
+BOUNDS = ("attempt = 2147483646", "crashes = 32766", "parked = 32766", f"lease_token = {GREATEST_TOKEN - 1}")
 
 
 def leased_jobs() -> Jobs:
@@ -47,8 +49,8 @@ def leased_jobs() -> Jobs:
 def poison(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
+    extremes: tuple[str, ...],
     values: str = "",
-    extremes: tuple[str, ...] = EXTREMES,
     kind: JobKind[str] = app.record,
 ) -> None:
     """A job for each extreme number, named by it, with these other values in its row; and another job behind them."""
@@ -60,6 +62,21 @@ def poison(
             connection.execute(text(f"UPDATE outboxq.job SET {row} WHERE id = :id"), {"id": handle.id})
     with sessions.begin() as session:
         session.add_job(app.record, name="another")
+
+
+@pytest.fixture
+def unchecked(engine: Engine) -> None:
+    """Rows as an installation may hold them that has not come to the step with the checks."""
+    drop_checks(engine)
+
+
+@pytest.fixture(params=["before the checks", "at their bounds"])
+def extremes(request: pytest.FixtureRequest, engine: Engine) -> tuple[str, ...]:
+    """What a row may hold; what relays write behind it, the checks allow."""
+    if request.param == "at their bounds":
+        return BOUNDS
+    drop_checks(engine)
+    return EXTREMES
 
 
 @pytest.fixture
@@ -76,64 +93,75 @@ def names(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_job_with_any_number_is_done_and_holds_up_no_other(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, mode: str, state: str
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    extremes: tuple[str, ...],
+    mode: str,
+    state: str,
 ) -> None:
     """Claimed in either mode, as ready, due or suspected jobs: all of their queue are done."""
-    poison(engine, sessions, f"state = '{state}'")
+    poison(engine, sessions, extremes, f"state = '{state}'")
     events = drain(leased_jobs() if mode == "lease" else app.jobs)
-    assert names(engine) == ALL
-    assert len([event for event in events if isinstance(event, JobDone)]) == len(ALL)
+    assert names(engine) == sorted(["another", *extremes])
+    assert len([event for event in events if isinstance(event, JobDone)]) == len(extremes) + 1
 
 
 @pytest.mark.parametrize("state", ["ready", "suspect"])
 def test_a_failing_job_with_any_number_is_given_up(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, state: str
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, extremes: tuple[str, ...], state: str
 ) -> None:
     """What its failure writes is in the range of the columns, too, and attempts are bounded whatever was stored."""
-    poison(engine, sessions, f"state = '{state}'", kind=app.fail)
+    poison(engine, sessions, extremes, f"state = '{state}'", kind=app.fail)
     drain(batch_size=2)
     assert names(engine) == ["another"]
     with engine.connect() as connection:
         assert connection.execute(text("SELECT args->>'name', attempt, crashes FROM outboxq.job")).all() == []
         dead = "SELECT args->>'name' FROM outboxq.dead_job"
-        assert sorted(connection.execute(text(dead)).scalars()) == sorted(EXTREMES)
+        assert sorted(connection.execute(text(dead)).scalars()) == sorted(extremes)
 
 
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 def test_a_job_of_an_unknown_kind_with_any_number_is_parked(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, state: str
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, extremes: tuple[str, ...], state: str
 ) -> None:
     """By its claim or at the head of its queue: it waits for a relay that knows it."""
-    poison(engine, sessions, f"state = '{state}', kind = 'unknown'")
+    poison(engine, sessions, extremes, f"state = '{state}', kind = 'unknown'")
     drain()
     assert names(engine) == ["another"]
     with engine.connect() as connection:
         later = "SELECT count(*) FROM outboxq.job WHERE state = 'scheduled' AND run_at > clock_timestamp()"
-        assert connection.execute(text(later)).scalar_one() == len(EXTREMES)
+        assert connection.execute(text(later)).scalar_one() == len(extremes)
 
 
 @pytest.mark.parametrize(("max_crashes", "dead"), [(3, 1), (NEVER, 0)])
 def test_the_reaper_takes_a_job_with_any_number(
-    engine: Engine, sessions: sessionmaker[OutboxSession], connection: Connection, max_crashes: int, dead: int
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    connection: Connection,
+    extremes: tuple[str, ...],
+    max_crashes: int,
+    dead: int,
 ) -> None:
     """Those of a dead relay come back or are buried, all in one sweep; the tokens they get are others."""
-    poison(engine, sessions)
+    poison(engine, sessions, extremes)
     tokens = "SELECT id, lease_token FROM outboxq.job"
     with connection.begin():
         connection.execute(text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()"))
         before = set(connection.execute(text(tokens)).all())
-        assert len(run_script(connection, reap("outboxq", max_crashes, 100))[0].rows) == len(ALL)
+        assert len(run_script(connection, reap("outboxq", max_crashes, 100))[0].rows) == len(extremes) + 1
         after = set(connection.execute(text(f"{tokens} WHERE state = 'suspect'")).all())
-    assert len(after) == len(ALL) - dead
+    assert len(after) == len(extremes) + 1 - dead
     assert not before & after
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("token", [GREATEST_TOKEN, -GREATEST_TOKEN - 1, -1, 0, 41])
 def test_a_job_that_is_given_back_has_another_token(
     engine: Engine, sessions: sessionmaker[OutboxSession], connection: Connection, token: int
 ) -> None:
     """Also behind the greatest there is: a handler that held it before can complete nothing of it."""
-    poison(engine, sessions, "attempt = -2147483648, state = 'leased'", (f"lease_token = {token}",))
+    poison(engine, sessions, (f"lease_token = {token}",), "attempt = -2147483648, state = 'leased'")
     with connection.begin():
         job_id = connection.execute(text("SELECT id FROM outboxq.job WHERE state = 'leased'")).scalar_one()
         run_script(connection, give_back_held("outboxq", [held_job(job_id, token)]))
@@ -150,7 +178,7 @@ def held_job(job_id: object, token: int) -> Job:
 def test_the_greatest_token_fences_as_any_other(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """A job that is taken from its handler while it has the greatest token there is runs again, and is done once."""
+    """A job that is taken from its handler while it has the greatest token that may be runs again, and is done once."""
     jobs, taken = Jobs(), []
 
     @jobs.handler(queue="ledger", claim="lease", kind="record", retry=Backoff(max_attempts=1))
@@ -162,10 +190,10 @@ def test_the_greatest_token_fences_as_any_other(
                 run_script(connection, reap("outboxq", 3, 100))
         ctx.session.add(Effect(name=name))
 
-    almost = f"lease_token = {GREATEST_TOKEN - 1}"
-    poison(engine, sessions, extremes=(almost,))
+    almost = f"lease_token = {GREATEST_TOKEN - 2}"
+    poison(engine, sessions, (almost,))
     with start_relay(jobs, RelayConfig(slots_per_queue=1, lease_seconds=1)) as running:
         wait_until(lambda: len(running.of(JobDone)) == 2, "both to be done")
     assert names(engine) == ["another", almost]
-    assert taken == [GREATEST_TOKEN]
+    assert taken == [GREATEST_TOKEN - 1]
     assert not running.of(JobDied)

@@ -83,10 +83,12 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
         ("migrations.upgrade(op, to=4)", "migrations.downgrade(op, to=3)"),
         ("migrations.upgrade(op, to=5)", "migrations.downgrade(op, to=4)"),
         ("migrations.upgrade(op, to=6)", "migrations.downgrade(op, to=5)"),
+        ("migrations.upgrade(op, to=7)", "migrations.downgrade(op, to=6)"),
+        ("migrations.upgrade(op, to=8)", "migrations.downgrade(op, to=7)"),
     ],
     "the plugin's operations": [
         _OWN_TABLES,
-        ("op.outboxq_upgrade(to=6)", "op.outboxq_downgrade(to=0)"),
+        ("op.outboxq_upgrade(to=8)", "op.outboxq_downgrade(to=0)"),
     ],
 }
 

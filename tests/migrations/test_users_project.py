@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outboxq.migrations import LATEST
 from outboxq.postgres import Database
 from tests.migrations.catalog import fetch_value, is_empty, read_catalog, schema_exists
 from tests.migrations.project import HISTORIES, make_project, run_psql
@@ -30,7 +31,7 @@ def test_a_history_goes_up_down_one_by_one_to_base_and_up_again(
             else None
         )
     # One step a revision; then nothing of ours, and last the project's own tables.
-    assert steps == [5, 4, 3, 2, 1, None, None][7 - len(history) :]
+    assert steps == [*range(LATEST - 1, 0, -1), None, None][LATEST + 1 - len(history) :]
     assert is_empty(read_catalog(database.url, "public", without="alembic_version"))
 
     project.succeed("upgrade", "head")
@@ -92,4 +93,4 @@ def test_a_refused_downgrade_leaves_the_whole_history_where_it_was(database: Dat
     assert "outboxq jobs cancel" in refused.err
     assert "hunter2" not in refused.err
     assert read_catalog(database.url) == installed
-    assert "r7 (head)" in project.succeed("current")
+    assert f"r{LATEST + 1} (head)" in project.succeed("current")

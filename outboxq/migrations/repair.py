@@ -1,0 +1,58 @@
+"""What steps 7 and 8 do with rows that their checks refuse. Frozen.
+
+A row that a producer wrote by hand, or that was written before there were checks, may hold numbers that no counting of
+ours comes to, or arguments that no relay can read. The numbers are set to the nearest that may be; what is too long
+becomes a dead letter, which can be looked at and discarded. What has no text at all is dropped from it: not even
+looking at the dead letter would be possible.
+"""
+
+REPAIR = """\
+    UPDATE @schema@.job SET
+      attempt = least(greatest(attempt, 0), 2147483646),
+      crashes = least(greatest(crashes, 0), 32766),
+      parked = least(greatest(parked, 0), 32766),
+      lease_token = least(greatest(lease_token, 0), 9223372036854775806),
+      state = CASE WHEN state = 'leased' AND lease_owner IS NULL THEN 'suspect' ELSE state END
+    WHERE attempt NOT BETWEEN 0 AND 2147483646 OR crashes NOT BETWEEN 0 AND 32766
+      OR parked NOT BETWEEN 0 AND 32766 OR lease_token NOT BETWEEN 0 AND 9223372036854775806
+      OR state = 'leased' AND lease_owner IS NULL;
+    DECLARE
+      found uuid;
+      too_long boolean;
+      has_text boolean;
+    BEGIN
+      FOR found IN SELECT id FROM @schema@.job
+        WHERE pg_column_size(args) > 1024 OR pg_column_compression(args) IS NOT NULL
+          OR pg_column_size(headers) > 1024 OR pg_column_compression(headers) IS NOT NULL
+          OR octet_length(unique_key) > 1024 OR octet_length(group_key) > 1024
+      LOOP
+        -- A few bytes may stand for a number of a hundred thousand digits: their text may be more than there can be.
+        BEGIN
+          has_text := true;
+          too_long := EXISTS (
+            SELECT FROM @schema@.job WHERE id = found AND (
+              octet_length(args::text) > 16777216 OR octet_length(headers::text) > 1048576
+              OR octet_length(unique_key) > 1024 OR octet_length(group_key) > 1024
+            )
+          );
+        EXCEPTION WHEN program_limit_exceeded OR out_of_memory OR data_exception OR internal_error THEN
+          too_long := true;
+          has_text := false;
+        END;
+        IF too_long THEN
+          WITH gone AS (
+            DELETE FROM @schema@.job WHERE id = found RETURNING *
+          )
+          INSERT INTO @schema@.dead_job (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes,
+            unique_key, group_key, errors, reason, created_at)
+          SELECT CASE WHEN EXISTS (SELECT FROM @schema@.dead_job WHERE dead_job.id = gone.id)
+              THEN gen_random_uuid() ELSE gone.id END,
+            queue, kind, CASE WHEN has_text THEN args ELSE '{}' END, CASE WHEN has_text THEN headers ELSE '{}' END,
+            priority, attempt, max_attempts, crashes, unique_key, group_key, errors,
+            'its arguments, headers or keys are longer than a relay reads'
+              || CASE WHEN has_text THEN '' ELSE ', and than PostgreSQL can show: they were dropped' END,
+            created_at
+          FROM gone;
+        END IF;
+      END LOOP;
+    END;"""

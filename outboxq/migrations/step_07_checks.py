@@ -1,0 +1,72 @@
+"""Step 7: what a row of `job` may hold, and where our functions look functions up. Frozen.
+
+The checks hold for what is written from now on; step 8, a transaction of its own, reads the whole table for what was
+there before. Counters end one below their type, so that counting on cannot overflow. Arguments and headers are measured
+as the text that a claim reads; up to 1,024 bytes, uncompressed, they cannot come to more than the bound.
+"""
+
+from outboxq.migrations.repair import REPAIR
+
+# The lock is exclusive, and for the twinkling of a catalog's row. While it is waited for, claims and producers wait
+# too: so it is for a fifth of a second at a time.
+_LOCK = """\
+    DECLARE
+      lock_timeout_before text := current_setting('lock_timeout');
+      give_up_at timestamptz := clock_timestamp() + interval '5 minutes';
+      tries integer := 0;
+    BEGIN
+      LOOP
+        BEGIN
+          PERFORM set_config('lock_timeout', '200ms', true);
+          LOCK TABLE @schema@.job IN ACCESS EXCLUSIVE MODE;
+          EXIT;
+        EXCEPTION WHEN lock_not_available THEN
+          IF clock_timestamp() > give_up_at THEN
+            RAISE EXCEPTION USING
+              ERRCODE = 'lock_not_available',
+              MESSAGE = 'outboxq: for 5 minutes there was no moment without an open transaction on '
+                || @schema_identifier_literal@ || '.job',
+              HINT = 'Pause the queues (outboxq queues pause) or stop the relays until this step is done.';
+          END IF;
+          IF tries = 0 THEN
+            RAISE NOTICE USING MESSAGE = 'outboxq: waiting for a moment without an open transaction on '
+              || @schema_identifier_literal@ || '.job';
+          END IF;
+          tries := tries + 1;
+          PERFORM pg_sleep(0.8);
+        END;
+      END LOOP;
+      PERFORM set_config('lock_timeout', lock_timeout_before, true);
+    END;
+"""
+
+CHECKS = """\
+      ADD CONSTRAINT job_numbers CHECK (
+        attempt BETWEEN 0 AND 2147483646 AND crashes BETWEEN 0 AND 32766 AND parked BETWEEN 0 AND 32766
+        AND lease_token BETWEEN 0 AND 9223372036854775806
+      ) NOT VALID,
+      ADD CONSTRAINT job_lease CHECK (state <> 'leased' OR lease_owner IS NOT NULL) NOT VALID,
+      ADD CONSTRAINT job_sizes CHECK (
+        (pg_column_size(args) <= 1024 AND pg_column_compression(args) IS NULL OR octet_length(args::text) <= 16777216)
+        AND (
+          pg_column_size(headers) <= 1024 AND pg_column_compression(headers) IS NULL
+          OR octet_length(headers::text) <= 1048576
+        )
+        AND octet_length(unique_key) <= 1024 AND octet_length(group_key) <= 1024
+      ) NOT VALID"""
+
+_ADD_JOB = "@schema@.add_job(text, jsonb, text, interval, timestamptz, integer, integer, jsonb, uuid)"
+
+UP = f"""\
+{REPAIR}
+    -- A role that may create functions in a schema of a caller's search_path would have its own called otherwise.
+    ALTER FUNCTION {_ADD_JOB} SET search_path = pg_catalog, pg_temp;
+    ALTER FUNCTION @schema@.wake_relays() SET search_path = pg_catalog, pg_temp;
+{_LOCK}
+    ALTER TABLE @schema@.job
+{CHECKS};"""
+
+DOWN = f"""\
+    ALTER TABLE @schema@.job DROP CONSTRAINT job_numbers, DROP CONSTRAINT job_lease, DROP CONSTRAINT job_sizes;
+    ALTER FUNCTION @schema@.wake_relays() RESET search_path;
+    ALTER FUNCTION {_ADD_JOB} RESET search_path;"""

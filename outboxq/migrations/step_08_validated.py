@@ -1,0 +1,16 @@
+"""Step 8: the checks of step 7 hold for every row. Frozen.
+
+Reads the table once, beside the work: neither claims nor producers wait, if step 7 was committed before.
+"""
+
+from outboxq.migrations.repair import REPAIR
+from outboxq.migrations.step_07_checks import CHECKS
+
+UP = f"""\
+{REPAIR}
+    ALTER TABLE @schema@.job
+      VALIDATE CONSTRAINT job_numbers, VALIDATE CONSTRAINT job_lease, VALIDATE CONSTRAINT job_sizes;"""
+
+DOWN = f"""\
+    ALTER TABLE @schema@.job DROP CONSTRAINT job_numbers, DROP CONSTRAINT job_lease, DROP CONSTRAINT job_sizes,
+{CHECKS};"""

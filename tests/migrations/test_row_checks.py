@@ -82,6 +82,16 @@ def upgrade(engine: Engine) -> tuple[int, int]:
         return migrate_committing(connection)
 
 
+def migrating(database: Database, *options: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command("migrate", *options),
+        env=environment(database.url),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def validated(admin: psycopg.Connection) -> list[bool]:
     rows = admin.execute("SELECT convalidated FROM pg_constraint WHERE conname = ANY (%s)", [[*CHECKS]]).fetchall()
     return [row[0] for row in rows]
@@ -171,22 +181,20 @@ def test_while_transactions_are_open_the_step_waits_and_lets_others_through(
     database: Database, admin: psycopg.Connection
 ) -> None:
     """It asks for its lock a moment at a time, says that it waits, and goes on when the transaction has ended."""
-    with psycopg.connect(libpq_url(database.url)) as holder:
-        insert(holder, "kind", "'held'")
-        with subprocess.Popen(
-            command("migrate", "--json"), env=environment(database.url),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as process:  # fmt: skip
-            assert process.stderr is not None
-            said = process.stderr.readline()
-            assert said == 'waiting for a moment without an open transaction on "outboxq".job\n'
-            # Never for as long as this, were the lock waited for without an end.
-            admin.execute("SET statement_timeout = '20s'")
-            for _ in range(3):
-                insert(admin, "kind", "'meanwhile'")
-            assert process.poll() is None
-            holder.commit()
-            out, more = process.communicate(timeout=PATIENCE)
+    holder = psycopg.connect(libpq_url(database.url))
+    insert(holder, "kind", "'held'")
+    # The holder ends first, whatever becomes of the test.
+    with migrating(database, "--json") as process, holder:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == 'waiting for a moment without an open transaction on "outboxq".job\n'
+        # Never for as long as this, were the lock waited for without an end.
+        admin.execute("SET statement_timeout = '20s'")
+        for _ in range(3):
+            insert(admin, "kind", "'meanwhile'")
+        assert process.poll() is None
+        holder.commit()
+        out, more = process.communicate(timeout=PATIENCE)
     assert (process.returncode, more) == (0, "")
     assert json.loads(out) == {"schema": "outboxq", "before": BEFORE, "after": LATEST}
     assert validated(admin) == [True] * 3
@@ -202,15 +210,15 @@ def test_the_table_is_read_while_others_write(
     admin.execute("ALTER TABLE outboxq.job DROP CONSTRAINT job_numbers")
     insert(admin, "attempt", "-5")
     admin.execute("ALTER TABLE outboxq.job ADD CONSTRAINT job_numbers CHECK (attempt >= 0) NOT VALID")
-    with psycopg.connect(libpq_url(database.url)) as holder:
-        holder.execute("SELECT FROM outboxq.job FOR UPDATE")
-        with subprocess.Popen(command("migrate"), env=environment(database.url), stdout=subprocess.PIPE) as process:
-            waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'DO %'"
-            wait_until(lambda: admin.execute(waits).fetchone() == (1,), "the step to meet the row")
-            admin.execute("SET lock_timeout = '20s'")
-            insert(admin, "kind", "'meanwhile'")
-            holder.rollback()
-            assert process.wait(PATIENCE) == 0
+    holder = psycopg.connect(libpq_url(database.url))
+    holder.execute("SELECT FROM outboxq.job FOR UPDATE")
+    with migrating(database) as process, holder:
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'DO %'"
+        wait_until(lambda: admin.execute(waits).fetchone() == (1,), "the step to meet the row")
+        admin.execute("SET lock_timeout = '20s'")
+        insert(admin, "kind", "'meanwhile'")
+        holder.rollback()
+        assert process.wait(PATIENCE) == 0
     assert admin.execute("SELECT attempt FROM outboxq.job ORDER BY seq").fetchall() == [(0,), (0,)]
     assert validated(admin) == [True] * 3
 

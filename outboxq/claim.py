@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
+from uuid import UUID
 
 import psycopg
 from sqlalchemy import Connection
@@ -230,13 +231,14 @@ def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> Non
     run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
 
 
-def forgive(connection: Connection, request: ClaimRequest) -> None:
-    """Clear the marks of a claim that was answered with an error, by committing: nothing ran, and nothing died.
+def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
+    """Clear the marks of a claim that was answered with an error, by committing; the jobs that it would have taken.
 
-    Between that error and this another slot may have found them: then its jobs run one by one, once.
+    Nothing ran, and nothing died. Between that error and this another slot may have found the marks: then its jobs run
+    one by one, once.
     """
-    if not request.script.leased:
-        run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))
+    rows = run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))[-1].rows
+    return [cast("UUID", row[0]) for row in rows]
 
 
 def park_unknown(

@@ -85,6 +85,16 @@ class JobCrashed:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSetAside:
+    """A job whose row no claim can take became a dead letter, without having run; `reason` says why."""
+
+    id: UUID
+    queue: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobLeaseLost:
     """A handler ended after its job's lease was lost: its rows were rolled back, and another run counts."""
 
@@ -210,6 +220,7 @@ Event: TypeAlias = (
     | JobsParked
     | JobsSuspected
     | JobCrashed
+    | JobSetAside
     | JobLeaseLost
     | JobInterrupted
     | LeaseExtensionFailed

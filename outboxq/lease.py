@@ -9,8 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 from uuid import UUID
 
@@ -18,6 +19,7 @@ import psycopg
 from psycopg.pq import ConnStatus
 from psycopg.pq.abc import PGconn
 
+from outboxq.aside import describe, take_one
 from outboxq.driver import DriverConnection, run_on_libpq
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
 from outboxq.job import Job
@@ -33,7 +35,7 @@ _BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
 _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 
-Rows: TypeAlias = "list[tuple[str | None, ...]]"
+Rows: TypeAlias = "Sequence[tuple[object, ...]]"
 
 
 class Suspects:
@@ -213,11 +215,27 @@ class Lease:
             self._changed.notify_all()
 
     def _reap(self, connection: PGconn) -> int:
-        rows = self._bury_or_bring_back(
-            connection, lambda max_crashes: statements.reap(self._schema, max_crashes, REAP_LIMIT)
-        )
+        """Take from dead relays what they left; how many jobs came."""
+        rows: Rows
+        try:
+            rows = run_on_libpq(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK:
+                raise
+            logger.warning("jobs of dead relays are taken back one by one, because %s", describe(error))
+            rows = self._reap_one_by_one(connection)
         self._tell(rows)
         return len(rows)
+
+    def _reap_one_by_one(self, connection: PGconn) -> Rows:
+        """As a sweep, which one of the rows has made fail."""
+        lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
+        return [row for (found,) in lost for row in self._reap_one(connection, UUID(found))]
+
+    def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows:
+        schema = self._schema
+        bury = statements.bury_lost(schema, job_id, "its relay died, and its row cannot be changed")
+        return self._take_one(connection, partial(statements.reap_one, schema, job_id), bury)
 
     def _take_back_orphans(self, connection: PGconn) -> None:
         """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
@@ -237,25 +255,20 @@ class Lease:
             self._excused.pop(settled, None)
 
     def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
-        crashes = self._excused.get((str(job_id), token))
-        if crashes is not None:
-            return run_on_libpq(connection, statements.take_back_held(self._schema, job_id, token, crashes))
-        return self._bury_or_bring_back(
-            connection, lambda max_crashes: statements.take_back(self._schema, job_id, token, max_crashes, _ORPHANED)
-        )
+        schema, crashes = self._schema, self._excused.get((str(job_id), token))
+        bury = statements.bury_taken(schema, job_id, token, f"{_ORPHANED}, and its row cannot be changed")
 
-    def _bury_or_bring_back(self, connection: PGconn, statement: Callable[[int], str]) -> Rows:
-        """The rows of a statement that takes jobs, given after how many crashes it buries them."""
-        try:
-            return run_on_libpq(connection, statement(self._max_crashes))
-        except psycopg.Error as error:
-            if connection.status != ConnStatus.OK:
-                raise
-            # One that cannot be buried must not keep the others from coming back: this time nobody is.
-            logger.warning("jobs could not be moved to the dead letters: %s", type(error).__name__)
-            return run_on_libpq(connection, statement(statements.NEVER))
+        def taking(max_crashes: int) -> str:
+            if crashes is not None:
+                return statements.take_back_held(schema, job_id, token, crashes)
+            return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
 
-    def _tell(self, rows: Iterable[tuple[str | None, ...]]) -> None:
+        return self._take_one(connection, taking, bury)
+
+    def _take_one(self, connection: PGconn, taking: Callable[[int], str], bury: str) -> Rows:
+        return take_one(partial(run_on_libpq, connection), taking, bury, self._max_crashes)
+
+    def _tell(self, rows: Iterable[tuple[object, ...]]) -> None:
         for row in rows:
             event = crashed(row)
             if not event.died and event.queue in self._queues:

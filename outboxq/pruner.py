@@ -8,10 +8,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 import psycopg
 from psycopg.pq.abc import PGconn
 
+from outboxq.aside import is_of_a_row
 from outboxq.chores import Chore
 from outboxq.driver import DriverConnection, run_on_libpq, sqlstate_of
 from outboxq.events import Emitter, Pruned
@@ -26,6 +28,8 @@ MAX_BATCHES = 100
 _BREATH_SECONDS = 0.05
 # A relay that lives for a minute has pruned, however long its rounds are apart.
 _FIRST_SECONDS = 60.0
+
+_Deletion: TypeAlias = Callable[[str, int, int], str]
 
 _NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
 _MISSING = "a table is missing: run `outboxq migrate`"
@@ -52,34 +56,58 @@ class Pruner(Chore):
         prune_seconds: float,
     ) -> None:
         super().__init__("pruner", connect, emit, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
-        self._messages = _batch(statements.delete_messages(schema, BATCH_ROWS))
-        self._effects = _batch(statements.delete_effects(schema, BATCH_ROWS))
+        self._schema = schema
         self._warned: set[tuple[str, str]] = set()
 
     def _do(self, connection: PGconn) -> Pruned | None:
-        messages = self._delete_all(connection, "messages", self._messages)
-        effects = self._delete_all(connection, "effects", self._effects)
+        messages = self._delete_all(connection, "messages", statements.delete_messages)
+        effects = self._delete_all(connection, "effects", statements.delete_effects)
         return Pruned(messages, effects) if messages or effects else None
 
-    def _delete_all(self, connection: PGconn, what: str, deletion: str) -> int:
+    def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
         """Batch after batch, while they are full; how many rows went."""
-        deleted = 0
+        deleted = refused = 0
         for _ in range(MAX_BATCHES):
-            rows = self._delete_batch(connection, what, deletion)
+            more = 0
+            try:
+                rows = self._delete(connection, deletion(self._schema, BATCH_ROWS, refused))
+            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+                self._report(what, error)
+                if not is_of_a_row(error):
+                    break
+                rows, more = self._delete_one_by_one(connection, deletion, refused)
+                refused += more
             deleted += rows
-            if rows < BATCH_ROWS or self._stopping.wait(_BREATH_SECONDS):
+            if rows + more < BATCH_ROWS or self._stopping.wait(_BREATH_SECONDS):
                 break
         return deleted
 
-    def _delete_batch(self, connection: PGconn, what: str, deletion: str) -> int:
+    def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
+        """As a batch, which one of the rows has made fail; how many rows went, and how many more cannot."""
+        deleted = more = 0
+        while deleted + more < BATCH_ROWS and not self._stopping.is_set():
+            try:
+                rows = self._delete(connection, deletion(self._schema, 1, refused + more))
+            except psycopg.Error as error:
+                if not is_of_a_row(error):
+                    break
+                more += 1
+            else:
+                deleted += rows
+                if rows == 0:
+                    break
+        return deleted, more
+
+    def _delete(self, connection: PGconn, deletion: str) -> int:
+        """One deletion in a transaction of its own, and one round trip; how many rows went."""
         try:
-            return int(run_on_libpq(connection, deletion)[0][0] or 0)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
-            self._report(what, error)
+            script = "; ".join((statements.begin(), deletion, statements.commit()))
+            return int(str(run_on_libpq(connection, script)[0][0]))
+        except Exception:
             # The other table may fare better.
             with contextlib.suppress(psycopg.Error, OSError):
                 run_on_libpq(connection, statements.rollback())
-            return 0
+            raise
 
     def _report(self, what: str, error: Exception) -> None:
         """Warn once of each kind of error; of an outage the slots do."""
@@ -96,8 +124,3 @@ class Pruner(Chore):
                 _ADVICE.get(sqlstate, _OTHERWISE),
                 extra={"outboxq_sqlstate": sqlstate},
             )
-
-
-def _batch(deletion: str) -> str:
-    """A deletion in a transaction of its own: one string, one round trip."""
-    return "; ".join((statements.begin(), deletion, statements.commit()))

@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq import settle
+from outboxq.aside import Rows, take_one
 from outboxq.batch import end_transaction, settle_result
 from outboxq.claim import anchor, claim_one, clear_marks
 from outboxq.driver import is_lost, run_outside_transaction, run_script
@@ -19,7 +20,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
-from outboxq.statements.lease import NEVER, take_back, take_back_held
+from outboxq.statements.lease import bury_taken, take_back, take_back_held
 from outboxq.statements.session import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
 
 logger = logging.getLogger("outboxq.relay")
@@ -130,20 +131,15 @@ def lost_with(
 ) -> BatchReport:
     """A leased job's run came to nothing while its relay lives on: as if the relay had died with it."""
 
-    def taking(max_crashes: int) -> str:
-        assert job.lease_token is not None
-        return take_back(work.schema, job.id, job.lease_token, max_crashes, message)
+    assert job.lease_token is not None
+    schema, token = work.schema, job.lease_token
+    bury = bury_taken(schema, job.id, token, f"{message}, and its row cannot be changed")
 
-    try:
+    def run(statement: str) -> Rows:
         with connection.begin():
-            rows = run_script(connection, taking(work.max_crashes))[0].rows
-    except psycopg.Error:
-        if is_lost(connection):
-            raise
-        # It cannot be buried: back with it, rather than holding its slot for ever.
-        end_transaction(connection)
-        with connection.begin():
-            rows = run_script(connection, taking(NEVER))[0].rows
+            return run_script(connection, statement)[0].rows
+
+    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), bury, work.max_crashes)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from outboxq.callers import Callers
 from outboxq.cursors import Sweeps
-from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried
+from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, JobSetAside
 from outboxq.functions import Functions
 from outboxq.lease import Lease, Suspects
 from outboxq.listener import Listener
@@ -31,8 +31,8 @@ class Tally:
         crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
         self.claimed += report.claimed
         self.done += of[JobDone]
-        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed]
-        self.died += of[JobDied] + sum(event.died for event in crashes)
+        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
+        self.died += of[JobDied] + of[JobSetAside] + sum(event.died for event in crashes)
         self.leases_lost += of[JobLeaseLost]
 
 

@@ -14,6 +14,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from outboxq.aside import set_aside_unclaimable
 from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
@@ -298,7 +299,9 @@ class Slot:
                 if request.failed(error):
                     self._relieve(connection)
                     return self._run(connection, name, script, work)
-                self._forgive(connection, request, error)
+                report = self._forgive(connection, request, work, error)
+                if report is not None:
+                    return report
             if is_lost(connection) or self.progress is None or self.is_seized():
                 raise
             self.shared.emit(BatchRolledBack(self.progress.queue, self.running, describe_error(error)))
@@ -316,13 +319,22 @@ class Slot:
         self.progress = None
         return report
 
-    def _forgive(self, connection: Connection, request: ClaimRequest, error: BaseException) -> None:
-        """A claim that was answered with an error killed nothing; one that was cancelled is too large."""
+    def _forgive(
+        self, connection: Connection, request: ClaimRequest, work: Work, error: BaseException
+    ) -> BatchReport | None:
+        """A claim that was answered with an error killed nothing; one that was cancelled is too large.
+
+        Where it failed for single rows, these are set aside; None where it would fail again.
+        """
         if sqlstate_of(error) == _CANCELLED:
             self._claims.cancelled()
         # Whatever it is, it may ail this too: it is the claim's error that counts.
-        with suppress(psycopg.Error, SQLAlchemyError), connection.begin():
-            forgive(connection, request)
+        with suppress(psycopg.Error, SQLAlchemyError):
+            with connection.begin():
+                picked = forgive(connection, request)
+            aside = set_aside_unclaimable(connection, request, work.schema, picked, error)
+            return None if aside is None else BatchReport(0, aside)
+        return None
 
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:

@@ -69,7 +69,7 @@ SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS coun
 _CLEARING = """
   FOR UPDATE SKIP LOCKED
 )
-SELECT count(*) FROM picked"""
+SELECT id FROM picked"""
 
 # Attempt and crash are counted with the claim; the crash is returned as it was before it.
 _LEASE = """
@@ -147,8 +147,12 @@ class ClaimScript:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
         return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit)
 
+    def one(self, job_id: UUID) -> str:
+        """The same claim, of one job if it is among those that it may take. Index: the primary key, or the claim's."""
+        return self.shape.text(self.queue, f" AND id = '{job_id}'", 1)
+
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
-        """Lock what the same claim would pick, for a transaction that is committed: its marks are overwritten.
+        """Lock what the same claim would pick, for a transaction that is committed: its marks are overwritten; the ids.
 
         Index, locks and bound: those of the claim.
         """

@@ -7,11 +7,13 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.aside import bury_row
 from outboxq.statements.numbers import next_token, one_attempt_less
 
 # More crashes than the column can hold: nothing is buried.
 NEVER = 32_768
 
+_DIED = "its relay died or stalled while the job ran"
 # The newest 24 records and this one.
 _CRASH_RECORD = """\
 jsonb_path_query_array(job.errors, '$[last - 23 to last]') || jsonb_build_array(jsonb_build_object(
@@ -57,17 +59,53 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
     crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
     the jobs, skipping one that is just being completed.
     """
-    lost = sql.SQL(
+    return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"))
+
+
+def reap_one(schema: str, job_id: UUID, max_crashes: int) -> str:
+    """As `reap`, for one job, if it is still one of them."""
+    return _take(schema, _lost_one(schema, job_id), max_crashes, 1, _DIED, sql.SQL("job.crashes"))
+
+
+def bury_lost(schema: str, job_id: UUID, reason: str) -> str:
+    """As `reap_one`, for one that neither comes back nor is counted: the row as it stands is the dead letter."""
+    return bury_row(schema, job_id, _lost_one(schema, job_id), reason)
+
+
+def lost_jobs(schema: str, limit: int) -> str:
+    """The ids of up to `limit` jobs whose owner is not alive, drawn by lot: none keeps the others out for ever.
+
+    Index: job_leased, all of which is read; no locks.
+    """
+    return (
+        sql.SQL("SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} ORDER BY random() LIMIT {limit}")
+        .format(job=sql.Identifier(schema, "job"), lost=_lost(schema), limit=sql.Literal(limit))
+        .as_string(None)
+    )
+
+
+def _lost(schema: str) -> sql.Composable:
+    return sql.SQL(
         "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
         "AND owner.alive_until > clock_timestamp())"
     ).format(relay=sql.Identifier(schema, "relay"))
-    message = "its relay died or stalled while the job ran"
-    return _take(schema, lost, max_crashes, limit, message, sql.SQL("job.crashes"))
+
+
+def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
+    # The state stands here too, for statements that do not ask for it.
+    return sql.SQL("job.state = 'leased' AND job.id = {id} AND {lost}").format(
+        id=sql.Literal(job_id), lost=_lost(schema)
+    )
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
     """As `reap`, for one job of our own: its relay lives, the run of the job does not. `message`: why."""
     return _take(schema, _ours(job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
+
+
+def bury_taken(schema: str, job_id: UUID, token: int, reason: str) -> str:
+    """As `take_back`, for one that neither comes back nor is counted: the row as it stands is the dead letter."""
+    return bury_row(schema, job_id, _ours(job_id, token), reason)
 
 
 def take_back_held(schema: str, job_id: UUID, token: int, crashes: int) -> str:

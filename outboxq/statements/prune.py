@@ -24,7 +24,7 @@ WITH expired AS MATERIALIZED (
   SELECT {key} FROM {table}
   WHERE expires_at < statement_timestamp(){unless}
   ORDER BY expires_at
-  LIMIT {limit}
+  LIMIT {limit} OFFSET {skip}
   FOR UPDATE SKIP LOCKED
 ), deleted AS (
   DELETE FROM {table} AS gone USING expired WHERE {same} RETURNING 1
@@ -47,27 +47,27 @@ def rollback() -> str:
     return "ROLLBACK"
 
 
-def delete_messages(schema: str, limit: int) -> str:
-    """Delete up to `limit` messages that have expired; one row, with their number.
+def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
+    """Delete up to `limit` messages that have expired, but for the oldest `skip` of them; one row, with their number.
 
     Index: inbox_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
     holds. Who accepts a message that is being deleted waits for this transaction, and then accepts it anew.
     """
-    return _delete(schema, "inbox", ("consumer", "message_id"), limit)
+    return _delete(schema, "inbox", ("consumer", "message_id"), limit, skip)
 
 
-def delete_effects(schema: str, limit: int) -> str:
+def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
     """As `delete_messages`, for effects: never one that may be under way, or whose outcome nobody knows.
 
     Index: effect_expires, from its start; the primary key. Locks: as there; one that is claimed anew at this moment is
     passed over, and has no expiry any more.
     """
     # The table's own check allows neither an expiry.
-    return _delete(schema, "effect", ("scope", "key"), limit, " AND status NOT IN ('started', 'unknown')")
+    return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
 
 
 def _delete(
-    schema: str, table: str, key: tuple[LiteralString, LiteralString], limit: int, unless: LiteralString = ""
+    schema: str, table: str, key: tuple[LiteralString, LiteralString], limit: int, skip: int, unless: LiteralString = ""
 ) -> str:
     return (
         sql.SQL(_DELETE)
@@ -76,6 +76,7 @@ def _delete(
             key=sql.SQL(", ").join(map(sql.SQL, key)),
             same=sql.SQL(" AND ").join(sql.SQL(f"gone.{name} = expired.{name}") for name in key),
             limit=sql.Literal(limit),
+            skip=sql.Literal(skip),
             unless=sql.SQL(unless),
         )
         .as_string(None)

@@ -589,6 +589,34 @@ MUTANTS = (
         ("tests/integration/test_stored_numbers.py",),
     ),
     Mutant(
+        "a claim of no job, before any job is blamed",
+        "outboxq/aside.py",
+        "if not is_of_a_row(error) or _failure(connection, request, schema, uuid4()) is not None:",
+        "if not is_of_a_row(error):",
+        ("tests/faults/test_rows_that_refuse.py",),
+    ),
+    Mutant(
+        "marks that are cleared behind a claim on trial",
+        "outboxq/aside.py",
+        'f"ROLLBACK TO SAVEPOINT oq_probe; {clear_marks(schema, [str(job_id)])}"',
+        '"ROLLBACK TO SAVEPOINT oq_probe"',
+        ("tests/faults/test_rows_that_refuse.py",),
+    ),
+    Mutant(
+        "one by one, where a sweep fails for one row",
+        "outboxq/lease.py",
+        "            rows = self._reap_one_by_one(connection)",
+        "            raise",
+        ("tests/faults/test_rows_that_refuse.py",),
+    ),
+    Mutant(
+        "expired rows one by one, where a batch fails for one",
+        "outboxq/pruner.py",
+        "if not is_of_a_row(error):\n                    break\n                rows, more",
+        "if error:\n                    break\n                rows, more",
+        ("tests/integration/test_pruner.py",),
+    ),
+    Mutant(
         "rows of before the checks on them",
         "outboxq/migrations/step_08_validated.py",
         "{REPAIR}\n    ALTER TABLE @schema@.job\n      VALIDATE",
@@ -654,8 +682,8 @@ MUTANTS = (
     Mutant(
         "the marks of a claim that was cancelled",
         "outboxq/slot.py",
-        "                self._forgive(connection, request, error)\n",
-        "                self._claims.cancelled()\n",
+        "                picked = forgive(connection, request)\n",
+        "                picked = []\n",
         ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
     Mutant(

@@ -210,6 +210,35 @@ def test_a_batch_waits_for_no_disk_and_no_standby_and_fails_for_no_neighbour(
     assert rows == [(3, "read committed", "off")]
 
 
+@pytest.mark.parametrize("table", ["inbox", "effect"])
+def test_a_row_that_cannot_be_deleted_keeps_no_other(
+    engine: Engine,
+    make_pruner: MakePruner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    table: str,
+) -> None:
+    """The oldest ones refuse: all others, of several batches, go in the same round."""
+    monkeypatch.setattr(outboxq.pruner, "BATCH_ROWS", 10)
+    column, fill = {"inbox": ("message_id", FILL_INBOX), "effect": ("key", FILL_EFFECT)}[table]
+    more = {"status": "done", "in_doubt": False} if table == "effect" else {}
+    with engine.begin() as connection:
+        for prefix, seconds, count in (("bad", -20, 3), ("good", -10, 40)):
+            connection.execute(text(fill), {"prefix": prefix, "seconds": seconds, "count": count, **more})
+        connection.exec_driver_sql(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'kept'; END$$; "
+            f"CREATE TRIGGER refuse BEFORE DELETE ON outboxq.{table} FOR EACH ROW "
+            f"WHEN (OLD.{column} LIKE 'bad%%') EXECUTE FUNCTION refuse()"
+        )
+    events: list[Event] = []
+    make_pruner(events).do()
+    with engine.connect() as connection:
+        left = sorted(connection.execute(text(f"SELECT {column} FROM outboxq.{table}")).scalars())
+    assert left == ["bad1", "bad2", "bad3"]
+    assert events == [Pruned(40, 0) if table == "inbox" else Pruned(0, 40)]
+    assert caplog.text.count("could not be deleted") == 1
+
+
 def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when a round has taken its share waits for the next one."""
     monkeypatch.setattr(outboxq.pruner, "MAX_BATCHES", 2)

@@ -1,0 +1,218 @@
+"""Rows that no statement of a relay can take: they are set aside, and no other job waits for them."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
+from outboxq.events import Event, JobCrashed, JobDone, JobSetAside, JobsSuspected
+from tests.conftest import StartRelay
+from tests.support.app import Effect
+from tests.support.ledger import ledger
+from tests.support.waiting import wait_until
+
+Drain = Callable[..., list[Event]]
+
+# Rows of the kind "bad" are refused by a trigger of the users' in front of these commands.
+REFUSING = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
+  IF OLD.kind = 'bad' AND ({condition}) THEN RAISE 'refused, with secret 4711'; END IF;
+  RETURN coalesce(NEW, OLD);
+END$$;
+CREATE TRIGGER refuse BEFORE {commands} ON outboxq.job FOR EACH ROW EXECUTE FUNCTION refuse();
+"""
+# What the claim of each mode does to a row.
+CLAIMS = {"transaction": "DELETE", "lease": "UPDATE"}
+# From the claim on: a bad row may still be buried, by DELETE in lease mode, or put off, by UPDATE in transaction mode.
+GOOD = [f"good {number}" for number in range(5)]
+
+
+def application(mode: str, batchable: bool = False) -> Jobs:
+    jobs = Jobs()
+
+    def work(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+    for kind in ("good", "bad"):
+        jobs.handler(queue="q", kind=kind, claim=mode, batchable=batchable, retry=Backoff(max_attempts=2))(work)
+    return jobs
+
+
+def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs) -> None:
+    handlers = jobs.resolve().handlers
+    with sessions.begin() as session:
+        session.add_jobs(handlers["good"].job(name=name) for name in GOOD[:2])
+        session.add_job(handlers["bad"], name="bad")
+        session.add_jobs(handlers["good"].job(name=name) for name in GOOD[2:])
+
+
+def run(engine: Engine, *statements: str) -> None:
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+def refuse(engine: Engine, commands: str, condition: str = "true") -> None:
+    run(engine, REFUSING.format(commands=commands, condition=condition))
+
+
+def fetch(engine: Engine, query: str) -> list[tuple[object, ...]]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text(query))]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, "outboxq"):
+        yield caplog
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
+def test_a_job_that_a_lease_cannot_take_is_a_dead_letter(
+    state: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """All others of its queue are done, none of them charged or suspected; the reason names what refused it."""
+    jobs = application("lease")
+    enqueue(sessions, jobs)
+    run(engine, f"UPDATE outboxq.job SET state = '{state}' WHERE kind = 'bad'")
+    refuse(engine, "UPDATE")
+    events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert ledger(engine) == dict.fromkeys(GOOD, 1)
+    reason = "it could not be claimed: RaiseException (P0001)"
+    assert [(event.kind, event.reason) for event in events if isinstance(event, JobSetAside)] == [("bad", reason)]
+    assert [(event.job.attempt, event.job.crashes) for event in events if isinstance(event, JobDone)] == [(1, 0)] * 5
+    assert fetch(engine, "SELECT kind, reason, attempt, args->>'name' FROM outboxq.dead_job") == [
+        ("bad", reason, 0, "bad")
+    ]
+    assert fetch(engine, "SELECT FROM outboxq.job") == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("batchable", [False, True])
+def test_a_job_that_can_neither_be_claimed_nor_buried_is_put_off(
+    batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain,
+    said: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It waits for five minutes and no longer in front of others; an error in the log names its id."""
+    jobs = application("transaction", batchable)
+    enqueue(sessions, jobs)
+    refuse(engine, "DELETE")
+    events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert ledger(engine) == dict.fromkeys(GOOD, 1)
+    assert not [event for event in events if isinstance(event, JobsSuspected | JobSetAside)]
+    ((job_id, state, minutes, attempt),) = fetch(
+        engine, "SELECT id::text, state, ceil(extract(epoch FROM run_at - now()) / 60)::int, attempt FROM outboxq.job"
+    )
+    assert (state, minutes, attempt) == ("scheduled", 5, 0)
+    assert job_id in [getattr(record, "outboxq_job_id", None) for record in said.records]
+    assert "4711" not in said.text
+
+
+@pytest.mark.parametrize("mode", CLAIMS)
+def test_a_row_that_nothing_can_change_keeps_no_other_queue_waiting(
+    mode: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay,
+    said: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its own queue comes to it again and again, and says so; when it can be changed, all go on."""
+    jobs = application(mode)
+
+    @jobs.handler(queue="other", claim=mode)
+    def elsewhere(ctx: Context) -> None:
+        ctx.session.add(Effect(name="elsewhere"))
+
+    enqueue(sessions, jobs)
+    refuse(engine, "UPDATE OR DELETE")
+    with sessions.begin() as session:
+        session.add_job(elsewhere)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: "elsewhere" in ledger(engine), "the other queue")
+        wait_until(lambda: "nor put off" in said.text, "the log to name the row")
+        run(engine, "DROP TRIGGER refuse ON outboxq.job")
+        wait_until(lambda: len(ledger(engine)) == 7, "all jobs")
+    assert not running.of(JobSetAside)
+
+
+@pytest.mark.parametrize("mode", CLAIMS)
+@pytest.mark.parametrize("refusal", ["a trigger of the statement", "a right that is missing"])
+def test_a_claim_that_fails_without_any_row_blames_no_job(
+    refusal: str, mode: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay,
+    said: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Were each job tried by itself, each would fail, and all of them would be dead letters."""
+    jobs = application(mode)
+    enqueue(sessions, jobs)
+    if refusal == "a trigger of the statement":
+        run(
+            engine,
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'closed'; END$$",
+            f"CREATE TRIGGER refuse BEFORE {CLAIMS[mode]} ON outboxq.job FOR EACH STATEMENT EXECUTE FUNCTION refuse()",
+        )
+        mend = "DROP TRIGGER refuse ON outboxq.job"
+    else:
+        run(engine, "ALTER TABLE outboxq.queue RENAME TO elsewhere")
+        mend = "ALTER TABLE outboxq.elsewhere RENAME TO queue"
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)):
+        wait_until(lambda: said.text.count("statements fail, trying again") > 1, "claims to fail")
+        assert fetch(engine, "SELECT FROM outboxq.dead_job") == []
+        run(engine, mend)
+        wait_until(lambda: len(ledger(engine)) == 6, "all jobs")
+
+
+UNCHANGED = "its relay died, and its row cannot be changed"
+
+
+@pytest.mark.parametrize(
+    ("commands", "crashes", "reason"),
+    [
+        ("UPDATE", 0, UNCHANGED),
+        ("UPDATE", 9, "crashed 9 of 3 times while it ran alone"),
+        ("DELETE", 0, None),
+        ("DELETE", 9, None),
+        ("UPDATE OR DELETE", 0, None),
+        ("UPDATE OR DELETE", 9, None),
+    ],
+)
+def test_a_lost_job_that_cannot_be_taken_back_keeps_no_other_leased(
+    commands: str, crashes: int, reason: str | None, engine: Engine, sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+) -> None:  # fmt: skip
+    """Jobs of dead relays come back or are buried in the same sweep; one that refuses is a dead letter if it can be."""
+    jobs = application("lease")
+    enqueue(sessions, jobs)
+    run(
+        engine,
+        "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid(), "
+        f"crashes = CASE WHEN kind = 'bad' THEN {crashes} ELSE 0 END",
+    )
+    refuse(engine, commands)
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, lease_seconds=1, poll_seconds=0.1)) as running:
+        wait_until(lambda: ledger(engine).keys() >= set(GOOD), "the others")
+        if reason is not None:
+            wait_until(lambda: [event for event in running.of(JobCrashed) if event.died], "the burial")
+    assert {name: count for name, count in ledger(engine).items() if name != "bad"} == dict.fromkeys(GOOD, 1)
+    assert fetch(engine, "SELECT kind, reason FROM outboxq.dead_job") == ([] if reason is None else [("bad", reason)])
+
+
+def test_an_orphan_that_cannot_be_taken_back_ends_no_lease(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """A job under the lease of a living relay that runs it no more: the relay goes on, and reaps others' jobs."""
+    jobs = application("lease")
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, lease_seconds=1, poll_seconds=0.1)) as running:
+        enqueue(sessions, jobs)
+        wait_until(lambda: len(ledger(engine)) == 6, "a lease, by which all jobs are done")
+        refuse(engine, "UPDATE OR DELETE")
+        row = "gen_random_uuid(), 'q', '{}', '{{\"name\": \"{}\"}}', 'leased', {}, 7"
+        insert = "INSERT INTO outboxq.job (id, queue, kind, args, state, lease_owner, lease_token) SELECT "
+        run(
+            engine,
+            insert + row.format("bad", "orphan", "id") + " FROM outboxq.relay",
+            insert + row.format("good", "of a dead relay", "gen_random_uuid()"),
+        )
+        wait_until(lambda: ledger(engine)["of a dead relay"], "the reaped job")
+    assert not [event for event in running.of(JobCrashed) if event.died]
+    assert fetch(engine, "SELECT args->>'name' FROM outboxq.job") == [("orphan",)]

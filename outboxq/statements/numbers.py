@@ -2,6 +2,10 @@
 
 A row that was written before there were checks may hold any number of its column's type. An overflow would fail the
 whole statement, and with it every other job that the statement is for.
+
+What counts on stored numbers: claims (attempt, lease_token, of suspects crashes), giving back and taking back (attempt,
+lease_token), settling under a lease (lease_token), parking (parked, and how long it lasts); `effects` does so with the
+attempts of a call.
 """
 
 from typing import LiteralString

@@ -1,11 +1,12 @@
 """A least-privilege set of database roles: which rights each part needs, as data and as SQL.
 
 Each role is a group without login that is granted to the roles which log in. The SQL looks at the tables that are
-there, so that it fits every migration step; it only ever grants, and may be run again at any time.
+there, so that it fits every migration step, and may be run again at any time. It takes one right away: INSERT on every
+column, which producers had before, from a role that is nothing but a producer.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from outboxq.config import check_schema
@@ -27,12 +28,14 @@ class Rights:
     Args:
         purpose: Which commands and calls it is for.
         tables: Rights by table; a table that a later migration step makes is passed over until it is there.
+        inserts: Columns by table that it may give a value, and no others.
         reads_all: SELECT on every table of the schema.
         calls_functions: EXECUTE on the functions of the schema, for SQL's `add_job`.
     """
 
     purpose: str
     tables: Mapping[str, tuple[str, ...]]
+    inserts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     reads_all: bool = False
     calls_functions: bool = False
 
@@ -42,7 +45,12 @@ _CHANGE = ("SELECT", "INSERT", "UPDATE", "DELETE")
 RIGHTS: Mapping[Part, Rights] = {
     "producer": Rights(
         "enqueues: add_job in a session, and in SQL",
-        {"job": ("INSERT",)},
+        {},
+        # What add_job writes, in Python and in SQL. The others are the relays' own accounts of a job: of attempts,
+        # crashes and leases.
+        inserts={
+            "job": ("id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at"),
+        },
         calls_functions=True,
     ),
     "receiver": Rights(
@@ -110,6 +118,22 @@ _GRANT_ON_TABLE = """\
     GRANT {rights} ON {table} TO {role};
   END IF;"""
 
+# Every part that inserts into other columns deletes rows too: a role without that is a producer, and no more. The right
+# itself is looked for, and not one that is inherited, because that is all that there is to revoke.
+_INSERT_ON_COLUMNS = """\
+  IF to_regclass({table_literal}) IS NOT NULL THEN
+    IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (
+      SELECT FROM pg_class CROSS JOIN aclexplode(relacl) AS held
+      WHERE pg_class.oid = to_regclass({table_literal}) AND held.privilege_type = 'INSERT'
+        AND held.grantee = (SELECT oid FROM pg_roles WHERE rolname = {role_literal})
+    ) THEN
+      REVOKE INSERT ON {table} FROM {role};
+      RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could insert into every column of '
+        || {table_literal} || ', and may now into those that producers write';
+    END IF;
+    GRANT INSERT ({columns}) ON {table} TO {role};
+  END IF;"""
+
 
 def default_names() -> dict[Part, str]:
     """The names that are used where none is given."""
@@ -143,25 +167,37 @@ def _check_role(name: str) -> str:
     return name
 
 
-def _block(part: Part, role: str, schema: str) -> str:
+def _block(part: Part, name: str, schema: str) -> str:
     return _BLOCK.format(
         part=part,
         purpose=RIGHTS[part].purpose,
         schema_literal=quote_literal(quote_identifier(schema)),
-        role_literal=quote_literal(role),
-        role=quote_identifier(role),
-        grants="\n".join(_grants(RIGHTS[part], quote_identifier(role), quote_identifier(schema))),
+        role_literal=quote_literal(name),
+        role=quote_identifier(name),
+        grants="\n".join(_grants(RIGHTS[part], name, quote_identifier(schema))),
     )
 
 
-def _grants(rights: Rights, role: str, schema: str) -> Iterable[str]:
+def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
+    role = quote_identifier(name)
     yield f"  GRANT USAGE ON SCHEMA {schema} TO {role};"
     if rights.reads_all:
         yield f"  GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role};"
     if rights.calls_functions:
         yield f"  GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};"
-    for name, wanted in rights.tables.items():
-        table = f"{schema}.{name}"
+    for table, columns in _qualified(rights.inserts, schema):
+        yield _INSERT_ON_COLUMNS.format(
+            table_literal=quote_literal(table),
+            role_literal=quote_literal(name),
+            columns=", ".join(columns),
+            table=table,
+            role=role,
+        )
+    for table, wanted in _qualified(rights.tables, schema):
         yield _GRANT_ON_TABLE.format(
             table_literal=quote_literal(table), rights=", ".join(wanted), table=table, role=role
         )
+
+
+def _qualified(by_table: Mapping[str, tuple[str, ...]], schema: str) -> Iterable[tuple[str, tuple[str, ...]]]:
+    return ((f"{schema}.{table}", wanted) for table, wanted in by_table.items())

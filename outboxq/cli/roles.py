@@ -47,8 +47,8 @@ def roles(
 
     Without names it is about all of them: outboxq_producer, outboxq_receiver, outboxq_relay, outboxq_reader and
     outboxq_operator, groups that you grant to the roles which log in. With names, only about those. No database is
-    asked. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing and takes
-    nothing away.
+    asked. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing. A
+    producer of an earlier version, which could insert into every column of the jobs, is left those that it needs.
 
     \b
     Examples:
@@ -83,6 +83,7 @@ def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
             "reads_all": RIGHTS[part].reads_all,
             "calls_functions": RIGHTS[part].calls_functions,
             "tables": RIGHTS[part].tables,
+            "inserts": RIGHTS[part].inserts,
         }
         for part, name in names.items()
     ]
@@ -100,6 +101,7 @@ def _rights_in_words(part: "Part") -> str:
 
     rights = RIGHTS[part]
     words = ["SELECT on all tables"] if rights.reads_all else []
+    words += [f"INSERT ({', '.join(columns)}) on {table}" for table, columns in rights.inserts.items()]
     words += [f"{', '.join(wanted)} on {table}" for table, wanted in rights.tables.items()]
-    words += ["EXECUTE on add_job"] if rights.calls_functions else []
+    words += ["EXECUTE on all functions"] if rights.calls_functions else []
     return "; ".join(words)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from outboxq.doctor.findings import Check, Examination, Finding
-from outboxq.doctor.words import identifier
+from outboxq.doctor.words import identifier, shell_word
 from outboxq.roles import RIGHTS, Part
 from outboxq.statements import doctor_tables as statements
 
@@ -26,6 +26,12 @@ def find_missing_rights(examination: Examination) -> Iterator[Finding]:
     missing: dict[str, list[str]] = {}
     for row in connection.execute(statements.missing_rights(schema, wanted)):
         missing.setdefault(row.table, []).append(row.privilege)
+    for table in examination.tables & RIGHTS[use].inserts.keys():
+        columns = connection.execute(
+            statements.columns_without_insert(schema, table, RIGHTS[use].inserts[table])
+        ).scalars()
+        if lacking := ", ".join(columns):
+            missing[table] = [f"INSERT ({lacking})"]
     for table, privileges in missing.items():
         yield Finding(
             "grant-missing",
@@ -37,10 +43,24 @@ def find_missing_rights(examination: Examination) -> Iterator[Finding]:
         )
 
 
+def find_wide_producers(examination: Examination) -> Iterator[Finding]:
+    """Roles that may write the relays' own columns of a new job, without being a relay or an operator."""
+    for row in examination.connection.execute(statements.inserters(examination.schema)):
+        grant = f"Run what `outboxq roles --sql --producer {shell_word(row.role)}` prints"
+        revoke = f"REVOKE INSERT ON {identifier(examination.schema, 'job')} FROM PUBLIC"
+        yield Finding(
+            "producer-writes-every-column",
+            "warning",
+            f"role {row.role} may insert into every column of table job, and so hold up the jobs of others",
+            {"role": row.role},
+            f"{grant if row.is_role else revoke}: a producer needs INSERT on some columns alone.",
+        )
+
+
 def find_hidden_rows(examination: Examination) -> Iterator[Finding]:
     """Row level security without a policy that lets this role, or anybody, through."""
     for row in examination.connection.execute(statements.row_security(examination.schema)):
-        wanted = _needed(examination.use, row.table)
+        wanted = _commands(examination.use, row.table)
         allowed = row.mine if row.is_active else row.anybodys
         refused = [] if "*" in allowed else [right for right in wanted if _POLICY_COMMANDS[right] not in allowed]
         if refused:
@@ -61,9 +81,14 @@ def _needed(use: Part, table: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(_SELECT if rights.reads_all else ()), *rights.tables.get(table, ()))))
 
 
+def _commands(use: Part, table: str) -> tuple[str, ...]:
+    return (*_needed(use, table), *(("INSERT",) if table in RIGHTS[use].inserts else ()))
+
+
 _MARKED = frozenset({"migration"})
 
 CHECKS: Sequence[Check] = (
     Check("the rights of this role", find_missing_rights, _MARKED),
+    Check("the rights of producers", find_wide_producers, _MARKED),
     Check("row level security", find_hidden_rows, _MARKED),
 )

@@ -80,6 +80,30 @@ ORDER BY 1, 2"""
     ).bindparams(schema=schema, tables=[table for table, _ in wanted], privileges=[right for _, right in wanted])
 
 
+def columns_without_insert(schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
+    """Which of these columns of the table this role may not insert into."""
+    return text(
+        f"""\
+SELECT attribute.attname::text
+{_OF_SCHEMA} JOIN pg_attribute AS attribute ON attribute.attrelid = class.oid
+WHERE namespace.nspname = :schema AND class.relname = :table AND attribute.attname = ANY (CAST(:columns AS text[]))
+  AND NOT has_column_privilege(class.oid, attribute.attnum, 'INSERT')
+ORDER BY array_position(CAST(:columns AS text[]), attribute.attname::text)"""
+    ).bindparams(schema=schema, table=table, columns=list(columns))
+
+
+def inserters(schema: str) -> TextClause:
+    """The roles, and PUBLIC, that were given INSERT on the whole of table `job`, and may not DELETE from it."""
+    return text(
+        f"""\
+SELECT DISTINCT coalesce(pg_roles.rolname::text, 'PUBLIC') AS role, held.grantee <> 0 AS is_role
+{_OF_SCHEMA} CROSS JOIN aclexplode(class.relacl) AS held LEFT JOIN pg_roles ON pg_roles.oid = held.grantee
+WHERE namespace.nspname = :schema AND class.relname = 'job' AND held.privilege_type = 'INSERT'
+  AND NOT has_table_privilege(held.grantee, class.oid, 'DELETE')
+ORDER BY 1"""
+    ).bindparams(schema=schema)
+
+
 def row_security(schema: str) -> TextClause:
     """Tables with row level security, and the commands that a permissive policy allows this role, or anybody."""
     return text(

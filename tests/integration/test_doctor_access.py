@@ -12,6 +12,7 @@ from sqlalchemy import Connection, make_url
 from outboxq import doctor
 from outboxq.engines import make_engine
 from outboxq.postgres import Database
+from outboxq.roles import roles_sql
 from tests.support.cli import call
 from tests.support.doctor import examine, execute, libpq_url, named, only, open_session
 from tests.support.pgbouncer import pgbouncer
@@ -64,7 +65,7 @@ def test_a_role_without_rights_learns_what_it_lacks(outboxq_database: Database, 
 
 
 def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: AnotherRole) -> None:
-    """A producer needs INSERT on job alone; a relay is told what it lacks, table by table."""
+    """A producer needs INSERT on columns of job alone; a relay is told what it lacks, table by table."""
     name, url = role
     execute(outboxq_database.url, f"GRANT USAGE ON SCHEMA outboxq TO {name}; GRANT INSERT ON outboxq.job TO {name}")
     assert named(url, "grant-missing", "--for", "producer") == []
@@ -72,7 +73,41 @@ def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: An
     assert missing["job"] == ["DELETE", "SELECT", "UPDATE"]
     assert missing["queue"] == ["SELECT"]
     execute(outboxq_database.url, f"REVOKE INSERT ON outboxq.job FROM {name}")
-    assert only(url, "grant-missing", "--for", "producer")["detail"]["missing"] == ["INSERT"]
+    assert only(url, "grant-missing", "--for", "producer")["detail"]["missing"] == [
+        "INSERT (id, queue, kind, args, headers, priority, max_attempts, state, run_at)"
+    ]
+
+
+def test_a_producer_that_lacks_a_column_learns_which(outboxq_database: Database, role: AnotherRole) -> None:
+    """INSERT on some of the columns that `add_job` writes is not enough."""
+    name, url = role
+    execute(
+        outboxq_database.url,
+        f"GRANT USAGE ON SCHEMA outboxq TO {name}",
+        f"GRANT INSERT (id, queue, kind, args, headers, priority, max_attempts) ON outboxq.job TO {name}",
+    )
+    found = only(url, "grant-missing", "--for", "producer")
+    assert (found["detail"]["object"], found["detail"]["missing"]) == ("job", ["INSERT (state, run_at)"])
+    assert "GRANT INSERT (state, run_at) ON outboxq.job TO" in found["advice"]
+    execute(outboxq_database.url, f"GRANT INSERT (state, run_at) ON outboxq.job TO {name}")
+    assert named(url, "grant-missing", "--for", "producer") == []
+
+
+def test_a_producer_that_may_write_every_column_is_named(outboxq_database: Database, role: AnotherRole) -> None:
+    """One from before, and PUBLIC; not a role that may delete jobs too, and not one of `outboxq roles`."""
+    name, _ = role
+    url = outboxq_database.url
+    execute(url, roles_sql({"producer": name}))
+    assert named(url, "producer-writes-every-column") == []
+    execute(url, f"GRANT INSERT ON outboxq.job TO {name}, PUBLIC")
+    by_role = {one["detail"]["role"]: one for one in named(url, "producer-writes-every-column")}
+    assert by_role.keys() == {name, "PUBLIC"}
+    assert f"outboxq roles --sql --producer {name}" in by_role[name]["advice"]
+    assert "REVOKE INSERT ON outboxq.job FROM PUBLIC" in by_role["PUBLIC"]["advice"]
+    execute(url, roles_sql({"producer": name}), "REVOKE INSERT ON outboxq.job FROM PUBLIC")
+    assert named(url, "producer-writes-every-column") == []
+    execute(url, f"GRANT INSERT, DELETE ON outboxq.job TO {name}")
+    assert named(url, "producer-writes-every-column") == []
 
 
 def test_a_receiver_learns_what_it_lacks(outboxq_database: Database, role: AnotherRole) -> None:

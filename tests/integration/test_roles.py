@@ -1,4 +1,4 @@
-"""The roles of `outboxq roles --sql`: each can do what it is for, and is refused the rest."""
+"""The roles of `outboxq roles --sql`: each can do what it is for; what each is refused is in `test_role_matrix.py`."""
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -141,6 +141,28 @@ def test_a_producer_enqueues_and_does_nothing_else(roles: Cast, engine: Engine) 
         "SELECT FROM outboxq.migration",
         "CREATE TABLE outboxq.mine ()",
         "TRUNCATE outboxq.job",
+    )
+
+
+def test_a_producer_copies_and_inserts_by_hand_into_its_columns_alone(roles: Cast) -> None:
+    """COPY and INSERT by their names; without a list both mean every column, and the identity is nobody's to choose."""
+    columns = "(id, queue, kind, args, headers, priority, max_attempts, state, run_at)"
+    row = (secrets.token_hex(16), "ledger", "record", "{}", "{}", 0, None, "ready", "now")
+    with psycopg.connect(libpq_url(roles.url("producer")), autocommit=True) as connection:
+        with connection.cursor() as cursor, cursor.copy(f"COPY outboxq.job {columns} FROM STDIN") as copy:
+            copy.write_row(row)
+        row = (secrets.token_hex(16), *row[1:])
+        connection.execute(f"INSERT INTO outboxq.job {columns} VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s)", row)
+        connection.execute("INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'q', 'k', '{}')")
+    assert roles.call("reader", "stats", "--json").json["queues"][0]["ready"] == 2
+    roles.refuses(
+        "producer",
+        "COPY outboxq.job FROM STDIN",
+        "COPY outboxq.job (id, attempt) FROM STDIN",
+        "INSERT INTO outboxq.job DEFAULT VALUES RETURNING id",
+        "INSERT INTO outboxq.job (id, seq) OVERRIDING SYSTEM VALUE VALUES (gen_random_uuid(), 1)",
+        "INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'q', 'k', '{}') "
+        "ON CONFLICT (id) DO UPDATE SET attempt = 5",
     )
 
 
@@ -348,9 +370,57 @@ def test_running_the_sql_again_changes_nothing(roles: Cast) -> None:
 def rights(roles: Cast) -> list[tuple[object, ...]]:
     with psycopg.connect(libpq_url(roles.database.url)) as connection:
         return connection.execute(
-            "SELECT relname, acl.grantee::regrole::text, acl.privilege_type, acl.is_grantable FROM pg_class, "
-            "aclexplode(relacl) AS acl WHERE relnamespace = 'outboxq'::regnamespace ORDER BY 1, 2, 3"
+            "SELECT relname, acl.grantee::regrole::text, acl.privilege_type, acl.is_grantable, NULL FROM pg_class, "
+            "aclexplode(relacl) AS acl WHERE relnamespace = 'outboxq'::regnamespace UNION ALL "
+            "SELECT relname, acl.grantee::regrole::text, acl.privilege_type, acl.is_grantable, attname FROM pg_class "
+            "JOIN pg_attribute ON attrelid = pg_class.oid, aclexplode(attacl) AS acl "
+            "WHERE relnamespace = 'outboxq'::regnamespace ORDER BY 1, 2, 3, 5"
         ).fetchall()
+
+
+def test_a_producer_of_before_is_left_the_columns_that_it_needs(roles: Cast) -> None:
+    """It had INSERT on the whole table; the SQL takes it away, says so once, and what is left is what a new one has."""
+    group, new = roles.groups["producer"], rights(roles)
+    heard: list[str | None] = []
+    with psycopg.connect(libpq_url(roles.database.url), autocommit=True) as connection:
+        connection.add_notice_handler(lambda notice: heard.append(notice.message_primary))
+        connection.execute(sql.SQL("GRANT INSERT ON outboxq.job TO {}").format(sql.Identifier(group)))
+        assert rights(roles) != new
+        for _ in range(2):
+            connection.execute(roles_sql({"producer": group}))
+    assert rights(roles) == new
+    told = f'outboxq: role {group} could insert into every column of "outboxq".job, '
+    assert heard == [told + "and may now into those that producers write"]
+    roles.refuses("producer", "INSERT INTO outboxq.job (id, attempt) VALUES (gen_random_uuid(), 1)")
+
+
+@pytest.mark.parametrize("other", ["relay", "operator"])
+@pytest.mark.parametrize("how", ["in one run", "in runs of their own"])
+def test_a_role_of_two_parts_keeps_what_the_other_needs(roles: Cast, other: Part, how: str) -> None:
+    """Of one run, where the producer's block comes first, and of an earlier one: a relay inserts into every column."""
+    group = roles.groups[other]
+    # In the order of the mapping, which is not the order of the blocks.
+    runs: list[dict[Part, str]] = [{other: group}, {"producer": group}]
+    if how == "in one run":
+        runs = [{other: group, "producer": group}] * 2
+    with psycopg.connect(libpq_url(roles.database.url), autocommit=True) as connection:
+        connection.execute(sql.SQL("REVOKE ALL ON outboxq.job FROM {}").format(sql.Identifier(group)))
+        for names in runs:
+            connection.execute(roles_sql(names))
+    with psycopg.connect(libpq_url(roles.url(other))) as connection:
+        connection.execute(
+            "INSERT INTO outboxq.job (id, queue, kind, args, attempt) VALUES (gen_random_uuid(), 'q', 'k', '{}', 1)"
+        )
+
+
+def test_what_a_producer_inherits_is_not_taken_from_it(roles: Cast) -> None:
+    """A role that is a producer by name and a relay by membership: the group's rights are the group's."""
+    member, group = roles.groups["producer"], roles.groups["relay"]
+    before = rights(roles)
+    with psycopg.connect(libpq_url(roles.database.url), autocommit=True) as connection:
+        connection.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(group), sql.Identifier(member)))
+        connection.execute(roles_sql({"producer": member}))
+    assert rights(roles) == before
 
 
 @pytest.mark.parametrize("step", range(1, LATEST + 1))
@@ -444,4 +514,10 @@ def test_only_the_named_roles_are_printed() -> None:
     table = call("roles", "--relay", "worker").ok().stdout
     assert "worker" in table
     assert "INSERT, UPDATE, DELETE on job" in table
+    producer = call("roles", "--producer", "web").ok().stdout
+    assert "INSERT (id, queue, kind, args, headers, priority, max_attempts, state, run_at) on job" in " ".join(
+        producer.split()
+    )
+    (row,) = call("roles", "--producer", "web", "--json").ok().json["roles"]
+    assert (row["tables"], row["inserts"].keys()) == ({}, {"job"})
     assert "outboxq_producer" not in table

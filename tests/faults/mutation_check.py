@@ -65,6 +65,27 @@ MUTANTS = (
         ("tests/integration/test_containment.py",),
     ),
     Mutant(
+        "the columns that a producer may write",
+        "outboxq/roles.py",
+        "    GRANT INSERT ({columns}) ON {table} TO {role};\n",
+        "    GRANT INSERT ON {table} TO {role}; -- {columns}\n",
+        ("tests/integration/test_role_matrix.py",),
+    ),
+    Mutant(
+        "the end of the wider right that producers had",
+        "outboxq/roles.py",
+        "      REVOKE INSERT ON {table} FROM {role};\n",
+        "",
+        ("tests/integration/test_roles.py",),
+    ),
+    Mutant(
+        "the right of a relay that is a producer too",
+        "outboxq/roles.py",
+        "    IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (\n",
+        "    IF EXISTS (\n",
+        ("tests/integration/test_roles.py",),
+    ),
+    Mutant(
         "the one notification for more queues than a transaction has locks for",
         "outboxq/enqueue.py",
         '    if wakes == "all" and was != "off":\n',

@@ -9,19 +9,20 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 from tests.soak.run import SoakOptions, soak
 from tests.soak.slopes import in_lines
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 if something grows, or a job did not come to what it was to come to."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     for field in dataclasses.fields(SoakOptions):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=field.type, default=field.default, help=f"[{field.default}]")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and no lines on the way")
-    order = vars(parser.parse_args())
+    order = vars(parser.parse_args(arguments))
     as_json = order.pop("json")
     report = soak(SoakOptions(**order), (lambda _: None) if as_json else (lambda line: print(line, flush=True)))  # noqa: T201
     if as_json:

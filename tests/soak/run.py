@@ -287,7 +287,9 @@ class _Soak:
 
 
 def _supervised_command() -> list[str]:
-    queues = [f"--queue={queue}=1" for queue in sorted({each.queue for each in app.jobs.resolve().handlers.values()})]
+    # The command line has no way to shorten the lock of a call, for which a killed child's job would wait 30 seconds.
+    served = {each.queue for each in app.jobs.resolve().handlers.values()} - {"once", "once-async"}
+    queues = [f"--queue={queue}=1" for queue in sorted(served)]
     given = {
         "processes": 2,
         "batch-size": 5,

@@ -1,5 +1,6 @@
 """The soak's own proof: it knows what grows from what only wavers, and a short run of it ends as it should."""
 
+import json
 import os
 import random
 from contextlib import ExitStack
@@ -7,20 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak.__main__ import main
 from tests.soak.gauges import measure_process
-from tests.soak.run import SoakOptions, soak
 from tests.soak.slopes import Series, Slope, Subject, Verdict, fit, in_lines
 
 RELAY = Subject("relay", 1)
-# The run of some seconds: every fault happens, and every series that lasts gets a line.
-SHORT = SoakOptions(
-    minutes=0.08,
-    jobs_a_second=60.0,
-    sample_seconds=0.25,
-    terminate_seconds=0.5,
-    kill_seconds=2.5,
-    warm_up_seconds=0.5,
-    least_seconds=2.0,
+# A run of some seconds, in which every fault happens, and every series that lasts gets a line.
+SHORT = (
+    "--minutes=0.08 --jobs-a-second=40 --sample-seconds=0.25 --terminate-seconds=0.5 --kill-seconds=2.5 "
+    "--warm-up-seconds=0.5 --least-seconds=2 --json"
 )
 
 
@@ -89,14 +85,15 @@ def test_a_process_that_has_ended_is_not_measured() -> None:
     assert measure_process(child) == {}
 
 
-def test_a_short_soak_loses_nothing_and_measures_everything() -> None:
+def test_a_short_soak_loses_nothing_and_measures_everything(capsys: pytest.CaptureFixture[str]) -> None:
     """Under every fault each job comes to its end once; a verdict on growth takes longer than this."""
-    lines: list[str] = []
-    report = soak(SHORT, lines.append)
-    assert [problem for problem in report.problems if " grow by " not in problem] == []
-    assert report.done + report.dead == report.jobs > 100
-    assert min(report.terminated, report.killed, report.deadlocks, report.rolled_back) > 0
-    measured = {(slope.subject, slope.measure) for slope in report.slopes}
+    code = main(SHORT.split())
+    report = json.loads(capsys.readouterr().out)
+    assert code == int(bool(report["problems"]))
+    assert [problem for problem in report["problems"] if " grow by " not in problem] == []
+    assert report["done"] + report["dead"] == report["jobs"] > 50
+    assert min(report[fault] for fault in ("terminated", "killed", "deadlocks")) > 0
+    measured = {(slope["subject"], slope["measure"]) for slope in report["slopes"]}
     of_a_process = {"resident_kb", "anonymous_kb", "threads", "descriptors"}
     for subject in ("producers and this tool", "supervisor", "supervised child", "embedded relay"):
         assert {measure for name, measure in measured if name == subject} >= of_a_process

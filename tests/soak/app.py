@@ -34,8 +34,10 @@ CREATE TABLE counter (id integer PRIMARY KEY, value bigint NOT NULL DEFAULT 0);
 CREATE TABLE request (job_id uuid NOT NULL, kind text NOT NULL, ending text NOT NULL);
 CREATE TABLE done (job_id uuid NOT NULL);
 INSERT INTO account (id) SELECT generate_series(1, 50);
-INSERT INTO counter (id) SELECT generate_series(0, 1);"""
+INSERT INTO counter (id) SELECT generate_series(0, 99);"""
 ACCOUNTS = 50
+# Two rows for each two jobs that deadlock: more such jobs on two rows would wait for one another until nothing moves.
+PAIRS = 50
 
 # Quick, and often enough for a job that meets many terminated connections. Those count as attempts.
 RETRY = Backoff(max_attempts=25, first_seconds=0.05, cap_seconds=1.0)
@@ -74,26 +76,26 @@ jobs.scope("soak", retention=timedelta(minutes=5), kinds=("pay", "pay_async"))
 
 
 @jobs.handler(queue="plain", retry=RETRY)
-def record(ctx: Context, behaviour: str) -> Outcome:
-    return run(ctx.session, ctx.job, behaviour)
+def record(ctx: Context, behaviour: str, pair: int = 0) -> Outcome:
+    return run(ctx.session, ctx.job, behaviour, pair)
 
 
 @jobs.handler(queue="async", retry=RETRY)
-async def record_async(ctx: AsyncContext, behaviour: str) -> Outcome:
-    return await ctx.session.run_sync(run, ctx.job, behaviour)
+async def record_async(ctx: AsyncContext, behaviour: str, pair: int = 0) -> Outcome:
+    return await ctx.session.run_sync(run, ctx.job, behaviour, pair)
 
 
 @jobs.handler(queue="lease", retry=RETRY, claim="lease")
-def record_leased(ctx: Context, behaviour: str) -> Outcome:
-    return run(ctx.session, ctx.job, behaviour)
+def record_leased(ctx: Context, behaviour: str, pair: int = 0) -> Outcome:
+    return run(ctx.session, ctx.job, behaviour, pair)
 
 
 @jobs.handler(queue="lease-async", retry=RETRY, claim="lease")
-async def record_leased_async(ctx: AsyncContext, behaviour: str) -> Outcome:
-    return await ctx.session.run_sync(run, ctx.job, behaviour)
+async def record_leased_async(ctx: AsyncContext, behaviour: str, pair: int = 0) -> Outcome:
+    return await ctx.session.run_sync(run, ctx.job, behaviour, pair)
 
 
-def run(session: Session, job: Job, behaviour: str) -> Outcome:
+def run(session: Session, job: Job, behaviour: str, pair: int) -> Outcome:
     """What the four general kinds do. Of two deadlocks one locks up, the other down; which one loses is tried again."""
     is_first = job.attempt == 1
     match behaviour:
@@ -110,7 +112,7 @@ def run(session: Session, job: Job, behaviour: str) -> Outcome:
             return Snooze(timedelta(milliseconds=200))
         case "deadlock-up" | "deadlock-down":
             for number in (0, 1) if behaviour == "deadlock-up" else (1, 0):
-                session.execute(_COUNT, {"id": number})
+                session.execute(_COUNT, {"id": 2 * pair + number})
                 session.execute(_PAUSE)
     session.execute(_DONE, {"job_id": job.id})
     return DeadLetter("it was told to") if behaviour == GIVE_UP else None

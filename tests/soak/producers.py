@@ -99,7 +99,11 @@ class Producers:
     def _deadlock(self, chance: random.Random) -> list[tuple[NewJob, str]]:
         """Of two queues, so that they run at the same time; added in one transaction, so that they begin together."""
         one, other = chance.sample(_GENERAL, 2)
-        return [(one.job(behaviour="deadlock-up"), "done"), (other.job(behaviour="deadlock-down"), "done")]
+        pair = chance.randrange(app.PAIRS)
+        return [
+            (one.job(behaviour="deadlock-up", pair=pair), "done"),
+            (other.job(behaviour="deadlock-down", pair=pair), "done"),
+        ]
 
 
 @contextmanager

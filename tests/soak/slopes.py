@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from typing import Literal, TypeAlias
 
@@ -39,6 +40,7 @@ class Slope:
 
     Attributes:
         seconds: From the first point to the last.
+        quarters: The mean of each quarter of the points: a step shows, which a line takes for growth.
         an_hour: What the line gains in an hour; `error` is the standard error of that.
         bound: Up to what growth in an hour it counts as flat.
     """
@@ -51,6 +53,7 @@ class Slope:
     mean: float
     lowest: float
     highest: float
+    quarters: list[float]
     an_hour: float
     error: float
     bound: float
@@ -91,8 +94,13 @@ def fit(subject: Subject, measure: str, points: Sequence[tuple[float, float]]) -
     seconds = round(points[-1][0] - points[0][0], 1)
     return Slope(
         subject.name, subject.pid, measure, len(points), seconds, round(mean, 1), min(values), max(values),
-        round(an_hour, 2), round(error, 2), round(bound, 1), _judge(an_hour, error, bound),
+        _quarters(values), round(an_hour, 2), round(error, 2), round(bound, 1), _judge(an_hour, error, bound),
     )  # fmt: skip
+
+
+def _quarters(values: Sequence[float]) -> list[float]:
+    ends = [len(values) * number // 4 for number in range(5)]
+    return [round(sum(values[start:end]) / (end - start), 1) for start, end in pairwise(ends)]
 
 
 def _judge(an_hour: float, error: float, bound: float) -> Verdict:
@@ -115,17 +123,31 @@ def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def in_lines(slopes: Iterable[Slope]) -> list[str]:
     """A table."""
-    head = ("process", "pid", "measure", "points", "mean", "lowest", "highest", "an hour", "+-", "bound", "")
+    head = (
+        "process",
+        "pid",
+        "measure",
+        "points",
+        "mean",
+        "lowest",
+        "highest",
+        "by quarter",
+        "an hour",
+        "+-",
+        "bound",
+        "",
+    )
     rows = [
         (
             slope.subject, f"{slope.pid}", slope.measure, f"{slope.points}", f"{slope.mean:,.1f}",
-            f"{slope.lowest:,.0f}", f"{slope.highest:,.0f}", f"{slope.an_hour:+,.1f}", f"{slope.error:,.1f}",
+            f"{slope.lowest:,.0f}", f"{slope.highest:,.0f}",
+            " ".join(f"{mean:,.1f}" for mean in slope.quarters), f"{slope.an_hour:+,.1f}", f"{slope.error:,.1f}",
             f"{slope.bound:,.1f}", slope.verdict,
         )
         for slope in slopes
     ]  # fmt: skip
     widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
-    left = {0, 2, 10}
+    left = {0, 2, 11}
     return [
         "  ".join(
             text.ljust(width) if place in left else text.rjust(width)

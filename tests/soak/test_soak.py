@@ -50,6 +50,13 @@ def test_growth_is_told_from_wavering(
     assert abs(found.an_hour - an_hour) <= 4 * found.error + 0.01
 
 
+def test_a_step_is_seen_in_the_quarters() -> None:
+    """The line through it rises; what stands still before and behind it is no leak."""
+    found = line("descriptors", [22.0] * 75 + [25.0] * 25)
+    assert found.verdict == "grows"
+    assert found.quarters == [22.0, 22.0, 22.0, 25.0]
+
+
 def test_a_process_that_leaks_descriptors_grows(tmp_path: Path) -> None:
     """One file for every measurement; its memory is measured too."""
     series = Series()

@@ -33,9 +33,9 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard, Savepoint
 from outboxq.handlers import AnyHandler
-from outboxq.invoke import Invoker, Opened, Run, hand_over
+from outboxq.invoke import Invoker, LazySession, Opened, Run, hand_over
 from outboxq.job import Job
-from outboxq.preload import load_entity
+from outboxq.preload import load_entity, watch_unlocked
 from outboxq.registry import Registry
 from outboxq.retention import spoken
 from outboxq.retry import Done, Outcome, Snooze
@@ -315,7 +315,7 @@ def _attempt(
     return result
 
 
-def _open_session(connection: Connection, work: Work, place: Place) -> Session:
+def _open_session(connection: Connection, work: Work, place: Place) -> LazySession:
     session = work.invoker.open_session(connection, place.open)
     if place.in_transaction:
         # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
@@ -333,9 +333,11 @@ def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) ->
 
 def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, opened: Opened, place: Place) -> Outcome:
     arguments = handler.signature().decode(job.args)
-    for name, value in arguments.items():
-        if isinstance(value, EntityKey):
-            arguments[name] = load_entity(opened.session(), name, value)
+    keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
+    if keys:
+        session = opened.session()
+        arguments |= {name: load_entity(session, name, key) for name, key in keys.items()}
+        watch_unlocked(session, handler.unlocked_changes, [(key, arguments[name]) for name, key in keys.items()])
     fault_point("before-handler")
     run = Run(job, work.state, partial(work.permit, handler, job), [])
     outcome = handler.returned.outcome(work.call(connection, handler, opened.session, run, arguments))

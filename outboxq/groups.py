@@ -15,7 +15,7 @@ from outboxq.execute import Work
 from outboxq.fault_points import fault_point
 from outboxq.handlers import BatchHandler
 from outboxq.invoke import LazySession, Run, nothing
-from outboxq.preload import Locks, entity_keys, load_entity, load_together
+from outboxq.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.progress import Progress
 from outboxq.retry import Outcome
 from outboxq.shared_savepoint import SharedSavepoint
@@ -41,7 +41,6 @@ def run_group(
     batch.position, batch.together = places.start, len(places)
     place = SharedSavepoint(connection, work, batch, places.start)
     session = work.invoker.open_session(connection, nothing)
-    assert isinstance(session, LazySession)
     try:
         returned = _call(connection, batch, work, places, arguments, session, place, locks)
         # However it goes: what stands is the certificate's to say.
@@ -85,6 +84,8 @@ def _call(
     # Held: the session alone would forget them.
     loaded = load_together(session, keys, locks)
     given = [_given(session, values) for values in arguments] if keys else arguments
+    if keys:
+        watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
     items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
     del loaded
     fault_point("before-handler")
@@ -103,6 +104,17 @@ def _call(
     fault_point("after-handler")
     assert isinstance(returned, list)
     return returned
+
+
+def _loaded(
+    arguments: Sequence[Mapping[str, object]], given: Sequence[Mapping[str, object]]
+) -> list[tuple[EntityKey, object]]:
+    return [
+        (value, values[name])
+        for keys, values in zip(arguments, given, strict=True)
+        for name, value in keys.items()
+        if isinstance(value, EntityKey)
+    ]
 
 
 def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, object]:

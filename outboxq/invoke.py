@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context as ContextVars
 from contextvars import copy_context
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
@@ -22,6 +22,7 @@ from outboxq.errors import HandlerTimedOut
 from outboxq.guard import lend
 from outboxq.handlers import AnyHandler, Flavour
 from outboxq.job import Job
+from outboxq.unlocked import UnlockedChanges
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -33,14 +34,38 @@ def nothing() -> None:
 
 
 class LazySession(OutboxSession):
-    """Calls `opener` before it first uses its connection."""
+    """Calls `opener` before it first uses its connection.
+
+    Attributes:
+        watched: Entities whose rows are not locked, and what is told of their changes before these are written.
+    """
 
     opener: Callable[[], None]
+    watched: tuple[UnlockedChanges, Sequence[object]] | None = None
+
+    def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
+        """Have `changes` told of what is changed of these entities."""
+        if entities:
+            self.watched = changes, entities
+
+    def look(self) -> None:
+        """Tell of what is changed at this moment."""
+        if self.watched is not None:
+            changes, entities = self.watched
+            changes.look(entities)
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """SQLAlchemy's hook before every use of a connection."""
         self.opener()
+        if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
+            # The handler locks rows itself, and perhaps these.
+            self.watched = None
         return super().get_bind(*args, **kwargs)
+
+    def flush(self, objects: Sequence[Any] | None = None) -> None:
+        """What SQLAlchemy calls for every flush, an autoflush and that of a commit too."""
+        self.look()
+        super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
         """Where it leads to, for who sends nothing yet."""
@@ -76,12 +101,12 @@ def hand_over(deferred: list[Write], session: Session) -> None:
 class Opened:
     """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
 
-    def __init__(self, make: Callable[[], Session]) -> None:
+    def __init__(self, make: Callable[[], LazySession]) -> None:
         self._make = make
         self._is_over = False
-        self.made: Session | None = None
+        self.made: LazySession | None = None
 
-    def session(self) -> Session:
+    def session(self) -> LazySession:
         """The session.
 
         Raises:
@@ -164,7 +189,7 @@ class Invoker(Protocol):
         """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
         ...
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
         """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
         ...
 
@@ -190,7 +215,7 @@ class SyncInvoker:
         """Run one attempt in a context of its own."""
         return copy_context().run(attempt, *args, **kwargs)
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
         session.opener = opener
@@ -226,7 +251,7 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> Session:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
         self._session = AsyncOutboxSession(bind=lent, sync_session_class=LazySession, **SESSION_OPTIONS)

@@ -17,6 +17,7 @@ from outboxq.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
 from outboxq.invoke import SESSION_OPTIONS, LazySession, nothing
 from outboxq.set_based import FactsOf, key_array
+from outboxq.unlocked import UnlockedChanges
 from outboxq.write_buffer import RowId
 
 # What one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
@@ -50,6 +51,20 @@ def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool =
     if entity is None and not key.optional:
         raise EntityGone(name, key.entity.__name__)
     return entity
+
+
+def watch_unlocked(
+    session: LazySession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
+) -> None:
+    """Have `changes` told of what is changed of these entities, but for those whose rows are locked."""
+    if changes.is_said:
+        return
+    entities = {id(entity): entity for _, entity in loaded if entity is not None}
+    for key, entity in loaded:
+        if key.locked:
+            # Also if it is another argument, without a lock.
+            entities.pop(id(entity), None)
+    session.watch(changes, tuple(entities.values()))
 
 
 def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:

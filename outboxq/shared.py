@@ -26,10 +26,11 @@ from outboxq.events import JobDone
 from outboxq.execute import TransactionEscaped, Work, check_not_undone
 from outboxq.fault_points import fault_point
 from outboxq.guard import may_end_transaction
-from outboxq.invoke import Opened, Run, hand_over, nothing
+from outboxq.handlers import AnyHandler
+from outboxq.invoke import LazySession, Opened, Run, hand_over, nothing
 from outboxq.job import Job
 from outboxq.kinds import NewJob
-from outboxq.preload import Locks, Preloaded, entity_keys, load_entity
+from outboxq.preload import Locks, Preloaded, entity_keys, load_entity, watch_unlocked
 from outboxq.progress import Progress
 from outboxq.retry import Done
 from outboxq.set_based import row_write
@@ -176,7 +177,7 @@ class _SharedRun:
         opened = Opened(self._open_session)
         run = Run(job, work.state, partial(work.permit, handler, job), [])
         try:
-            given = self._given(opened, arguments)
+            given = self._given(opened, handler, arguments)
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.deadline = None if seconds is None else time.monotonic() + seconds
@@ -197,18 +198,22 @@ class _SharedRun:
             self._mark_sent()
         fault_point("after-handler")
 
-    def _open_session(self) -> Session:
+    def _open_session(self) -> LazySession:
         return self._work.invoker.open_session(self._connection, nothing)
 
-    def _given(self, opened: Opened, arguments: Mapping[str, object]) -> dict[str, object]:
+    def _given(self, opened: Opened, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities, as they are now, in its own session."""
         given, found = dict(arguments), dict[object, object]()
+        loaded: list[tuple[EntityKey, object]] = []
         for name, key in arguments.items():
             if type(key) is EntityKey:
                 identity = key.entity, key.identity
                 if identity not in found:
                     found[identity] = self._entity(opened.session(), name, key)
                 given[name] = found[identity]
+                loaded.append((key, given[name]))
+        if loaded:
+            watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
         return given
 
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
@@ -245,6 +250,7 @@ class _SharedRun:
             self._add_deferred(run.deferred)
         else:
             session = opened.session()
+            session.look()
             hand_over(run.deferred, session)
             changes = row_changes(session, self._facts_of) if self._may_wait(session) else None
             if changes is not None:

@@ -53,7 +53,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.timeout_seconds = _check_timeout(timeout_seconds)
         self.batchable = _check_batchable(batchable, claim)
         self.returned = Returned(kind)
-        self.unlocked_changes = UnlockedChanges(kind)
+        self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
         functools.update_wrapper(self, function, updated=())

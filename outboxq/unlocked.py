@@ -3,9 +3,13 @@
 Such a handler may undo what another job has written since the row was read. That is said once for each kind.
 """
 
+import dis
+import functools
+import inspect
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 from sqlalchemy.ext.mutable import MutableBase
@@ -16,12 +20,16 @@ from sqlalchemy.sql.elements import ClauseElement
 
 logger = logging.getLogger("outboxq.relay")
 
+# Methods are read by an instruction of their own up to Python 3.11.
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+
 
 class UnlockedChanges:
     """Says once that the handler of one kind changes rows which it has not locked."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, function: Callable[..., object]) -> None:
         self._kind = kind
+        self._function = function
         # Taken for good by the first that says it.
         self._said = threading.Lock()
 
@@ -31,13 +39,25 @@ class UnlockedChanges:
         return self._said.locked()
 
     def look(self, entities: Iterable[object]) -> None:
-        """Say it if one of these, as they are before their flush, has a new value that no statement computes."""
+        """Say it if one of these, as they are before their flush, has a new value that may come from the old one."""
         for entity in entities:
             state = instance_state(entity)
             if state.committed_state:
-                names = sorted(_changed(state))
+                names = sorted(name for name in _changed(state) if name not in self._unread)
                 if names and self._said.acquire(blocking=False):
                     self._say(type(entity).__name__, ", ".join(names))
+
+    @functools.cached_property
+    def _unread(self) -> frozenset[str]:
+        """The attributes that the handler's own code assigns, and reads of nothing: their old values do not matter."""
+        read, assigned = set[str](), set[str]()
+        for code in _code_of(self._function):
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR":
+                    assigned.add(str(step.argval))
+                elif step.opname in _READS:
+                    read.add(str(step.argval))
+        return frozenset(assigned - read)
 
     def _say(self, entity: str, attributes: str) -> None:
         fields = {"kind": self._kind, "entity": entity, "attributes": attributes}
@@ -49,6 +69,16 @@ class UnlockedChanges:
             entity,
             extra={f"outboxq_{name}": value for name, value in fields.items()},
         )
+
+
+def _code_of(function: Callable[..., object]) -> Iterator[CodeType]:
+    """The code of a function without its decorators, and of what is defined within it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    pending = [code] if isinstance(code, CodeType) else []
+    while pending:
+        code = pending.pop()
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code
 
 
 def _changed(state: InstanceState[Any]) -> Iterator[str]:

@@ -206,6 +206,34 @@ def test_what_was_read_decides(
     assert said(caplog) == expected
 
 
+def test_a_value_that_was_not_read_is_not_named(
+    sessions: sessionmaker[OutboxSession], drain: Drain, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attribute that the handler's own code assigns and never reads is let be; one that it looks at is named."""
+    jobs = Jobs()
+
+    @jobs.handler()
+    def reset(ctx: Context, row: Account, balance: int) -> None:
+        row.balance = balance
+
+    @jobs.handler()
+    def reset_once(ctx: Context, row: Account, cents: int) -> None:
+        if row.balance != 0:
+            row.balance = cents
+
+    @jobs.handler()
+    def by_helper(ctx: Context, row: Account) -> None:
+        add(ctx, row)
+
+    with sessions.begin() as session:
+        account = session.get_one(Account, 1)
+        session.add_job(reset, account, 7)
+        session.add_job(reset_once, account, 8)
+        session.add_job(by_helper, account)
+    drain(jobs)
+    assert sorted(said(caplog)) == [("by_helper", "Account", "balance"), ("reset_once", "Account", "balance")]
+
+
 def test_each_kind_is_named_for_itself(
     sessions: sessionmaker[OutboxSession], drain: Drain, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,7 +206,7 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
     begun = time.perf_counter()
     result = _execute_one(connection, progress, job, work, shared=shared)
     if isinstance(result, Done | Discard) and _wrote_nothing(connection, progress):
-        progress.events.append(_ended(job, result, time.perf_counter() - begun))
+        progress.events.append(_ended(job, work.kept(job, result), time.perf_counter() - begun))
         return
     if not progress.begun and transaction_status(connection) == TransactionStatus.IDLE:
         # The handler worked outside the database: should this connection be gone by now, its work is not.
@@ -375,6 +375,7 @@ def _back_to_claim(connection: Connection, progress: Progress, work: Work, error
 
 def settle_result(connection: Connection, job: Job, result: Result, work: Work, seconds: float) -> JobEvent:
     """Write what becomes of the job, and return the event to send once that is committed."""
+    result = work.kept(job, result)
     match result:
         case Done() | Discard():
             settle.finish(connection, job)

@@ -29,7 +29,7 @@ from outboxq.errors import (
     OutboxqError,
     TransactionEndedByHandler,
 )
-from outboxq.failure import Failed, describe_failure
+from outboxq.failure import Failed, R, describe_failure, withheld
 from outboxq.fault_points import fault_point
 from outboxq.guard import Guard, Savepoint
 from outboxq.handlers import AnyHandler
@@ -170,6 +170,11 @@ class Work:
                 f"longer with jobs.scope({scope!r}, retention=...), or give the job fewer attempts"
             )
         return retention
+
+    def kept(self, job: Job, result: R) -> R:
+        """What may be stored and told of what an attempt of this job came to."""
+        handler = self.registry.handlers.get(job.kind)
+        return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if it is one for this slot."""

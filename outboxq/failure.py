@@ -2,18 +2,20 @@
 
 Error texts of drivers quote parameters and row values, so those are not taken over. What remains of a message has every
 argument value replaced by the argument's name: as it is stored, and in the other spellings that Python gives it. Left
-alone are values of one character, which identify nothing, and what a handler makes of a value.
+alone are values of one character, which identify nothing, and what a handler makes of a value: a slice of it, its hash.
+A handler whose messages are withheld leaves none.
 """
 
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import PurePath
+from typing import TypeVar
 
 import msgspec
 import psycopg
@@ -21,6 +23,9 @@ from sqlalchemy.exc import StatementError
 
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.job import Job
+from outboxq.retry import DeadLetter, Discard, Retry
+
+R = TypeVar("R")
 
 MAX_MESSAGE_CHARACTERS = 2_000
 # Of a text that values are taken out of, which makes it shorter.
@@ -29,6 +34,10 @@ _LABEL_CHARACTERS = 63
 KEPT_ERRORS = 25
 _KEPT_FRAMES = 5
 
+# In the place of a text of a handler with messages="withheld".
+WITHHELD = "message withheld"
+
+_SQLSTATE = re.compile("[0-9A-Z]{5}")
 _TRANSIENT = ("40001", "40P01")
 # Its texts quote the offending value.
 _DATA_EXCEPTION = "22"
@@ -57,11 +66,21 @@ class Failed:
     """An attempt that raised.
 
     `transient`: a deadlock or a serialization failure, which is nobody's fault. `permanent`: another cannot help.
+    `sqlstate`: of a database error.
     """
 
     record: ErrorRecord
     transient: bool = False
     permanent: bool = False
+    sqlstate: str | None = None
+
+
+def withheld(result: R) -> R:
+    """What an attempt came to, without the text that its error or its handler gave; type, place and SQLSTATE stay."""
+    if isinstance(result, Failed):
+        text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
+        return replace(result, record=replace(result.record, message=text))
+    return replace(result, reason=WITHHELD) if isinstance(result, Retry | DeadLetter | Discard) else result
 
 
 def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.FrameSummary] | None = None) -> Failed:
@@ -77,7 +96,8 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
         message=_described(lambda: _message(error, job.args)),
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
-    return Failed(record, transient=_sqlstate(original) in _TRANSIENT, permanent=isinstance(original, PermanentError))
+    sqlstate = _sqlstate(original)
+    return Failed(record, sqlstate in _TRANSIENT, isinstance(original, PermanentError), sqlstate)
 
 
 def describe_reason(reason: object, job: Job) -> str:
@@ -212,7 +232,8 @@ def _sqlstate(error: BaseException) -> str | None:
         sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     except BaseException:  # noqa: BLE001  # users' code, as a property
         return None
-    return sqlstate if isinstance(sqlstate, str) else None
+    # Users' errors may call something else so.
+    return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
 def _text_of(value: object) -> str:

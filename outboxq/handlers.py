@@ -23,6 +23,7 @@ R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 
 Flavour: TypeAlias = Literal["sync", "async"]
 ClaimMode: TypeAlias = Literal["transaction", "lease"]
+Messages: TypeAlias = Literal["redacted", "withheld"]
 DEFAULT_TIMEOUT_SECONDS = 300.0
 MAX_TIMEOUT_SECONDS = 7 * 86_400.0
 DEFAULT_GROUP_SIZE = 100
@@ -44,6 +45,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         batchable: bool = False,
+        messages: Messages = "redacted",
     ) -> None:
         super().__init__(kind, queue)
         self.function = function
@@ -52,6 +54,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.claim: ClaimMode = check_claim(claim)
         self.timeout_seconds = _check_timeout(timeout_seconds)
         self.batchable = _check_batchable(batchable, claim)
+        self.messages: Messages = check_messages(messages)
         self.returned = Returned(kind)
         self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
@@ -92,11 +95,12 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         *,
         max_size: int = DEFAULT_GROUP_SIZE,
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        messages: Messages = "redacted",
     ) -> None:
         made: Any = arguments
         returned = Returned(kind)
         alone = called_with_one(function, made, returned)
-        super().__init__(alone, kind, queue, aliases, retry, timeout_seconds=timeout_seconds)
+        super().__init__(alone, kind, queue, aliases, retry, timeout_seconds=timeout_seconds, messages=messages)
         self.arguments = arguments
         self.max_size = _check_size(max_size)
         many = called_with_many(function, returned)
@@ -127,6 +131,7 @@ class HandlerDecorator:
         claim: ClaimMode,
         timeout_seconds: float | None,
         batchable: bool,
+        messages: Messages,
     ) -> None:
         self._add = add
         self._kind = kind
@@ -136,6 +141,7 @@ class HandlerDecorator:
         self._claim: ClaimMode = check_claim(claim)
         self._timeout_seconds = _check_timeout(timeout_seconds)
         self._batchable = _check_batchable(batchable, claim)
+        self._messages: Messages = check_messages(messages)
 
     @overload
     def __call__(
@@ -159,6 +165,7 @@ class HandlerDecorator:
             claim=self._claim,
             timeout_seconds=self._timeout_seconds,
             batchable=self._batchable,
+            messages=self._messages,
         )
         self._add(handler)
         return handler
@@ -177,6 +184,7 @@ class BatchHandlerDecorator(Generic[P, T]):
         retry: Backoff,
         max_size: int,
         timeout_seconds: float | None,
+        messages: Messages,
     ) -> None:
         self._add = add
         self._arguments = arguments
@@ -188,6 +196,7 @@ class BatchHandlerDecorator(Generic[P, T]):
         self._retry = retry
         self._max_size = _check_size(max_size)
         self._timeout_seconds = _check_timeout(timeout_seconds)
+        self._messages: Messages = check_messages(messages)
 
     @overload
     def __call__(
@@ -211,6 +220,7 @@ class BatchHandlerDecorator(Generic[P, T]):
             self._retry,
             max_size=self._max_size,
             timeout_seconds=self._timeout_seconds,
+            messages=self._messages,
         )
         self._add(handler)
         return handler
@@ -220,6 +230,12 @@ def check_claim(claim: ClaimMode) -> ClaimMode:
     if claim not in get_args(ClaimMode):
         raise RegistryError(f"claim takes 'transaction' or 'lease', got {claim!r}")
     return claim
+
+
+def check_messages(messages: Messages) -> Messages:
+    if messages not in get_args(Messages):
+        raise RegistryError(f"messages takes 'redacted' or 'withheld', got {messages!r}")
+    return messages
 
 
 def _check_function(function: Callable[..., Any]) -> None:

@@ -239,7 +239,7 @@ def recover(connection: Connection, progress: Progress, work: Work, escaped: Tra
     server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
     """
     if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
-        return _recover_committed(connection, progress, escaped.failed)
+        return _recover_committed(connection, progress, work.kept(escaped.job, escaped.failed))
     if progress.together > 1:
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)

@@ -19,7 +19,9 @@ from outboxq.handlers import (
     ClaimMode,
     Flavour,
     HandlerDecorator,
+    Messages,
     check_claim,
+    check_messages,
 )
 from outboxq.inbox import Inbox
 from outboxq.kinds import P
@@ -39,10 +41,15 @@ class Jobs:
     Args:
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
             process before the first job; what it yields is `ctx.state`.
+        messages: Of handlers that do not say it themselves. See `handler`.
+
+    Raises:
+        RegistryError: messages that are neither "redacted" nor "withheld".
     """
 
-    def __init__(self, *, lifespan: Lifespan | None = None) -> None:
+    def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
         self.lifespan = lifespan
+        self._messages: Messages = check_messages(messages)
         self._handlers: dict[str, AnyHandler] = {}
         self._windows: dict[tuple[Owner, str], Window] = {}
 
@@ -56,6 +63,7 @@ class Jobs:
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         batchable: bool = False,
+        messages: Messages | None = None,
     ) -> HandlerDecorator:
         """Register a handler.
 
@@ -72,13 +80,27 @@ class Jobs:
             batchable: The handler does nothing but write rows through its session, and defer statements. The jobs of
                 such kinds that are claimed together then share a session and one flush, and are run once more, each by
                 itself, where anything goes wrong.
+            messages: What is stored and logged of the text of an error, and of the reason of an outcome. "redacted":
+                the text, with every argument's value replaced by the argument's name; what the handler makes of a
+                value, such as a slice of it, stays. "withheld": nothing of it; the error's type and SQLSTATE, and where
+                it was raised, stay. By default as the registry says.
 
         Raises:
-            RegistryError: the kind or an alias is taken, an unknown claim mode, a timeout that is not positive, or
-                batchable under a lease.
+            RegistryError: the kind or an alias is taken, an unknown claim mode, a timeout that is not positive,
+                batchable under a lease, or unknown messages.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        return HandlerDecorator(self.add, kind, queue, aliases, retry or Backoff(), claim, timeout_seconds, batchable)
+        return HandlerDecorator(
+            self.add,
+            kind,
+            queue,
+            aliases,
+            retry or Backoff(),
+            claim,
+            timeout_seconds,
+            batchable,
+            messages or self._messages,
+        )
 
     def batch_handler(
         self,
@@ -91,6 +113,7 @@ class Jobs:
         retry: Backoff | None = None,
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        messages: Messages | None = None,
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that is given many jobs at a time: for set-based SQL.
 
@@ -114,7 +137,15 @@ class Jobs:
                 "jobs one by one to a handler of their own"
             )
         return BatchHandlerDecorator(
-            self.add, arguments, kind, queue, aliases, retry or Backoff(), max_size, timeout_seconds
+            self.add,
+            arguments,
+            kind,
+            queue,
+            aliases,
+            retry or Backoff(),
+            max_size,
+            timeout_seconds,
+            messages or self._messages,
         )
 
     def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:

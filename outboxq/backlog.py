@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 from outboxq.driver import run_script
 from outboxq.errors import JobNotFound
 from outboxq.statements import backlog as statements
+from outboxq.statements.backlog import STATES as STATES
 from outboxq.statements.backlog import JobFilter as JobFilter
 from outboxq.statements.claim import clear_marks as clearing
 from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
@@ -25,9 +26,13 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class WaitingJob:
-    """A job in the table. `pid` is the backend whose transaction runs it, None where it only waits.
+    """A job in the table.
 
-    `running_seconds` is how long that transaction has been open; None also where the role may not read it.
+    Attributes:
+        state: `ready`; `scheduled`; `due`, if the time of a scheduled one has come; `running`, if a transaction has it;
+            `leased`; `orphaned`, if the relay that leased it is not alive; `suspect`. The names of `QueueStats`.
+        pid: The backend whose transaction runs it; None where it only waits.
+        running_seconds: How long that transaction has been open; None also where the role may not read it.
     """
 
     id: UUID
@@ -69,7 +74,7 @@ class Cancelled:
 def list_jobs(
     connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
 ) -> list[WaitingJob]:
-    """The oldest jobs that match; with `running`, only those that a transaction or a lease holds at this moment."""
+    """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds."""
     rows = connection.execute(statements.select_jobs(wanted or JobFilter(), running=running, limit=limit))
     return [WaitingJob(*row) for row in rows]
 

@@ -149,7 +149,7 @@ def _keep_writing(path: Path, read_health: Callable[[], Health], done: threading
 
 def _write(path: Path, health: Health) -> None:
     """Replace the file in one step: a reader sees the old one or the new one."""
-    document = {**asdict(health), "pid": os.getpid(), "at": datetime.now(UTC).isoformat()}
+    document = {**asdict(health), "pid": os.getpid(), "at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(json.dumps(document) + "\n")

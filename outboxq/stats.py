@@ -22,7 +22,8 @@ class QueueStats:
         scheduled: Wait for their time, a retry's included.
         due: Their time has come, and they wait for a relay.
         parked: Put off, because no relay that saw them knows their kind.
-        leased: Held by a lease.
+        leased: Held by a lease, of a relay that is alive.
+        orphaned: Held by a lease of a relay that is not; another relay takes them back.
         suspect: Their claim died; they run alone, under a lease.
         dead: Among the dead letters.
         oldest_waiting_seconds: How long the oldest that is ready or due has waited; None where none does.
@@ -36,6 +37,7 @@ class QueueStats:
     due: int = 0
     parked: int = 0
     leased: int = 0
+    orphaned: int = 0
     suspect: int = 0
     dead: int = 0
     oldest_waiting_seconds: float | None = None

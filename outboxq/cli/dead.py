@@ -19,14 +19,14 @@ from outboxq.cli.options import (
     Schema,
     Yes,
 )
-from outboxq.cli.output import count, notice, print_document, print_fields, print_json, print_table
+from outboxq.cli.output import count, notice, print_detail, print_json, print_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
     from outboxq.cli.database import Begin
-    from outboxq.dead_letters import DeadDetail, DeadFilter
+    from outboxq.dead_letters import DeadFilter
     from outboxq.statements.paging import Page
 
 app = typer.Typer(
@@ -69,10 +69,7 @@ def list_dead(
     if as_json:
         print_json({"dead": shown, "more": more})
         return
-    print_table(
-        ("id", "queue", "kind", "attempts", "died (UTC)", "reason"),
-        [(row.id, row.queue, row.kind, row.attempt, row.died_at, row.reason) for row in shown],
-    )
+    print_rows(("id", "queue", "kind", "attempt", "died_at", "reason"), shown)
     if more:
         notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --reason")
 
@@ -92,7 +89,10 @@ def show_dead(
 
     with open_database(database_url, schema) as begin, begin() as connection:
         detail = dead_letters.show_dead(connection, job_id)
-    _print_detail(detail, as_json=as_json)
+    fields = asdict(detail.dead) | {
+        "priority": detail.priority, "unique_key": detail.unique_key, "group_key": detail.group_key,
+    }  # fmt: skip
+    print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
 
 
 @app.command("retry")
@@ -213,19 +213,3 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
             f"not {verb}, because a job with its id waits or runs already, or it is longer than a job may be: {job_id}"
         )
     raise typer.Exit(total.exit_code)
-
-
-def _print_detail(detail: "DeadDetail", *, as_json: bool) -> None:
-    from msgspec import Raw
-
-    fields = asdict(detail.dead) | {
-        "priority": detail.priority, "unique_key": detail.unique_key, "group_key": detail.group_key,
-    }  # fmt: skip
-    documents = {"args": detail.args, "headers": detail.headers, "errors": detail.errors}
-    if as_json:
-        # The stored text itself: decoding it could change a number.
-        print_json(fields | {name: Raw(text.encode()) for name, text in documents.items()})
-        return
-    print_fields(fields.items())
-    for name, text in documents.items():
-        print_document(name, text)

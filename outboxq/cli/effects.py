@@ -15,10 +15,10 @@ from outboxq.cli.options import (
     Schema,
     ScopeFilter,
 )
-from outboxq.cli.output import notice, print_document, print_fields, print_json, print_table
+from outboxq.cli.output import notice, print_detail, print_json, print_rows
 
 if TYPE_CHECKING:
-    from outboxq.effect_records import EffectDetail, Verdict
+    from outboxq.effect_records import Verdict
 
 app = typer.Typer(
     help="List, show and resolve effects: calls that are made once.",
@@ -61,16 +61,8 @@ def list_effects(
     if as_json:
         print_json({"effects": shown, "more": more})
         return
-    print_table(
-        ("scope", "key", "status", "attempts", "first called (UTC)", "changed (UTC)", "error"),
-        [
-            (
-                row.scope, row.key, f"{row.status}, in doubt" if row.in_doubt else row.status, row.attempts,
-                row.first_called_at, row.changed_at, row.error,
-            )
-            for row in shown
-        ],
-    )  # fmt: skip
+    columns = ("scope", "key", "status", "in_doubt", "attempts", "first_called_at", "changed_at", "error")
+    print_rows(columns, shown)
     if more:
         notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --scope or --status")
 
@@ -96,7 +88,8 @@ def show_effect(
 
     with open_database(database_url, schema) as begin, begin() as connection:
         detail = effect_records.show_effect(connection, scope, key)
-    _print_detail(detail, as_json=as_json)
+    fields = asdict(detail.effect) | {"is_locked": detail.is_locked, "fingerprint": detail.fingerprint}
+    print_detail(fields, {"result": detail.result}, as_json=as_json)
 
 
 @app.command("resolve")
@@ -165,20 +158,3 @@ def _verdict(*, applied: bool, not_applied: bool, result: str | None) -> "Verdic
     if not_applied and result is not None:
         raise WrongUsage("a call that was not applied has no result: leave --result out, or give --applied")
     return WasApplied(result) if applied else WasNotApplied()
-
-
-def _print_detail(detail: "EffectDetail", *, as_json: bool) -> None:
-    from msgspec import Raw
-
-    fields = asdict(detail.effect) | {"is_locked": detail.is_locked, "fingerprint": detail.fingerprint}
-    if as_json:
-        # The stored text itself: decoding it could change a number.
-        print_json(fields | {"result": None if detail.result is None else Raw(detail.result.encode())})
-        return
-    print_fields((name, _yes_or_no(value)) for name, value in fields.items())
-    if detail.result is not None:
-        print_document("result", detail.result)
-
-
-def _yes_or_no(value: object) -> object:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

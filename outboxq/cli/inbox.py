@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, ConsumerFilter, DatabaseUrl, Limit, Schema, Since
-from outboxq.cli.output import count, notice, print_fields, print_json, print_table
+from outboxq.cli.output import count, notice, print_fields, print_json, print_rows
 
 app = typer.Typer(
     help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
@@ -45,10 +45,7 @@ def list_messages(
     if as_json:
         print_json({"messages": shown, "more": more})
         return
-    print_table(
-        ("consumer", "message id", "accepted (UTC)", "remembered until (UTC)"),
-        [(row.consumer, row.message_id, row.seen_at, row.expires_at) for row in shown],
-    )
+    print_rows(("consumer", "message_id", "seen_at", "expires_at"), shown)
     if more:
         notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --consumer or --since")
 

@@ -21,12 +21,12 @@ from outboxq.cli.options import (
     StateFilter,
     Yes,
 )
-from outboxq.cli.output import count, notice, print_document, print_fields, print_json, print_table
+from outboxq.cli.output import count, notice, print_detail, print_json, print_rows
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outboxq.backlog import JobDetail, JobFilter
+    from outboxq.backlog import JobFilter
     from outboxq.cli.database import Begin
     from outboxq.statements.paging import Page
 
@@ -35,7 +35,9 @@ app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_i
 
 @app.command("list")
 def list_jobs(
-    running: Annotated[bool, typer.Option("--running", help="Only those that a relay runs at this moment.")] = False,
+    running: Annotated[
+        bool, typer.Option("--running", help="Only those that a relay runs at this moment: running, or leased.")
+    ] = False,
     queue: QueueFilter = None,
     kind: KindFilter = None,
     state: StateFilter = None,
@@ -46,8 +48,9 @@ def list_jobs(
 ) -> None:
     """List jobs that wait or run, the oldest first, in the order in which they came into the table.
 
-    A running job has the pid of its PostgreSQL backend, and for how long its transaction has been open. One that runs
-    under a lease is shown as leased.
+    The states are those of `outboxq stats`: ready; scheduled; due (scheduled, and its time has come); running (a
+    transaction has it; pid is that of its PostgreSQL backend); leased; orphaned (leased to a relay that has died or is
+    out of reach: another one takes it back); suspect (its claim died: it runs alone).
 
     \b
     Examples:
@@ -65,16 +68,8 @@ def list_jobs(
     if as_json:
         print_json({"jobs": shown, "more": more})
         return
-    print_table(
-        ("id", "queue", "kind", "state", "attempt", "runs from (UTC)", "pid", "running for"),
-        [
-            (
-                job.id, job.queue, job.kind, "running" if job.pid else job.state, job.attempt, job.run_at,
-                None if job.pid is None else str(job.pid), job.running_seconds,
-            )
-            for job in shown
-        ],
-    )  # fmt: skip
+    columns = ("id", "queue", "kind", "state", "attempt", "run_at", "pid", "running_seconds")
+    print_rows(columns, shown)
     if more:
         notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --state")
 
@@ -101,7 +96,8 @@ def show_job(
             if dead_letters.is_dead(connection, job_id):
                 raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
             raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
-    _print_detail(detail, as_json=as_json)
+    fields = asdict(detail.job) | {"unique_key": detail.unique_key, "group_key": detail.group_key}
+    print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
 
 
 @app.command("cancel")
@@ -186,17 +182,3 @@ def _filter(queue: str | None, kind: str | None, state: State | None) -> "JobFil
     from outboxq.backlog import JobFilter
 
     return JobFilter(queue=queue, kind=kind, state=state.value if state else None)
-
-
-def _print_detail(detail: "JobDetail", *, as_json: bool) -> None:
-    from msgspec import Raw
-
-    fields = asdict(detail.job) | {"unique_key": detail.unique_key, "group_key": detail.group_key}
-    documents = {"args": detail.args, "headers": detail.headers, "errors": detail.errors}
-    if as_json:
-        # The stored text itself: decoding it could change a number.
-        print_json(fields | {name: Raw(text.encode()) for name, text in documents.items()})
-        return
-    print_fields(fields.items())
-    for name, text in documents.items():
-        print_document(name, text)

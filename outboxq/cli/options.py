@@ -64,11 +64,14 @@ DEFAULT_SCHEMA = "outboxq"
 
 
 class State(StrEnum):
-    """What a job's row says; see the documentation of the tables."""
+    """What a job is at; the names of `outboxq.backlog.STATES`."""
 
     ready = "ready"
+    running = "running"
     scheduled = "scheduled"
+    due = "due"
     leased = "leased"
+    orphaned = "orphaned"
     suspect = "suspect"
 
 

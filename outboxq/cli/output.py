@@ -1,12 +1,16 @@
 """Printing: tables for people, JSON for programs, and notices on standard error.
 
+A thing has one name and a time one form in all of them: columns and fields are called as the keys of the JSON, and
+times are written as in RFC 3339, in UTC.
+
 Names and reasons come from the database, where anybody may have written them: they never reach a terminal as control
 sequences or as markup.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 
 import msgspec
 import typer
@@ -29,7 +33,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     from rich.table import Table
     from rich.text import Text
 
-    found = [[cell(value) for value in row] for row in rows]
+    found = [[cell(value, timespec="seconds") for value in row] for row in rows]
     table = Table(
         title=None if title is None else Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False
     )
@@ -42,6 +46,25 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     console.print(table)
 
 
+def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | None = None) -> None:
+    """A table of what the JSON has under the same names."""
+    print_table(columns, ([_plain(name, getattr(row, name)) for name in columns] for row in rows), title=title)
+
+
+def print_detail(fields: Mapping[str, object], documents: Mapping[str, str | None], *, as_json: bool) -> None:
+    """One thing in full: its fields, and what is stored of it as JSON text."""
+    texts = {name: _with_our_times(text) if name == "errors" and text else text for name, text in documents.items()}
+    if as_json:
+        # The stored text itself: decoding it could change a number.
+        raw = {name: None if text is None else msgspec.Raw(text.encode()) for name, text in texts.items()}
+        print_json({**fields, **raw})
+        return
+    print_fields((name, _plain(name, value)) for name, value in fields.items())
+    for name, text in texts.items():
+        if text is not None:
+            _print_document(name, text)
+
+
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
     """Names and values, a line each; those without a value are left out."""
     shown = [(name, cell(value)) for name, value in fields if value is not None]
@@ -50,12 +73,30 @@ def print_fields(fields: Iterable[tuple[str, object]]) -> None:
         typer.echo(f"{name:<{width}}  {value}")
 
 
-def print_document(name: str, json_text: str) -> None:
-    """A stored JSON value below its name."""
+def _print_document(name: str, json_text: str) -> None:
     formatted = msgspec.json.format(json_text, indent=2)
     typer.echo(f"{name}:")
     for line in formatted.split("\n"):
         typer.echo(f"  {printable(line)}")
+
+
+def _plain(name: str, value: object) -> object:
+    # A number that is a name has no thousands.
+    return str(value) if name == "pid" and value is not None else value
+
+
+def _with_our_times(errors: str) -> str:
+    """The records of failed attempts, whose times the database wrote in the zone of the relay's session."""
+    try:
+        records = msgspec.json.decode(errors, type=list[dict[str, object]])
+    except (msgspec.DecodeError, RecursionError):
+        return errors
+    for record in records:
+        written = record.get("at")
+        if isinstance(written, str):
+            with suppress(ValueError):
+                record["at"] = moment(datetime.fromisoformat(written))
+    return msgspec.json.encode(records).decode()
 
 
 def notice(message: str) -> None:
@@ -63,30 +104,26 @@ def notice(message: str) -> None:
     typer.echo(printable(message), err=True)
 
 
-def cell(value: object) -> str:
-    """A value as people read it."""
+def cell(value: object, *, timespec: str = "auto") -> str:
+    """A value as people read it, a time as `isoformat` writes it with this `timespec`."""
     match value:
         case None:
             return ""
+        case bool():
+            return str(value).lower()
         case int():
             return f"{value:,}"
         case float():
-            return duration(value)
+            return f"{value:,.1f}"
         case datetime():
-            return value.strftime("%Y-%m-%d %H:%M:%S")
+            return moment(value, timespec)
         case _:
             return printable(str(value))
 
 
-def duration(seconds: float) -> str:
-    """Seconds as `0.4s`, `12s`, `3m 05s`, `2h 10m` or `4d 03h`."""
-    if seconds < 10:
-        return f"{max(seconds, 0):.1f}s"
-    whole = int(seconds)
-    for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit} {whole % size // smaller_size:02}{smaller}"
-    return f"{whole}s"
+def moment(value: datetime, timespec: str = "auto") -> str:
+    """A time in UTC, as the JSON has it: 2026-01-31T08:00:00.123456Z."""
+    return value.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def count(number: int, one: str, many: str) -> str:

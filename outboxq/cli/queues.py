@@ -21,14 +21,14 @@ def list_queues(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, databa
     """
     from outboxq import queues
     from outboxq.cli.database import open_database
-    from outboxq.cli.output import print_json, print_table
+    from outboxq.cli.output import print_json, print_rows
 
     with open_database(database_url, schema) as begin, begin() as connection:
         found = queues.list_queues(connection)
     if as_json:
         print_json({"queues": found})
     else:
-        print_table(("queue", "paused since"), [(row.queue, row.paused_at) for row in found])
+        print_rows(("queue", "paused_at"), found)
 
 
 @app.command("pause")

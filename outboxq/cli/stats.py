@@ -6,16 +6,17 @@ from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
     """Count what waits, runs and died, per queue.
 
-    "due" jobs are scheduled ones whose time has come. "parked" jobs, a part of scheduled and due, were put off because
-    no relay that saw them knows their kind: start one that does. Effects whose outcome nobody knows are counted too.
-    The counts read the whole table of jobs.
+    The states are those of `outboxq jobs list`. "parked" jobs, a part of scheduled and due, were put off because no
+    relay that saw them knows their kind: start one that does. Effects whose outcome nobody knows are counted too. The
+    counts read the whole table of jobs.
 
     \b
     Example:
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
+    from outboxq.backlog import STATES
     from outboxq.cli.database import open_database
-    from outboxq.cli.output import count, notice, print_json, print_table
+    from outboxq.cli.output import count, notice, print_json, print_rows
     from outboxq.stats import collect_stats
 
     with open_database(database_url, schema) as begin, begin() as connection:
@@ -23,20 +24,11 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     if as_json:
         print_json(found)
         return
-    columns = ("ready", "running", "scheduled", "due", "parked", "leased", "suspect", "dead")
-    print_table(
-        ("queue", *columns, "oldest waits", "paused since"),
-        [
-            (row.queue, *(getattr(row, name) for name in columns), row.oldest_waiting_seconds, row.paused_at)
-            for row in found.queues
-        ],
-    )
+    columns = ("queue", *STATES, "parked", "dead", "oldest_waiting_seconds", "paused_at")
+    print_rows(columns, found.queues)
     if found.parked_kinds:
-        print_table(
-            ("queue", "kind", "jobs", "next look"),
-            [(row.queue, row.kind, row.jobs, row.next_look_at) for row in found.parked_kinds],
-            title="Kinds that no relay knows:",
-        )
+        kinds = ("queue", "kind", "jobs", "next_look_at")
+        print_rows(kinds, found.parked_kinds, title="Kinds that no relay knows:")
     if found.unknown_effects:
         effects = count(found.unknown_effects, "effect waits", "effects wait")
         notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")

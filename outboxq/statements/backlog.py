@@ -2,9 +2,12 @@
 
 A job that runs in transaction mode has been deleted by a transaction that is still open: its row stays visible, and
 its `xmax` is the transaction of the relay's backend.
+
+What operators call a job's state says more than the column: `running` (such a transaction has it), `due` (scheduled,
+and its time has come) and `orphaned` (leased to a relay that is not alive, and not taken back yet) are told apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,13 +21,17 @@ from sqlalchemy import (
     Select,
     Text,
     Uuid,
+    and_,
     any_,
+    case,
     cast,
     column,
     delete,
     extract,
+    false,
     func,
     literal_column,
+    not_,
     or_,
     select,
     table,
@@ -33,7 +40,7 @@ from sqlalchemy import (
 from sqlalchemy.types import UserDefinedType
 
 from outboxq.statements.paging import page_outcome, pick_page
-from outboxq.tables import job
+from outboxq.tables import job, relay
 
 
 class Xid(UserDefinedType[str]):
@@ -49,7 +56,7 @@ class Xid(UserDefinedType[str]):
 class JobFilter:
     """Which jobs are meant; without a value everywhere, all of them.
 
-    `created_before` keeps a command that takes several pages from chasing producers.
+    `state` is one of `STATES`. `created_before` keeps a command that takes several pages from chasing producers.
     """
 
     queue: str | None = None
@@ -66,7 +73,7 @@ class JobFilter:
         if self.kind is not None:
             found.append(jobs.c.kind == self.kind)
         if self.state is not None:
-            found.append(jobs.c.state == self.state)
+            found.append(_in_state(jobs, self.state))
         if self.ids is not None:
             found.append(jobs.c.id.in_(self.ids))
         if self.created_before is not None:
@@ -79,7 +86,43 @@ _activity = table(
 )
 # The table's alias, because a system column cannot be a column of the mapped table.
 listed = job.alias("listed")
-xmax: ColumnElement[str] = literal_column("listed.xmax", Xid())
+
+
+def _xmax(jobs: FromClause) -> ColumnElement[str]:
+    return literal_column(f"{jobs.name}.xmax", Xid())  # type: ignore[attr-defined]  # a table or an alias has a name
+
+
+xmax = _xmax(listed)
+
+
+def running_transactions() -> Select[Any]:
+    """The transactions that are open and have written, to be compared with an `xmax`. One row per backend; no locks."""
+    return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
+
+
+STATES = ("ready", "running", "scheduled", "due", "leased", "orphaned", "suspect")
+
+
+def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
+    """Whether a job is in one of `STATES`; of the others than `running` also those that a transaction has."""
+    if state == "running":
+        return _xmax(jobs).in_(running_transactions())
+    stored = jobs.c.state == ("scheduled" if state == "due" else "leased" if state == "orphaned" else state)
+    if state in ("scheduled", "due"):
+        is_due = jobs.c.run_at <= func.statement_timestamp()
+        return and_(stored, is_due if state == "due" else not_(is_due))
+    if state in ("leased", "orphaned"):
+        # Not EXISTS, which is asked for each row anew.
+        alive = select(relay.c.id).where(relay.c.alive_until > func.statement_timestamp())
+        is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())
+        return and_(stored, is_alive if state == "leased" else not_(is_alive))
+    return stored
+
+
+state = case(
+    *((_in_state(listed, name), name) for name in ("running", "due", "orphaned")),
+    else_=listed.c.state,
+).label("state")
 _with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
 
 SUMMARY_COLUMNS = (
@@ -100,7 +143,7 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
     seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
     oldest = (
-        select(*(listed.c[name] for name in SUMMARY_COLUMNS), listed.c.seq, *_runner())
+        select(*_shown(SUMMARY_COLUMNS), listed.c.seq, *_runner())
         .select_from(_with_runners)
         .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
         .order_by(_millisecond(listed.c.id), listed.c.seq)
@@ -126,7 +169,7 @@ def select_waiting(ids: Sequence[UUID]) -> Executable:
 def select_job(job_id: UUID) -> Executable:
     """One job with everything that is stored of it. Index: the primary key; no locks; one row."""
     return (
-        select(*(listed.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
+        select(*_shown((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
         .select_from(_with_runners)
         .where(listed.c.id == job_id)
     )
@@ -139,15 +182,17 @@ def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executa
     return page_outcome(page, picked, cancelled)
 
 
-def running_transactions() -> Select[Any]:
-    """The transactions that are open and have written, to be compared with an `xmax`. One row per backend; no locks."""
-    return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
-
-
 def _matching(wanted: JobFilter, *, running: bool) -> Select[tuple[UUID]]:
-    runs = [or_(_activity.c.pid.is_not(None), listed.c.state == "leased")] if running else []
-    rows = _with_runners if running else listed
-    return select(listed.c.id).select_from(rows).where(*wanted.conditions(listed), *runs)
+    conditions = wanted.conditions(listed)
+    if running:
+        conditions.append(or_(_in_state(listed, "running"), _in_state(listed, "leased")))
+    if wanted.state not in (None, "running"):
+        conditions.append(not_(_in_state(listed, "running")))
+    return select(listed.c.id).where(*conditions)
+
+
+def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
+    return (state if name == "state" else listed.c[name] for name in names)
 
 
 def _millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[str]:

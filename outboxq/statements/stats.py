@@ -1,31 +1,22 @@
 """Counting what waits, runs and died, and what nobody knows."""
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, not_, or_, select
+from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, not_, select
 
-from outboxq.statements.backlog import listed, running_transactions, xmax
+from outboxq.statements.backlog import STATES, listed, running_transactions, state, xmax
 from outboxq.tables import dead_job, effect, queue
 
 
 def count_jobs() -> Executable:
     """One row per queue with jobs. Reads the table once, whatever its size; no locks."""
-    running = xmax.in_(running_transactions())
-    waiting = not_(running)
-    scheduled = listed.c.state == "scheduled"
-    due = listed.c.run_at <= func.statement_timestamp()
-    runnable = and_(waiting, or_(listed.c.state == "ready", and_(scheduled, due)))
+    jobs = select(listed.c.queue, listed.c.run_at, listed.c.parked, state).subquery("jobs")
+    is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
+    waited_since = func.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due")))
     return select(
-        listed.c.queue,
-        _count("ready", waiting, listed.c.state == "ready"),
-        _count("running", running),
-        _count("scheduled", waiting, scheduled, not_(due)),
-        _count("due", waiting, scheduled, due),
-        _count("parked", waiting, scheduled, listed.c.parked > 0),
-        _count("leased", waiting, listed.c.state == "leased"),
-        _count("suspect", waiting, listed.c.state == "suspect"),
-        cast(
-            extract("epoch", func.statement_timestamp() - func.min(listed.c.run_at).filter(runnable)), Float(53)
-        ).label("oldest_waiting_seconds"),
-    ).group_by(listed.c.queue)
+        jobs.c.queue,
+        *(_count(name, jobs.c.state == name) for name in STATES),
+        _count("parked", is_parked),
+        cast(extract("epoch", func.statement_timestamp() - waited_since), Float(53)).label("oldest_waiting_seconds"),
+    ).group_by(jobs.c.queue)
 
 
 def count_dead() -> Executable:

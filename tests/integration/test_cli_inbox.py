@@ -57,7 +57,7 @@ def test_the_list_has_the_latest_first(outboxq_database: Database, engine: Engin
     far_east = run("inbox", "list", "--since", "2026-01-31T08:00:00", "--json", url=url, env={"TZ": "Asia/Tokyo"}).ok()
     assert len(far_east.json["messages"]) == 2
     said = run("inbox", "list", url=url).ok().stdout
-    assert "2026-01-31 07:59:59" in said
+    assert "2026-01-31T07:59:59Z" in said
     assert "hunter2" not in said
 
 

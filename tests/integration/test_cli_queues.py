@@ -13,6 +13,7 @@ from outboxq.tables import job
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.cli import call, run
+from tests.support.leases import lease
 from tests.support.waiting import wait_until
 
 
@@ -150,7 +151,7 @@ def test_the_list_has_every_queue_that_is_anywhere(
 def test_stats_count_every_job_once(
     outboxq_database: Database, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]], engine: Engine
 ) -> None:
-    """Ready, scheduled, due, parked, leased, suspect and dead, per queue; the oldest that waits; the pause."""
+    """Each job in its state, the parked and the dead, per queue; how long the oldest waits; the pause."""
     with sessions.begin() as session:
         session.add_job(app.end, how="dead")
         session.add_job(external("mystery", queue="ledger"))
@@ -160,13 +161,14 @@ def test_stats_count_every_job_once(
             session.add_job(app.record, name="ready")
         session.add_job(app.record.options(delay=timedelta(hours=1)), name="due")
         session.add_job(app.record.options(delay=timedelta(hours=1)), name="later")
-        for state in ("leased", "suspect"):
+        for state in ("leased", "orphaned", "suspect"):
             session.add_job(external(state, queue="ledger"))
     make_due(engine, "90 seconds")
     with engine.begin() as connection:
-        connection.execute(
-            text("UPDATE outboxq.job SET state = kind, lease_owner = id WHERE kind IN ('leased', 'suspect')")
-        )
+        ids = {row.kind: row.id for row in connection.execute(select(job.c.kind, job.c.id))}
+        lease(connection, ids["leased"], "1 hour")
+        lease(connection, ids["orphaned"], "-1 second")
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect' WHERE kind = 'suspect'"))
         # Parked for five seconds: on a busy machine it is due by now.
         connection.execute(text("UPDATE outboxq.job SET run_at = run_at + interval '1 hour' WHERE parked > 0"))
     url = outboxq_database.url
@@ -174,14 +176,14 @@ def test_stats_count_every_job_once(
     found = run("stats", "--json", url=url).ok().json
     idle, ledger = found["queues"]
     assert list(ledger) == [
-        "queue", "ready", "running", "scheduled", "due", "parked", "leased", "suspect", "dead",
+        "queue", "ready", "running", "scheduled", "due", "parked", "leased", "orphaned", "suspect", "dead",
         "oldest_waiting_seconds", "paused_at",
     ]  # fmt: skip
     assert 90 <= ledger.pop("oldest_waiting_seconds") < 150
     assert ledger.pop("paused_at") is not None
     assert ledger == {
-        "queue": "ledger", "ready": 2, "running": 0, "scheduled": 2, "due": 1, "parked": 1, "leased": 1, "suspect": 1,
-        "dead": 1,
+        "queue": "ledger", "ready": 2, "running": 0, "scheduled": 2, "due": 1, "parked": 1, "leased": 1, "orphaned": 1,
+        "suspect": 1, "dead": 1,
     }  # fmt: skip
     assert (idle["queue"], idle["ready"], idle["oldest_waiting_seconds"]) == ("idle", 0, None)
     (parked,) = found["parked_kinds"]

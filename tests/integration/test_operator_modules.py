@@ -17,6 +17,7 @@ from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.statements.paging import database_clock
 from outboxq.stats import collect_stats
+from tests.support.leases import lease
 from tests.support.waiting import PATIENCE
 
 SCHEMA = 'jobs\'s "odd"; 50% :place'
@@ -174,14 +175,14 @@ def test_a_job_that_is_retried_meanwhile_is_cancelled_all_the_same(
 def test_a_leased_job_is_listed_as_running_and_can_be_cancelled(engine: Engine) -> None:
     """A lease holds it, and no transaction: deleting it takes the lease away."""
     with engine.begin() as connection:
-        leased, _waits = add(connection, 2)
-        connection.execute(
-            text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid() WHERE id = :id"),
-            {"id": leased},
-        )
+        leased, orphaned, _waits = add(connection, 3)
+        lease(connection, leased, "1 hour")
+        lease(connection, orphaned, "-1 second")
     with engine.begin() as connection:
         found = backlog.list_jobs(connection, running=True)
         assert [(job.id, job.state, job.pid) for job in found] == [(leased, "leased", None)]
+        assert [job.id for job in backlog.list_jobs(connection, JobFilter(state="orphaned"))] == [orphaned]
+        assert backlog.show_job(connection, orphaned).job.state == "orphaned"
         assert backlog.cancel_jobs(connection, [leased]).cancelled == (leased,)
 
 

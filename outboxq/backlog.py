@@ -20,7 +20,7 @@ from outboxq.statements import backlog as statements
 from outboxq.statements.backlog import STATES as STATES
 from outboxq.statements.backlog import JobFilter as JobFilter
 from outboxq.statements.claim import clear_marks as clearing
-from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
+from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.tables import mapped_schema
 
 
@@ -124,6 +124,11 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
     return cleared[0].rows[0] == (waiting,)
+
+
+def count_matching(connection: Connection, wanted: JobFilter) -> tuple[KindCount, ...]:
+    """How many jobs match, by queue and kind, those that run included."""
+    return tuple(KindCount(*row) for row in connection.execute(statements.count_matching(wanted)))
 
 
 def cancel_page(

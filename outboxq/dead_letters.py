@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Executable
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
 from outboxq.statements.dead_letters import DeadFilter as DeadFilter
-from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
+from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,12 @@ def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
 def is_dead(connection: Connection, job_id: UUID) -> bool:
     """Whether this job is among the dead letters."""
     return connection.execute(statements.select_dead_letter(job_id)).first() is not None
+
+
+def count_matching(connection: Connection, wanted: DeadFilter, *, to_retry: bool = False) -> tuple[KindCount, ...]:
+    """How many dead letters match, by queue and kind; `to_retry`: those that `retry_page` would not refuse."""
+    rows = connection.execute(statements.count_matching(wanted, to_retry=to_retry))
+    return tuple(KindCount(*row) for row in rows)
 
 
 def retry_page(

@@ -11,15 +11,17 @@ from uuid import UUID
 import typer
 
 from outboxq.cli.failures import WrongUsage
-from outboxq.cli.output import notice
+from outboxq.cli.output import notice, print_json, print_rows
 
 if TYPE_CHECKING:
     from outboxq.cli.database import Begin
-    from outboxq.statements.paging import Page
+    from outboxq.statements.paging import KindCount, Page
 
 RunPage: TypeAlias = "Callable[[UUID | None], Page]"
 
 IDS_PER_TRANSACTION = 200
+# As many are changed by a filter without a question.
+_UNASKED = 100
 # A session that was cut off, or interrupted, is over for the server a moment later.
 _CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
 
@@ -40,13 +42,12 @@ class Total:
 
 
 def check_selection(
-    ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, yes: bool, question: str
+    ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, asks: bool
 ) -> None:
-    """Refuse a selection that is empty, ambiguous, or all there is without having been asked for.
+    """Refuse a selection that is empty or ambiguous, or all there is if there is no terminal to ask at.
 
     Raises:
         WrongUsage: with what to do.
-        typer.Abort: the answer was no.
     """
     given = [option for option, value in filters.items() if value is not None]
     options = ", ".join(filters)
@@ -56,10 +57,46 @@ def check_selection(
         raise WrongUsage(f"give ids, or filters ({options}), or --all, and not two of them")
     if not ids and not given and not everything:
         raise WrongUsage(f"which ones? Give ids, or filters ({options}), or --all")
-    if everything and not yes:
-        if not sys.stdin.isatty():
-            raise WrongUsage("--all asks first, and nobody can answer here: add --yes")
-        typer.confirm(question, abort=True, err=True)
+    if everything and asks and not sys.stdin.isatty():
+        raise WrongUsage("--all asks first, and there is no terminal to ask at: add --yes, or look with --dry-run")
+
+
+def confirm(verb: str, things: str, counted: "Sequence[KindCount]", *, everything: bool) -> None:
+    """Ask before all there are, or many, are changed.
+
+    Raises:
+        WrongUsage: there is no terminal to ask at.
+        typer.Abort: the answer was no.
+    """
+    number = sum(kind.count for kind in counted)
+    if number <= _UNASKED and not (everything and number):
+        return
+    if not sys.stdin.isatty():
+        raise WrongUsage(
+            f"{number:,} {things} match, more than {_UNASKED} are changed only after a question, and there is no "
+            "terminal to ask at: add --yes, or look with --dry-run"
+        )
+    typer.confirm(
+        f"{verb.capitalize()} {number:,} {things}{' of all queues' if everything else ''}?", abort=True, err=True
+    )
+
+
+def report_dry_run(done: str, things: str, counted: "Sequence[KindCount]", missing: int, *, as_json: bool) -> None:
+    """Say what would be done, of that many ids that are not there nothing; ends the command.
+
+    Raises:
+        typer.Exit: always; with 1 if ids are missing.
+    """
+    number = sum(kind.count for kind in counted)
+    if as_json:
+        print_json({"dry_run": True, f"would_be_{done}": number, "kinds": counted, "not_found": missing})
+    else:
+        if counted:
+            print_rows(("queue", "kind", "count"), counted)
+        typer.echo(f"dry run: {number:,} {things} would be {done}")
+    if missing:
+        notice(f"{missing:,} of the ids are not there")
+    raise typer.Exit(1 if missing else 0)
 
 
 def sweep(run_page: RunPage, verb: str) -> Total:

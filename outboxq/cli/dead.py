@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.changes import Total, check_selection, in_groups, sweep
+from outboxq.cli.changes import Total, check_selection, confirm, in_groups, report_dry_run, sweep
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
     DatabaseUrl,
+    DryRun,
     Everything,
     Ids,
     KindFilter,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from outboxq.cli.database import Begin
     from outboxq.dead_letters import DeadFilter
-    from outboxq.statements.paging import Page
+    from outboxq.statements.paging import KindCount, Page
 
 app = typer.Typer(
     help="List, show, retry and discard dead letters: jobs that were given up.",
@@ -103,6 +104,7 @@ def retry_dead(
     reason: ReasonFilter = None,
     everything: Everything = False,
     yes: Yes = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
@@ -110,19 +112,26 @@ def retry_dead(
     """Put dead letters back to work, with all their attempts before them.
 
     They keep their id, arguments and errors, and are ready at once. One whose id a job has already stays, and is named.
+    Asks before more than 100 that a filter finds.
 
     \b
     Examples:
       outboxq dead retry 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
-      outboxq dead retry --queue accounts --reason OperationalError
+      outboxq dead retry --queue accounts --reason OperationalError --dry-run
+      outboxq dead retry --queue accounts --reason OperationalError --yes
     """
     from outboxq import dead_letters
+    from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
-    check_selection(
-        ids, _options(wanted), everything=everything, yes=yes, question="Retry every dead letter of every queue?"
-    )
-    total = _change(database_url, schema, ids, wanted, dead_letters.retry_page, "retried")
+    check_selection(ids, _options(wanted), everything=everything, asks=not (yes or dry_run))
+    with open_database(database_url, schema) as begin:
+        bounded, counted = _select(begin, ids, wanted, to_retry=True)
+        if dry_run:
+            report_dry_run("retried", "dead letters", counted, _missing(begin, ids), as_json=as_json)
+        if not (ids or yes):
+            confirm("retry", "dead letters", counted, everything=everything)
+        total = _change(begin, ids, bounded, dead_letters.retry_page, "retried")
     _report(total, "retried", as_json=as_json)
 
 
@@ -134,24 +143,30 @@ def discard_dead(
     reason: ReasonFilter = None,
     everything: Everything = False,
     yes: Yes = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Delete dead letters for good.
+    """Delete dead letters for good. Asks before more than 100 that a filter finds.
 
     \b
     Examples:
       outboxq dead discard 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
-      outboxq dead discard --kind send_welcome
+      outboxq dead discard --kind send_welcome --dry-run
     """
     from outboxq import dead_letters
+    from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
-    check_selection(
-        ids, _options(wanted), everything=everything, yes=yes, question="Discard every dead letter of every queue?"
-    )
-    total = _change(database_url, schema, ids, wanted, dead_letters.discard_page, "discarded")
+    check_selection(ids, _options(wanted), everything=everything, asks=not (yes or dry_run))
+    with open_database(database_url, schema) as begin:
+        bounded, counted = _select(begin, ids, wanted)
+        if dry_run:
+            report_dry_run("discarded", "dead letters", counted, _missing(begin, ids), as_json=as_json)
+        if not (ids or yes):
+            confirm("discard", "dead letters", counted, everything=everything)
+        total = _change(begin, ids, bounded, dead_letters.discard_page, "discarded")
     _report(total, "discarded", as_json=as_json)
 
 
@@ -159,28 +174,37 @@ def _options(wanted: "DeadFilter") -> dict[str, str | None]:
     return {"--queue": wanted.queue, "--kind": wanted.kind, "--reason": wanted.reason}
 
 
-def _change(
-    database_url: str | None,
-    schema: str,
-    ids: Ids,
-    wanted: "DeadFilter",
-    run_page: "Callable[..., Page]",
-    verb: str,
-) -> Total:
-    from outboxq.cli.database import open_database
+def _select(
+    begin: "Begin", ids: Ids, wanted: "DeadFilter", *, to_retry: bool = False
+) -> "tuple[DeadFilter, tuple[KindCount, ...]]":
+    """What the command is about, without what dies from now on, and how many that are."""
+    from outboxq import dead_letters
     from outboxq.statements.paging import database_clock
 
-    with open_database(database_url, schema) as begin:
-        if ids:
-            return _change_ids(begin, ids, run_page)
+    with begin() as connection:
+        bounded = replace(wanted, ids=tuple(ids) if ids else None, died_before=database_clock(connection))
+        return bounded, dead_letters.count_matching(connection, bounded, to_retry=to_retry)
+
+
+def _missing(begin: "Begin", ids: Ids) -> int:
+    """How many of the ids are no dead letters."""
+    from outboxq import dead_letters
+
+    distinct = tuple(set(ids or ()))
+    with begin() as connection:
+        found = dead_letters.count_matching(connection, dead_letters.DeadFilter(ids=distinct))
+    return len(distinct) - sum(kind.count for kind in found)
+
+
+def _change(begin: "Begin", ids: Ids, bounded: "DeadFilter", run_page: "Callable[..., Page]", verb: str) -> Total:
+    if ids:
+        return _change_ids(begin, ids, run_page)
+
+    def run(after: "UUID | None") -> "Page":
         with begin() as connection:
-            bounded = replace(wanted, died_before=database_clock(connection))
+            return run_page(connection, bounded, after=after)
 
-        def run(after: "UUID | None") -> "Page":
-            with begin() as connection:
-                return run_page(connection, bounded, after=after)
-
-        return sweep(run, verb)
+    return sweep(run, verb)
 
 
 def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> Total:

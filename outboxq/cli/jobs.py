@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.changes import Total, check_selection, in_groups, sweep, unmarked
+from outboxq.cli.changes import Total, check_selection, confirm, in_groups, report_dry_run, sweep, unmarked
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
     DatabaseUrl,
+    DryRun,
     Everything,
     Ids,
     KindFilter,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from outboxq.backlog import JobFilter
     from outboxq.cli.database import Begin
-    from outboxq.statements.paging import Page
+    from outboxq.statements.paging import KindCount, Page
 
 app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -108,6 +109,7 @@ def cancel_jobs(
     state: StateFilter = None,
     everything: Everything = False,
     yes: Yes = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
@@ -116,7 +118,7 @@ def cancel_jobs(
 
     A job that a transaction runs is not touched and not waited for: it is reported, and the exit code is 1. One that
     runs under a lease is deleted; its handler goes on to its end, and what it wrote is rolled back. Jobs that are added
-    while this works are left alone.
+    while this works are left alone. Asks before more than 100 that a filter finds.
 
     \b
     Examples:
@@ -129,11 +131,16 @@ def cancel_jobs(
         ids,
         {"--queue": queue, "--kind": kind, "--state": state.value if state else None},
         everything=everything,
-        yes=yes,
-        question="Cancel every job of every queue?",
+        asks=not (yes or dry_run),
     )
     with open_database(database_url, schema) as begin:
-        total = _cancel_ids(begin, ids) if ids else _cancel_matching(begin, _filter(queue, kind, state))
+        wanted, counted = _select(begin, ids, _filter(queue, kind, state))
+        if dry_run:
+            missing = len(set(ids)) - sum(kind.count for kind in counted) if ids else 0
+            report_dry_run("cancelled", "jobs", counted, missing, as_json=as_json)
+        if not (ids or yes):
+            confirm("cancel", "jobs", counted, everything=everything)
+        total = _cancel_ids(begin, ids) if ids else _cancel_matching(begin, wanted)
     if as_json:
         print_json({"cancelled": total.changed, "running": total.held, "not_found": total.not_found})
     else:
@@ -143,6 +150,18 @@ def cancel_jobs(
     for job_id in total.held:
         notice(f"not cancelled, because it is running: {job_id} (see `outboxq jobs list --running`)")
     raise typer.Exit(total.exit_code)
+
+
+def _select(begin: "Begin", ids: Ids, wanted: "JobFilter") -> "tuple[JobFilter, tuple[KindCount, ...]]":
+    """What the command is about, without what is added from now on, and how many that are."""
+    from dataclasses import replace
+
+    from outboxq import backlog
+    from outboxq.statements.paging import database_clock
+
+    with begin() as connection:
+        bounded = replace(wanted, ids=tuple(ids) if ids else None, created_before=database_clock(connection))
+        return bounded, backlog.count_matching(connection, bounded)
 
 
 def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
@@ -162,10 +181,6 @@ def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
     from dataclasses import replace
 
     from outboxq import backlog
-    from outboxq.statements.paging import database_clock
-
-    with begin() as connection:
-        wanted = replace(wanted, created_before=database_clock(connection))
 
     def cancel(after: "UUID | None") -> "Page":
         # Known before they are locked: whatever happens from there on, it is known whose marks there are to be cleared.

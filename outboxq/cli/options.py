@@ -54,8 +54,11 @@ Since: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
-Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All there are. Asks first.")]
+Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All there are. Asks first, as more than 100 do.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing: say how many it would be, by queue and kind.")
+]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
 Ids: TypeAlias = Annotated[list[UUID] | None, typer.Argument(metavar="ID", show_default=False)]
 OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]

@@ -39,7 +39,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
-from outboxq.statements.paging import page_outcome, pick_page
+from outboxq.statements.paging import count_kinds, page_outcome, pick_page
 from outboxq.tables import job, relay
 
 
@@ -173,6 +173,11 @@ def select_job(job_id: UUID) -> Executable:
         .select_from(_with_runners)
         .where(listed.c.id == job_id)
     )
+
+
+def count_matching(wanted: JobFilter) -> Executable:
+    """How many jobs match, by queue and kind. See `count_kinds`."""
+    return count_kinds(job, wanted.conditions())
 
 
 def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:

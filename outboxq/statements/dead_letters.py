@@ -7,7 +7,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Executable, delete, exists, func, literal_column, select, true
 from sqlalchemy.dialects.postgresql import insert
 
-from outboxq.statements.paging import page_outcome, pick_page
+from outboxq.statements.paging import count_kinds, page_outcome, pick_page
 from outboxq.tables import JOB_SIZES, dead_job, job
 
 
@@ -77,13 +77,22 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     moved = ("args", "errors", *_KEPT)
-    there = exists().where(job.c.id == dead_job.c.id)
-    fits: ColumnElement[bool] = func.coalesce(literal_column(f"({JOB_SIZES})"), true())
-    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, ~there, fits)
+    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, *_can_be_jobs())
     added = insert(job).from_select(moved, rows, include_defaults=False)
     again = added.on_conflict_do_nothing(index_elements=[job.c.id]).returning(job.c.id).cte("again")
     moved_away = delete(dead_job).where(dead_job.c.id == again.c.id).returning(dead_job.c.id).cte("moved_away")
     return page_outcome(page, picked, moved_away)
+
+
+def count_matching(wanted: DeadFilter, *, to_retry: bool) -> Executable:
+    """How many match, by queue and kind; `to_retry`: without those that `retry_page` leaves. See `count_kinds`."""
+    return count_kinds(dead_job, [*wanted.conditions(), *(_can_be_jobs() if to_retry else ())])
+
+
+def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:
+    there = exists().where(job.c.id == dead_job.c.id)
+    fits: ColumnElement[bool] = func.coalesce(literal_column(f"({JOB_SIZES})"), true())
+    return ~there, fits
 
 
 def discard_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, Row, Table, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, func, select
 
 # What one transaction of an operator's changes, and what it leaves to be cleared should it be rolled back.
 MAX_PAGE_ROWS = 200
@@ -69,6 +69,21 @@ def read_page(rows: Iterable[Row[Any]]) -> Page:
         refused=tuple(row.id for row in seen if row.picked and not row.changed),
         last=seen[-1].id if seen else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KindCount:
+    """How many rows of one kind in one queue are meant."""
+
+    queue: str
+    kind: str
+    count: int
+
+
+def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]]) -> Executable:
+    """How many rows match, by queue and kind. Reads the table once; no locks."""
+    by = (rows.c.queue, rows.c.kind)
+    return select(*by, func.count()).where(*conditions).group_by(*by).order_by(*by)
 
 
 def database_clock(connection: Connection) -> datetime:

@@ -51,7 +51,7 @@ def traces(engine: Engine) -> tuple[int, int]:
 
 
 def selection(by: str, waiting: list[str]) -> list[str]:
-    return ["--queue", "many"] if by == "filter" else sorted(waiting)
+    return ["--queue", "many", "--yes"] if by == "filter" else sorted(waiting)
 
 
 @pytest.mark.parametrize("by", ["id", "filter"])
@@ -89,7 +89,7 @@ def test_a_cancellation_that_is_cut_off_makes_no_suspects(
     """By Ctrl-C, or by the end of its session, in the middle of its third page: what was committed stands."""
     on_delete(engine, sleep_at(sorted(waiting)[420]))
     process = subprocess.Popen(
-        command("jobs", "cancel", "--queue", "many"),
+        command("jobs", "cancel", "--queue", "many", "--yes"),
         env=environment(outboxq_database.url),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ def test_no_transaction_changes_more_than_a_page(
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE changed (xid text)")
     call("jobs", "cancel", *waiting[:250], url=outboxq_database.url).ok()
-    call("jobs", "cancel", "--queue", "many", url=outboxq_database.url).ok()
+    call("jobs", "cancel", "--queue", "many", "--yes", url=outboxq_database.url).ok()
     with engine.connect() as connection:
         counts = "SELECT count(*) FROM changed GROUP BY xid ORDER BY 1"
         assert connection.exec_driver_sql(counts).scalars().all() == [50, 200, 200]

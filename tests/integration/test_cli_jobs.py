@@ -200,7 +200,7 @@ def test_cancel_by_filter_takes_every_page(outboxq_database: Database, engine: E
         connection.execute(
             text("SELECT outboxq.add_job(k, '{}', 'many') FROM unnest(ARRAY['a', 'b']) k, generate_series(1, 1200)")
         )
-    said = call("jobs", "cancel", "--queue", "many", "--kind", "a", "--json", url=outboxq_database.url).ok()
+    said = call("jobs", "cancel", "--queue", "many", "--kind", "a", "--yes", "--json", url=outboxq_database.url).ok()
     assert said.json == {"cancelled": 1200, "running": [], "not_found": []}
     with engine.connect() as connection:
         left = connection.execute(select(job.c.kind, func.count()).group_by(job.c.kind)).all()

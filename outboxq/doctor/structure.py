@@ -9,6 +9,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.functions import find_different_functions
 from outboxq.doctor.words import identifier
 from outboxq.migrations import LATEST
 from outboxq.statements import doctor_tables as statements
@@ -16,7 +17,6 @@ from outboxq.statements.version import NEEDED_VERSION, schema_version
 from outboxq.tables import metadata
 
 _TRIGGER = "wake_relays"
-_FUNCTIONS = ("add_job", "wake_relays")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +179,9 @@ def _plain(definition: str) -> str:
 
 
 def find_missing_code(examination: Examination) -> Iterator[Finding]:
-    """The trigger that wakes relays, and the functions."""
+    """The functions, and the trigger that wakes relays."""
+    yield from find_different_functions(examination)
     connection, schema = examination.connection, examination.schema
-    functions = set(connection.execute(statements.functions(schema)).scalars())
-    for name in _FUNCTIONS:
-        if name not in functions:
-            yield Finding(
-                "function-missing",
-                "problem",
-                f"function {name!r} is missing",
-                {"function": name},
-                "Make it again with the DDL of `outboxq migrate --sql`.",
-            )
     if _TRIGGER not in set(connection.execute(statements.triggers(schema)).scalars()):
         yield Finding(
             "trigger-missing",

@@ -39,9 +39,10 @@ def triggers(schema: str) -> TextClause:
 
 
 def functions(schema: str) -> TextClause:
-    """The names of the schema's functions."""
+    """The names of the schema's functions, and their texts."""
     return text(
-        "SELECT proname::text FROM pg_proc JOIN pg_namespace ON pg_namespace.oid = pronamespace WHERE nspname = :schema"
+        "SELECT proname::text AS name, prosrc AS body "
+        "FROM pg_proc JOIN pg_namespace ON pg_namespace.oid = pronamespace WHERE nspname = :schema"
     ).bindparams(schema=schema)
 
 

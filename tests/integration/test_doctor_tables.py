@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from outboxq.migrations import LATEST
@@ -120,10 +121,56 @@ def test_a_trigger_that_does_not_fire_is_named(outboxq_database: Database, chang
     assert only(outboxq_database.url, "trigger-missing")["severity"] == "warning"
 
 
+RENAMED = 'jobs\'s "odd"; 50% :place'
+
+
+def mend(url: str, findings: list[Finding]) -> None:
+    """What the advice says: run the SQL of each finding."""
+    execute(url, *(finding["detail"]["sql"] for finding in findings))
+
+
+def test_a_renamed_schema_is_found_and_can_be_mended(outboxq_database: Database) -> None:
+    """The functions keep the old name in their texts; the finding has the SQL that makes them for the new one."""
+    url, schema = outboxq_database.url, ("--schema", RENAMED)
+    quoted = RENAMED.replace('"', '""')
+    execute(url, f'ALTER SCHEMA outboxq RENAME TO "{quoted}"')
+    found = named(url, "function-different", *schema)
+    assert [(one["severity"], one["detail"]["function"]) for one in found] == [
+        ("problem", "add_job"),
+        ("problem", "wake_relays"),
+    ]
+    mend(url, found)
+    assert [one["code"] for one in examine(url, *schema) if one["code"].startswith(("function", "trigger"))] == []
+    execute(url, f"SELECT \"{quoted}\".add_job('ship')")
+    # Also what later steps set on them, which a function that is made again would lose.
+    with psycopg.connect(libpq_url(url)) as connection:
+        rows = connection.execute(
+            "SELECT proconfig FROM pg_proc JOIN pg_namespace n ON n.oid = pronamespace WHERE nspname = %s", [RENAMED]
+        ).fetchall()
+    assert rows == [(["search_path=pg_catalog, pg_temp"],)] * 2
+
+
+def test_a_function_that_was_changed_is_named(outboxq_database: Database) -> None:
+    """Whoever changed it: what runs at each producer's INSERT is what the migrations wrote."""
+    url = outboxq_database.url
+    execute(
+        url,
+        "CREATE OR REPLACE FUNCTION outboxq.wake_relays() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'",
+    )
+    found = named(url, "function-different")
+    assert [one["detail"]["function"] for one in found] == ["wake_relays"]
+    mend(url, found)
+    assert named(url, "function-different") == []
+
+
 def test_a_missing_function_is_named(outboxq_database: Database) -> None:
     """SQL producers need add_job."""
-    execute(outboxq_database.url, "DROP FUNCTION outboxq.add_job")
-    assert only(outboxq_database.url, "function-missing")["detail"]["function"] == "add_job"
+    url = outboxq_database.url
+    execute(url, "DROP FUNCTION outboxq.add_job")
+    found = only(url, "function-missing")
+    assert found["detail"]["function"] == "add_job"
+    mend(url, [found])
+    assert named(url, "function-missing") + named(url, "function-different") == []
 
 
 def test_autovacuum_switched_off_for_the_table_is_a_problem(outboxq_database: Database) -> None:

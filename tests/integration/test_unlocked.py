@@ -218,7 +218,7 @@ def test_a_value_that_was_not_read_is_not_named(
 
     @jobs.handler()
     def reset_once(ctx: Context, row: Account, cents: int) -> None:
-        if row.balance != 0:
+        if row.balance != cents:
             row.balance = cents
 
     @jobs.handler()

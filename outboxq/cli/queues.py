@@ -1,10 +1,14 @@
 """`outboxq queues`."""
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 app = typer.Typer(help="List, pause and resume queues.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -37,30 +41,16 @@ def pause(
 ) -> None:
     """Keep relays from claiming jobs of these queues.
 
-    What runs already goes on; new jobs are still taken in. A queue may be paused before its first job.
+    What runs already goes on; new jobs are still taken in. A queue that nothing is known of is paused too, before its
+    first job or while it is empty, and named: look whether it was meant.
 
     \b
     Example:
       outboxq queues pause accounts mail
     """
     from outboxq import queues
-    from outboxq.cli.database import open_database
-    from outboxq.cli.output import notice, print_json
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        known = {row.queue for row in queues.list_queues(connection)}
-        changed = queues.pause(connection, names)
-    wanted = list(dict.fromkeys(names))
-    unknown = [name for name in wanted if name not in known]
-    if as_json:
-        print_json(
-            {"paused": changed, "unchanged": [name for name in wanted if name not in changed], "unknown": unknown}
-        )
-        return
-    for name in wanted:
-        typer.echo(f"{name!r} is paused" if name in changed else f"{name!r} was paused already")
-    for name in unknown:
-        notice(f"note: nothing is known of a queue {name!r} yet; it is paused all the same")
+    _change(queues.pause, names, "paused", "paused already", database_url, schema, as_json=as_json)
 
 
 @app.command("resume")
@@ -69,29 +59,43 @@ def resume(
 ) -> None:
     """Let relays claim jobs of these queues again, at once.
 
+    A queue that nothing is known of was not paused, and is named: look whether it was meant.
+
     \b
     Example:
       outboxq queues resume accounts mail
     """
+    from outboxq import queues
+
+    _change(queues.resume, names, "resumed", "not paused", database_url, schema, as_json=as_json)
+
+
+def _change(
+    change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]",
+    names: Sequence[str],
+    done: str,
+    before: str,
+    database_url: str | None,
+    schema: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Pause or resume queues, and say of each what it is now, or was already."""
     from outboxq import queues
     from outboxq.cli.database import open_database
     from outboxq.cli.output import notice, print_json
 
     with open_database(database_url, schema) as begin, begin() as connection:
         known = {row.queue for row in queues.list_queues(connection)}
-        changed = queues.resume(connection, names)
+        changed = change(connection, names)
     wanted = list(dict.fromkeys(names))
+    unchanged = [name for name in wanted if name not in changed]
     unknown = [name for name in wanted if name not in known]
-    unchanged = [name for name in wanted if name in known and name not in changed]
     if as_json:
-        print_json({"resumed": changed, "unchanged": unchanged, "unknown": unknown})
+        print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
         for name in wanted:
-            if name in changed:
-                typer.echo(f"{name!r} is resumed")
-        for name in unchanged:
-            typer.echo(f"{name!r} was not paused")
+            typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
-        notice(f"Error: no queue {name!r} (known: {', '.join(sorted(known)) or 'none'})")
-    if unknown:
-        raise typer.Exit(1)
+        others = ", ".join(sorted(known)) or "none"
+        notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 
+import pytest
 from sqlalchemy import Engine, func, select, text
 from sqlalchemy.orm import sessionmaker
 
@@ -111,14 +112,28 @@ def test_pausing_and_resuming_twice_changes_nothing(outboxq_database: Database) 
     assert call("queues", "resume", "q", url=url).ok().stdout == "'q' was not paused\n"
 
 
-def test_resuming_an_unknown_queue_ends_with_1(outboxq_database: Database) -> None:
-    """A misspelt queue is named, with those that are known; the others are resumed."""
+@pytest.mark.parametrize(
+    ("verb", "said"), [("pause", "'acounts' is paused\n"), ("resume", "'acounts' was not paused\n")]
+)
+def test_a_queue_that_nothing_is_known_of_is_named_by_both(verb: str, said: str, outboxq_database: Database) -> None:
+    """Pausing and resuming do what they can for it, say what it is now, and ask whether it was meant."""
     url = outboxq_database.url
     call("queues", "pause", "accounts", url=url).ok()
-    said = call("queues", "resume", "acounts", "accounts", url=url)
-    assert said.exit_code == 1
-    assert said.stdout == "'accounts' is resumed\n"
-    assert said.stderr == "Error: no queue 'acounts' (known: accounts)\n"
+    shown = call("queues", verb, "acounts", url=url).ok()
+    assert shown.stdout == said
+    assert shown.stderr == (
+        "note: queue 'acounts' has no job, no dead letter and no setting (known: accounts): was it meant?\n"
+    )
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume"])
+def test_a_queue_that_nothing_is_known_of_is_unknown_in_the_json_of_both(verb: str, outboxq_database: Database) -> None:
+    """The keys are the same: what was changed, what was so already, what nothing is known of."""
+    shown = call("queues", verb, "acounts", "--json", url=outboxq_database.url).ok()
+    assert list(shown.json) == [f"{verb}d", "unchanged", "unknown"]
+    assert shown.json["unknown"] == ["acounts"]
+    assert shown.json[f"{verb}d"] + shown.json["unchanged"] == ["acounts"]
+    assert "was it meant?" in shown.stderr
 
 
 def test_the_list_has_every_queue_that_is_anywhere(

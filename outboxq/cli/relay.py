@@ -1,7 +1,7 @@
 """`outboxq relay`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,7 +48,9 @@ def relay(
     processes: Annotated[
         int, typer.Option("--processes", min=1, max=256, help="How many such relays to keep running.")
     ] = 1,
-    drain: Annotated[bool, typer.Option("--drain", help="Stop when nothing is ready or due any more.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Stop when nothing is ready or due any more, and say what is left.")
+    ] = False,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, max=1_000, help="Jobs that a slot takes into one transaction.")
     ] = 1,
@@ -182,7 +184,7 @@ def _run(
     from outboxq.cli.loading import load_jobs
     from outboxq.errors import ConfigError, RelayStuck, SchemaError
     from outboxq.logs import log_event
-    from outboxq.relay import Relay
+    from outboxq.relay import Relay, resolve_groups
     from outboxq.signals import stop_signals, stop_when_parent_dies
 
     # Before the application's code, which may start processes of its own.
@@ -206,6 +208,40 @@ def _run(
             raise ConfigError(str(error)) from error
     if drain:
         typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
+        if state.state != "stopping":
+            queues = [name for group, _ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
+            _say_what_is_left(url, settings.schema, queues)
+
+
+_LEFT = {
+    "in_backoff": "in backoff after a failed attempt",
+    "later": "due later",
+    "parked": "of kinds that this registry does not know",
+    "paused": "in paused queues",
+    "elsewhere": "held by others, or new",
+    "not_served": "in queues that are not served",
+}
+
+
+def _say_what_is_left(url: "URL", schema: str, queues: Sequence[str]) -> None:
+    """How many jobs of each sort a drain leaves, if any."""
+    from sqlalchemy.exc import DBAPIError
+
+    from outboxq.cli.database import open_database
+    from outboxq.cli.failures import DatabaseUnreachable
+    from outboxq.cli.output import notice
+    from outboxq.stats import count_left
+
+    try:
+        with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
+            left = count_left(connection, queues)
+    except (DBAPIError, DatabaseUnreachable) as error:
+        # What was asked for is done.
+        notice(f"what is left could not be counted ({type(error).__name__})")
+        return
+    counts = {words: getattr(left, sort) for sort, words in _LEFT.items()}
+    if any(counts.values()):
+        typer.echo("left: " + ", ".join(f"{number:,} {words}" for words, number in counts.items() if number))
 
 
 def _end_stuck(error: Exception) -> "NoReturn":

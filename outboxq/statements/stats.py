@@ -1,6 +1,8 @@
 """Counting what waits, runs and died, and what nobody knows."""
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, not_, select
+from collections.abc import Sequence
+
+from sqlalchemy import ColumnElement, Executable, Float, and_, case, cast, extract, func, not_, select
 
 from outboxq.statements.backlog import STATES, listed, running_transactions, state, xmax
 from outboxq.tables import dead_job, effect, queue
@@ -17,6 +19,24 @@ def count_jobs() -> Executable:
         _count("parked", is_parked),
         cast(extract("epoch", func.statement_timestamp() - waited_since), Float(53)).label("oldest_waiting_seconds"),
     ).group_by(jobs.c.queue)
+
+
+def count_left(served: Sequence[str]) -> Executable:
+    """How many jobs are left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `stats.Left`.
+
+    Reads the table once, whatever its size; no locks.
+    """
+    jobs = select(listed.c.queue, listed.c.parked, listed.c.attempt, state).subquery("jobs")
+    paused = jobs.c.queue.in_(select(queue.c.name).where(queue.c.paused_at.is_not(None)))
+    sort = case(
+        (jobs.c.queue.not_in(served), "not_served"),
+        (and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0), "parked"),
+        (and_(jobs.c.state == "scheduled", jobs.c.attempt > 0), "in_backoff"),
+        (jobs.c.state == "scheduled", "later"),
+        (and_(jobs.c.state.in_(("ready", "due")), paused), "paused"),
+        else_="elsewhere",
+    ).label("sort")
+    return select(sort, func.count().label("jobs")).group_by(sort)
 
 
 def count_dead() -> Executable:

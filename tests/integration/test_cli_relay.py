@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -13,11 +14,12 @@ import pytest
 from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import OutboxSession
+from outboxq import OutboxSession, external
 from outboxq.postgres import Database
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
+from tests.support.leases import lease
 from tests.support.own_server import own_server
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -73,6 +75,35 @@ def test_a_drained_relay_ends_when_nothing_waits(
     started = [line for line in said.stderr.splitlines() if "relay started" in line]
     assert len(started) == 1
     assert " INFO [" in started[0]
+
+
+def test_a_drained_relay_says_what_is_left(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """How many jobs of each sort a drain does not wait for: nothing ready or due is not nothing at all."""
+    late = app.record.options(delay=timedelta(hours=1))
+    with sessions.begin() as session:
+        session.add_jobs([late.job(name="later")] * 4)
+        session.add_job(external("mystery", queue="ledger"))
+        session.add_job(app.record_async, name="paused")
+        session.add_jobs([external("ship", queue="depot").job()] * 2)
+        session.add_jobs([late.job(name="failed")] * 3)
+        session.add_job(external("held", queue="ledger"))
+        session.execute(text("INSERT INTO outboxq.queue VALUES ('ledger-async', now())"))
+        session.flush()
+        # As an attempt leaves a job that failed, and a relay one that it holds.
+        session.execute(text("UPDATE outboxq.job SET attempt = 1 WHERE args ->> 'name' = 'failed'"))
+        held = session.execute(text("SELECT id FROM outboxq.job WHERE kind = 'held'")).scalar_one()
+        lease(session.connection(), held, "1 hour")
+    said = run(
+        "relay", TARGET, "--drain", "--queue", "ledger", "--queue", "ledger-async", url=outboxq_database.url,
+        cwd=REPOSITORY,
+    ).ok()  # fmt: skip
+    assert said.stdout == (
+        "done 0, failed attempts 0, dead 0\n"
+        "left: 3 in backoff after a failed attempt, 4 due later, 1 of kinds that this registry does not know, "
+        "1 in paused queues, 1 held by others, or new, 2 in queues that are not served\n"
+    )
 
 
 def test_only_the_queues_that_are_named_are_served(

@@ -86,6 +86,27 @@ MUTANTS = (
         ("tests/integration/test_roles.py",),
     ),
     Mutant(
+        "the withholding of messages where a job is settled",
+        "outboxq/batch.py",
+        "    result = work.kept(job, result)\n    match result:\n",
+        "    match result:\n",
+        ("tests/integration/test_withheld.py",),
+    ),
+    Mutant(
+        "the look at changes of unlocked rows before they are flushed",
+        "outboxq/invoke.py",
+        "        self.look()\n        super().flush(objects)\n",
+        "        super().flush(objects)\n",
+        ("tests/integration/test_unlocked.py",),
+    ),
+    Mutant(
+        "the living relay in what counts as leased",
+        "outboxq/statements/backlog.py",
+        "is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())",
+        "is_alive = jobs.c.lease_owner.is_not(None)",
+        ("tests/integration/test_cli_names.py",),
+    ),
+    Mutant(
         "the one notification for more queues than a transaction has locks for",
         "outboxq/enqueue.py",
         '    if wakes == "all" and was != "off":\n',

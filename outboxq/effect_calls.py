@@ -59,8 +59,8 @@ class Caller:
 
     def _perform(self, step: Step, call: Callable[[str], object], ask: Callable[[str], Any] | None) -> object:
         match step:
-            case Transact(work):
-                return self._transactions.run(work)
+            case Transact(work, settles):
+                return self._transactions.run(work, settles=settles)
             case Call(provider_key):
                 return _not_awaitable(call(provider_key))
             case Ask(provider_key):
@@ -85,13 +85,6 @@ class AsyncCaller:
         self._transactions = transactions
         self._keepers: dict[asyncio.AbstractEventLoop, Keeper] = {}
         self._deployment: UUID | None = None
-
-    async def transact(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a short transaction of its own, to its end also where we are cancelled meanwhile."""
-        done, cancelled = await self._to_its_end(work)
-        if cancelled is not None:
-            raise cancelled
-        return done.result()
 
     def keeping(self, hold: Hold) -> AbstractContextManager[None]:
         """Within the block, the lock is extended."""
@@ -139,9 +132,12 @@ class AsyncCaller:
             while True:
                 try:
                     if isinstance(step, Transact):
-                        done, interruption = await self._to_its_end(step.run)
+                        done, interruption = await self._to_its_end(step)
                         cancelled = cancelled or interruption
                         answer = done.result()
+                    elif isinstance(step, Pause) and step.settles:
+                        cancelled = await _outlast(step.seconds) or cancelled
+                        answer = None
                     else:
                         answer = await self._perform(step, call, ask, cancelled)
                 except GeneratorExit:
@@ -160,23 +156,20 @@ class AsyncCaller:
                 raise cancelled from None
             raise
 
-    async def _to_its_end(
-        self, work: Callable[[Connection], T]
-    ) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
+    async def _to_its_end(self, step: Transact) -> tuple[asyncio.Task[Any], asyncio.CancelledError | None]:
         """A transaction that has ended, well or not, and the cancellation that came meanwhile."""
-        task = asyncio.ensure_future(self._transactions.run(work))
         cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                # Neither raises what the task raised, nor cancels it.
-                await asyncio.wait((task,))
-            except asyncio.CancelledError as error:
-                if cancelled is None and task.cancelling():
-                    # A loop that ends cancels every task once: claims and records may be repeated.
+        while True:
+            task = asyncio.ensure_future(self._transactions.run(step.run, settles=step.settles))
+            while not task.done():
+                try:
+                    # Neither raises what the task raised, nor cancels it.
                     await asyncio.wait((task,))
-                    task = asyncio.ensure_future(self._transactions.run(work))
-                cancelled = error
-        return task, cancelled
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            # A loop that ends cancels every task, also this one, which we do not: claims and records may be repeated.
+            if not (task.cancelled() and task.cancelling()):
+                return task, cancelled
 
     async def _perform(
         self,
@@ -266,6 +259,18 @@ def _read_deployment(connection: Connection) -> UUID:
             raise
         raise missing from error
     return found
+
+
+async def _outlast(seconds: float) -> asyncio.CancelledError | None:
+    """Sleep through cancellations; the last of them."""
+    cancelled: asyncio.CancelledError | None = None
+    until = time.monotonic() + seconds
+    while (left_seconds := until - time.monotonic()) > 0:
+        try:
+            await asyncio.sleep(left_seconds)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 async def _call_nobody(_provider_key: str) -> NoReturn:

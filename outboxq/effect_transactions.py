@@ -1,13 +1,13 @@
 """The short transactions of calls to the outside, on connections of their own.
 
-A caller that holds one of its engine's connections cannot starve them, because they come from another pool.
+A caller that holds one of its engine's connections cannot starve them, because they come from other pools.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -31,8 +31,11 @@ _READ_ONLY = "25006"
 class Transactions(Protocol):
     """Where the short transactions of sync callers run."""
 
-    def run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction of its own, committed when it returns."""
+    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
+        """Run `work` in a transaction of its own, committed when it returns.
+
+        `settles`: on a connection that no claim can use up.
+        """
         ...
 
     def keeper_transaction(self) -> Transaction:
@@ -43,8 +46,8 @@ class Transactions(Protocol):
 class AsyncTransactions(Protocol):
     """Where the short transactions of async callers run."""
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction of its own, committed when it returns."""
+    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
+        """As `Transactions.run`."""
         ...
 
     def keeper_transaction(self) -> Transaction:
@@ -83,17 +86,29 @@ class _Pool:
         return self.engine
 
 
+class _Pools(NamedTuple):
+    """Three: claims that wait for a row must cost neither the locks of calls that are under way, nor their records."""
+
+    claims: _Pool
+    records: _Pool
+    keeper: _Pool
+
+    @classmethod
+    def beside(cls, engine: Engine, schema: str) -> Self:
+        """One after another opens its first connection when it is needed."""
+        return cls(*(_Pool(engine, schema) for _ in cls._fields))
+
+
 class EngineTransactions:
-    """Connections from a pool beside the given engine's: a caller that holds one of that engine's cannot starve us."""
+    """Connections from pools beside the given engine's: a caller that holds one of that engine's cannot starve us."""
 
     def __init__(self, engine: Engine, schema: str) -> None:
-        # Two: claims that wait for a row must not cost the locks of calls that are under way.
-        self._pool, self._keeper_pool = (_Pool(engine, schema) for _ in range(2))
+        self._pools = _Pools.beside(engine, schema)
         self._used_at: float | None = None
 
-    def run(self, work: Callable[[Connection], T]) -> T:
+    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """See `Transactions`."""
-        with self._transaction(self._pool) as connection:
+        with self._transaction(self._pools.records if settles else self._pools.claims) as connection:
             return _unless_standby(connection, work)
 
     def keeper_transaction(self) -> Transaction:
@@ -101,7 +116,7 @@ class EngineTransactions:
         return self._keep
 
     def _keep(self, work: Callable[[Connection], T]) -> T:
-        with self._transaction(self._keeper_pool) as connection:
+        with self._transaction(self._pools.keeper) as connection:
             return work(connection)
 
     @contextmanager
@@ -120,12 +135,12 @@ class EngineTransactions:
         """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
-            for pool in (self._pool, self._keeper_pool):
+            for pool in self._pools:
                 pool.renew().pool.dispose()
 
     def dispose(self) -> None:
         """Close the pools, and whatever comes back later."""
-        for pool in (self._pool, self._keeper_pool):
+        for pool in self._pools:
             pool.end().pool.dispose()
 
 
@@ -135,16 +150,16 @@ class AsyncEngineTransactions:
     def __init__(self, engine: AsyncEngine, schema: str) -> None:
         self.was_used = False
         self._used_at: float | None = None
-        self._pool, self._keeper_pool = (_Pool(engine.sync_engine, schema) for _ in range(2))
+        self._pools = _Pools.beside(engine.sync_engine, schema)
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """See `AsyncTransactions`."""
         self.was_used = True
-        async with self._transaction(self._pool) as connection:
+        async with self._transaction(self._pools.records if settles else self._pools.claims) as connection:
             return await connection.run_sync(_unless_standby, work)
 
     async def _keep(self, work: Callable[[Connection], T]) -> T:
-        async with self._transaction(self._keeper_pool) as connection:
+        async with self._transaction(self._pools.keeper) as connection:
             return await connection.run_sync(work)
 
     @asynccontextmanager
@@ -162,12 +177,12 @@ class AsyncEngineTransactions:
         """Close the connections that were not used for a while."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
-            for pool in (self._pool, self._keeper_pool):
+            for pool in self._pools:
                 await greenlet_spawn(pool.renew().pool.dispose)
 
     async def dispose(self) -> None:
         """Close the pools, and whatever comes back later."""
-        for pool in (self._pool, self._keeper_pool):
+        for pool in self._pools:
             await greenlet_spawn(pool.end().pool.dispose)
 
     def keeper_transaction(self) -> Transaction:
@@ -190,13 +205,13 @@ class ThreadTransactions:
         """Close the pool."""
         await asyncio.to_thread(self._transactions.dispose)
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """See `AsyncTransactions`."""
-        return await asyncio.to_thread(self._transactions.run, work)
+        return await asyncio.to_thread(self._transactions.run, work, settles=settles)
 
     def keeper_transaction(self) -> Transaction:
         """Needs no event loop."""
-        return self._transactions.run
+        return self._transactions.keeper_transaction()
 
 
 def beside(engine: Engine) -> Engine:
@@ -210,7 +225,7 @@ class SavepointTransactions:
     def __init__(self, connection: Callable[[], Connection]) -> None:
         self._connection = connection
 
-    def run(self, work: Callable[[Connection], T]) -> T:
+    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
         """See `Transactions`."""
         connection = self._connection()
         with connection.begin_nested():
@@ -227,7 +242,7 @@ class AsyncSavepointTransactions:
     def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
         self._connection = connection
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
         """See `AsyncTransactions`."""
         connection = await self._connection()
         async with connection.begin_nested():

@@ -169,6 +169,11 @@ def kept_errors(stored: str) -> str:
     return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
 
 
+def name_of(error: BaseException) -> str:
+    """The exception's class, storable whatever it is called."""
+    return _described(lambda: _type_name(type(error)))
+
+
 def _type_name(kind: type[BaseException]) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 

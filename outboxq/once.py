@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from uuid import UUID
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.codec import MAX_ARGS_BYTES, decode_stored, encode_value
@@ -31,7 +31,7 @@ from outboxq.errors import (
     HandlerError,
     ResultNotStorable,
 )
-from outboxq.failure import storable
+from outboxq.failure import name_of, storable
 from outboxq.fault_points import fault_point
 from outboxq.sessions import sqlstate_of
 from outboxq.statements import effects as statements
@@ -39,8 +39,8 @@ from outboxq.statements.effects import Seen, Status
 
 T = TypeVar("T")
 
-# A standby that is being promoted, or the role's own lock_timeout.
-_PASSING = ("25006", "55P03")
+# A standby that is being promoted, the role's own lock_timeout, and what the server ended for the sake of others.
+_PASSING = ("25006", "55P03", "40001", "40P01")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
@@ -66,9 +66,13 @@ LookUp: TypeAlias = Applied[T] | NotApplied | Unknown
 
 @dataclass(frozen=True, slots=True)
 class Transact:
-    """Run this in a short transaction of its own, committed before the answer."""
+    """Run this in a short transaction of its own, committed before the answer.
+
+    `settles`: it writes what is known, so no claims may use up its connections, and nothing may break it off.
+    """
 
     run: Callable[[Connection], Any]
+    settles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait."""
+    """Wait. `settles`: before what is known is written, so nothing may break it off."""
 
     seconds: float
+    settles: bool = False
 
 
 Step: TypeAlias = Transact | Call | Ask | Pause
@@ -164,7 +169,7 @@ def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
     row = None
     while row is None:
         begun = clock()
-        row = yield from insist(lambda connection: connection.execute(statement).one_or_none(), tries=2)
+        row = yield from _try_twice(lambda connection: connection.execute(statement).one_or_none())
         # Measured from before the statement: what the server adds, we leave out.
         if row is not None:
             hold.renew(begun, row.locked_seconds)
@@ -197,7 +202,7 @@ def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]
             raise
         except BaseException as error:
             # Asked again by the next caller; the doubt stays.
-            yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
+            yield from record(request, "retryable", in_doubt=True, error=name_of(error))
             raise
     waited = clock() - begun
     if isinstance(answer, Unknown) and not _still_remembered(request, seen, waited):
@@ -233,22 +238,31 @@ def _record_failure(request: Request, error: BaseException, seen: Seen, *, in_do
     """Record a call that raised; returns where the error itself is to go on to the caller."""
     doubt = _doubt_of(request, error)
     if doubt == "final":
-        reason = storable(error.reason if isinstance(error, CallRefused) else _name_of(error))
-        yield from record(request, "failed", error=reason, keep=request.retention)
-        raise EffectFailed(request.scope, request.key, reason) from error
+        recorded = yield from record(request, "failed", error=_refusal(error), keep=request.retention)
+        raise EffectFailed(request.scope, request.key, recorded.reason) from error
     if doubt == "retryable":
         keep = None if in_doubt else request.retention
-        yield from record(request, "retryable", in_doubt=in_doubt, error=_name_of(error), keep=keep)
+        yield from record(request, "retryable", in_doubt=in_doubt, error=name_of(error), keep=keep)
     elif request.asks:
         # Its lock runs on: a call that is still on its way gets that long to arrive before anybody asks for it.
-        yield from record(request, "started", in_doubt=True, error=_name_of(error), unlock=False)
+        yield from record(request, "started", in_doubt=True, error=name_of(error), unlock=False)
     elif _still_remembered(request, seen):
-        yield from record(request, "retryable", in_doubt=True, error=_name_of(error))
+        yield from record(request, "retryable", in_doubt=True, error=name_of(error))
     else:
-        reason = f"the call raised {_name_of(error)}; " + _why_unknown(request, asked=False)
+        reason = f"the call raised {name_of(error)}; " + _why_unknown(request, asked=False)
         yield from record(request, "unknown", error=reason)
         if isinstance(error, Exception):
             raise EffectUnknown(request.scope, request.key, reason) from error
+
+
+def _refusal(error: BaseException) -> str:
+    """Why the other side refused, in words that can be stored."""
+    if not isinstance(error, CallRefused):
+        return name_of(error)
+    try:
+        return storable(str(error.reason))
+    except Exception:  # noqa: BLE001  # users' code; that it was refused must be recorded
+        return "(this text cannot be read)"
 
 
 def _doubt_of(request: Request, error: BaseException) -> Doubt:
@@ -269,30 +283,40 @@ def _doubt_of(request: Request, error: BaseException) -> Doubt:
 
 
 def _record_result(request: Request, value: object) -> Steps[object]:
-    stored, reason = _encode(value)
-    if stored is None:
-        yield from record(request, "done", error=reason, keep=request.retention)
-        fault_point("after-record")
-        raise ResultNotStorable(request.scope, request.key, reason)
-    kept = yield from record(request, "done", result=stored, keep=request.retention)
+    stored, reason, interruption = _encode(value)
+    recorded = yield from record(
+        request, "done", result=stored, error=None if stored else reason, keep=request.retention
+    )
     fault_point("after-record")
+    if interruption is not None:
+        raise interruption
+    if recorded.result is None:
+        raise ResultNotStorable(request.scope, request.key, recorded.reason)
     # As jsonb writes it, with its own idea of numbers: the first caller gets exactly what a replay will give.
-    return decode_stored(f"the result of effect {request.scope!r}", request.decoder, kept or stored)
+    return decode_stored(f"the result of effect {request.scope!r}", request.decoder, recorded.result)
 
 
-def _encode(value: object) -> tuple[str | None, str]:
-    """The result as JSON text, or None and why not."""
+def _encode(value: object) -> tuple[str | None, str, BaseException | None]:
+    """The result as JSON text, or None and why not; and what interrupted us meanwhile."""
     if entity_state(value) is not None:
-        return None, "it is an entity: return its key, or what you need of it"
+        return None, "it is an entity: return its key, or what you need of it", None
     try:
         data = encode_value("result", value)
+        text = data.decode()
     except ArgumentError as error:
-        return None, storable(str(error))
-    except Exception as error:  # noqa: BLE001  # users' serializers raise what they like, and the call was made
-        return None, f"encoding it raised {_name_of(error)}"
+        return None, storable(str(error)), None
+    except BaseException as error:  # noqa: BLE001  # users' serializers raise what they like, and the call was made
+        return None, f"encoding it raised {name_of(error)}", None if isinstance(error, Exception) else error
     if len(data) > MAX_ARGS_BYTES:
-        return None, f"it takes {len(data):,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}"
-    return data.decode(), ""
+        return None, f"it takes {len(data):,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}", None
+    return text, "", None
+
+
+class Recorded(NamedTuple):
+    """What was written of a call: its result as jsonb has it, or the reason why there is none."""
+
+    result: str | None
+    reason: str
 
 
 def record(
@@ -304,65 +328,105 @@ def record(
     error: str | None = None,
     keep: timedelta | None = None,
     unlock: bool = True,
-) -> Steps[str | None]:
+) -> Steps[Recorded]:
     """Write what the call came to, for as long as its lock would last.
+
+    What the database refuses for its data is written without a result, and with an error in ASCII.
 
     Raises:
         EffectLockLost: somebody took over.
-        EffectNotRecorded: the database was away all the time.
+        EffectNotRecorded: the database was away all the time, or refused that too.
     """
-    statement = statements.record(
-        request.scope,
-        request.key,
-        request.token,
-        status,
-        in_doubt=in_doubt,
-        result=result,
-        error=error,
-        keep=keep,
-        unlock=unlock,
-    )
-    try:
-        recorded = yield from insist(
+
+    def write(result: str | None, error: str | None) -> Steps[Row[Any] | None]:
+        statement = statements.record(
+            request.scope, request.key, request.token, status,
+            in_doubt=in_doubt, result=result, error=error, keep=keep, unlock=unlock,
+        )  # fmt: skip
+        return insist(
             lambda connection: connection.execute(statement).one_or_none(), seconds=request.lease.total_seconds()
         )
-    except (SQLAlchemyError, OSError) as lost:
+
+    try:
+        try:
+            recorded = yield from write(result, error)
+        except Exception as refused:
+            if is_outage(refused):
+                raise
+            recorded = yield from write(None, _refused_as(refused) if result is not None else _in_ascii(error))
+    except Exception as lost:
         raise EffectNotRecorded(request.scope, request.key) from lost
     if recorded is None:
         raise EffectLockLost(request.scope, request.key)
-    kept: str | None = recorded.result
-    return kept
+    return Recorded(recorded.result, recorded.error or "")
 
 
-def insist(run: Callable[[Connection], T], *, tries: int | None = None, seconds: float = 0.0) -> Steps[T]:
-    """Run a transaction, again where the database was away; claims and records may be repeated."""
+def _refused_as(error: Exception) -> str:
+    """Why the database did not take a result; without the error's text, which quotes it."""
+    sqlstate = sqlstate_of(error) if isinstance(error, DBAPIError) else None
+    return f"the database refused it: {f'SQLSTATE {sqlstate}' if sqlstate else name_of(error)}"
+
+
+def _in_ascii(text: str | None) -> str | None:
+    return None if text is None else text.encode("ascii", "backslashreplace").decode()
+
+
+def _try_twice(run: Callable[[Connection], T]) -> Steps[T]:
+    """Run a transaction, and once more where the database was away: a claim may be repeated."""
+    try:
+        answer: T = yield Transact(run)
+    except Exception as error:
+        if not is_outage(error):
+            raise
+        yield Pause(_FIRST_PAUSE_SECONDS)
+        answer = yield Transact(run)
+    return answer
+
+
+def insist(run: Callable[[Connection], T], *, seconds: float) -> Steps[T]:
+    """Write what is known, again and again while the database is away; a record may be repeated.
+
+    An interruption (KeyboardInterrupt, SystemExit) goes on only when that is done; a second one at once.
+    """
     deadline = time.monotonic() + seconds
     pause_seconds = _FIRST_PAUSE_SECONDS
-    made = 0
+    write = Transact(run, settles=True)
+    step: Step = write
+    interruption: BaseException | None = None
     while True:
-        made += 1
         try:
-            answer: T = yield Transact(run)
-            return answer
-        except (SQLAlchemyError, OSError) as error:
-            over = made >= tries if tries is not None else time.monotonic() + pause_seconds > deadline
-            if over or not is_outage(error):
+            answer: Any = yield step
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            if time.monotonic() + pause_seconds > deadline or not is_outage(error):
+                if interruption is not None:
+                    raise interruption from error
                 raise
-        yield Pause(pause_seconds)
-        pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
+            step = Pause(pause_seconds, settles=True)
+            pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
+        except BaseException as error:
+            if interruption is not None:
+                raise
+            interruption, step = error, write
+        else:
+            if step is write:
+                break
+            step = write
+    if interruption is not None:
+        raise interruption
+    return cast("T", answer)
 
 
-def is_outage(error: SQLAlchemyError | OSError) -> bool:
-    """Whether the server is gone, going, starting or full, or its pool is; by any driver."""
+def is_outage(error: Exception) -> bool:
+    """Whether the server is gone, going, starting or full, its pool is, or it took us for another's deadlock.
+
+    By any driver.
+    """
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)
     sqlstate = sqlstate_of(error)
-    return (
-        error.connection_invalidated or sqlstate is None or sqlstate[:2] in ("08", "53", "57") or sqlstate in _PASSING
-    )
-
-
-def _name_of(error: BaseException) -> str:
-    # Its text may quote what was sent; the job's own record has it, redacted.
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if sqlstate is None:
+        # What a driver refuses for its data, it refuses before it sends it.
+        return error.connection_invalidated or not isinstance(error, DataError)
+    return error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate in _PASSING

@@ -161,7 +161,7 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Executable:
-    """Write what a call came to; one row with the result as stored, or none where somebody took over.
+    """Write what a call came to; one row with the result and the error as stored, or none where somebody took over.
 
     May be repeated: the token stays.
 
@@ -181,7 +181,12 @@ def record(
     }
     if unlock:
         values["locked_until"] = _now()
-    return update(effect).where(*_held(scope, key, token)).values(values).returning(effect.c.result, _durably())
+    return (
+        update(effect)
+        .where(*_held(scope, key, token))
+        .values(values)
+        .returning(effect.c.result, effect.c.error, _durably())
+    )
 
 
 def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:

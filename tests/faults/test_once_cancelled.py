@@ -1,6 +1,7 @@
 """`AsyncEffects.once` when its task, or its event loop, ends at the worst moment: what was called is written."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -8,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from outboxq import AsyncEffects
@@ -74,6 +75,120 @@ def test_cancellations_during_the_record_do_not_lose_the_result(
                 await task
 
     asyncio.run(main())
+    assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
+
+
+def go_away(engine: Engine) -> None:
+    """The server takes no record, and says that it is starting, until `come_back`."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE TABLE public.away (); CREATE SEQUENCE public.tries; "
+                "CREATE FUNCTION public.refuse() RETURNS trigger AS $$ BEGIN "
+                "IF to_regclass('public.away') IS NOT NULL THEN PERFORM nextval('public.tries'); "
+                "RAISE SQLSTATE '57P03'; END IF; RETURN NEW; END $$ LANGUAGE plpgsql; "
+                "CREATE TRIGGER refuse BEFORE UPDATE ON outboxq.effect FOR EACH ROW EXECUTE FUNCTION public.refuse()"
+            )
+        )
+
+
+def come_back(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE public.away"))
+
+
+def tries(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.execute(text("SELECT last_value FROM public.tries WHERE is_called")).scalar() or 0)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_cancellations_while_a_result_waits_for_the_database_do_not_lose_it(
+    outboxq_database: Database, engine: Engine, times: int
+) -> None:
+    """It is tried again for as long as its lock lasts, whoever cancels between two tries; then they go on."""
+    go_away(engine)
+
+    async def main() -> None:
+        async with opened(outboxq_database) as effects:
+            task = asyncio.ensure_future(effects.once("charge", key="1", call=lambda _: asyncio.sleep(0, "done")))
+            for number in range(1, times + 1):
+                await asyncio.to_thread(wait_until, lambda number=number: tries(engine) >= number, "a try")
+                task.cancel()
+            await let_others_run()
+            assert not task.done()
+            come_back(engine)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
+
+
+def test_a_result_is_recorded_where_every_task_is_cancelled_again_and_again(
+    outboxq_database: Database, engine: Engine
+) -> None:
+    """As after a second Ctrl-C, or by a framework that ends: also the task that writes."""
+
+    async def main() -> None:
+        async with opened(outboxq_database) as effects:
+            with engine.connect() as blocker:
+                task = asyncio.ensure_future(effects.once("charge", key="1", call=charge_and_block(blocker)))
+                for _ in range(3):
+                    await until_it_waits(engine)
+                    for other in asyncio.all_tasks() - {asyncio.current_task()}:
+                        other.cancel()
+                    await let_others_run()
+                assert not task.done()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the first so many statements that record, as a signal's handler may."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self, _connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if self.left and statement.startswith("UPDATE outboxq.effect"):
+            self.left -= 1
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("times", "recorded"), [(1, "done"), (2, "started")])
+def test_an_interruption_during_the_record_goes_on_when_that_is_made(engine: Engine, times: int, recorded: str) -> None:
+    """In a thread too, where Ctrl-C raises at any point: recorded once more. A second one ends it."""
+    once, interrupt = SyncOnce(engine), Interrupt(times)
+    event.listen(Engine, "after_cursor_execute", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            once("charge", key="1", call=lambda _: "done")
+    finally:
+        event.remove(Engine, "after_cursor_execute", interrupt)
+    once.dispose()
+    assert row(engine, "1")["status"] == recorded
+
+
+def test_an_interruption_between_two_tries_does_not_lose_the_result(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the thread waits for the database: tried again, then it goes on."""
+    go_away(engine)
+
+    def interrupted(_seconds: float) -> None:
+        monkeypatch.undo()
+        come_back(engine)
+        raise KeyboardInterrupt
+
+    once = SyncOnce(engine)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        once("charge", key="1", call=lambda _: "done")
+    once.dispose()
     assert row(engine, "1") | {"status": "done", "result": "done"} == row(engine, "1")
 
 

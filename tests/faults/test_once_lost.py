@@ -182,12 +182,12 @@ def claims_waiting(engine: Engine) -> bool:
 
 
 def test_a_cancellation_outlives_a_record_that_failed(outboxq_database: Database, engine: Engine) -> None:
-    """The database goes away under the record, the cancellation comes meanwhile: it is not swallowed."""
+    """The database stays away under the record, the cancellation comes meanwhile: it goes on once the lock is over."""
 
     async def main() -> None:
         with CommitProxy(outboxq_database.url) as proxy:
             async_engine = create_async_engine(proxy.url)
-            effects = AsyncEffects(async_engine, lease_seconds=30)
+            effects = AsyncEffects(async_engine, lease_seconds=1)
             await effects.once("charge", key="warm", call=lambda _: asyncio.sleep(0))
             trap = proxy.hold_reply(containing="UPDATE outboxq.effect")
             task = asyncio.ensure_future(effects.once("charge", key="1", call=lambda _: asyncio.sleep(0, "done")))

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
@@ -204,7 +205,7 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("of", ["calls", "keeper"])
+@pytest.mark.parametrize("of", ["claims", "records", "keeper"])
 @pytest.mark.parametrize("close", ["trim", "dispose"])
 def test_a_connection_that_is_in_use_while_its_pool_is_closed_is_closed_when_it_comes_back(
     close: str, of: str, looker: Engine, outboxq_database: Database
@@ -213,7 +214,10 @@ def test_a_connection_that_is_in_use_while_its_pool_is_closed_is_closed_when_it_
     transactions = EngineTransactions(
         make_engine(outboxq_database.url, application_name=EFFECTS_NAME, pooled=True), SCHEMA
     )
-    transact, gate = transactions.run if of == "calls" else transactions.keeper_transaction(), Gate()
+    gate = Gate()
+    transact = (
+        transactions.keeper_transaction() if of == "keeper" else partial(transactions.run, settles=of == "records")
+    )
     user = threading.Thread(target=transact, args=(lambda _: gate.pass_through(),))
     user.start()
     assert gate.inside.acquire(timeout=60)
@@ -229,7 +233,7 @@ def test_a_connection_that_is_in_use_while_its_pool_is_closed_is_closed_when_it_
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("of", ["calls", "keeper"])
+@pytest.mark.parametrize("of", ["claims", "records", "keeper"])
 @pytest.mark.parametrize("close", ["trim", "dispose"])
 def test_so_is_a_connection_of_an_event_loop(close: str, of: str, looker: Engine, outboxq_database: Database) -> None:
     """The same for async callers."""
@@ -237,10 +241,10 @@ def test_so_is_a_connection_of_an_event_loop(close: str, of: str, looker: Engine
     transactions, inside = AsyncEngineTransactions(engine, SCHEMA), asyncio.Event()
 
     async def transact(work: Callable[[Connection], None]) -> None:
-        if of == "calls":
-            await transactions.run(work)
-        else:
+        if of == "keeper":
             await asyncio.to_thread(transactions.keeper_transaction(), work)
+        else:
+            await transactions.run(work, settles=of == "records")
 
     async def main() -> None:
         opened = asyncio.Event()

@@ -97,6 +97,7 @@ class Context(_JobContext[S]):
         key: str,
         call: Callable[[str], T],
         already_applied: Callable[[str], LookUp[T]] | None = None,
+        ask_first: bool = False,
         provider_remembers: timedelta | None = None,
         payload: object = None,
         returns: type[T] | None = None,
@@ -117,6 +118,8 @@ class Context(_JobContext[S]):
                 nobody knows whether it was applied.
             already_applied: Asks the other side what became of an earlier call that did not come back: returns
                 `Applied(result)`, `NotApplied()` or `Unknown()`.
+            ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
+                (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
             provider_remembers: How long the other side honours a provider key, from the first call on: until then it is
                 called again with the same key, where nobody knows.
             payload: The content of the request. The same key with another content is refused.
@@ -131,7 +134,9 @@ class Context(_JobContext[S]):
             EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: see there.
         """
         permit = _permitted(self.permit)
-        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
         return cast("T", permit.caller.run(request, call, already_applied))
 
 
@@ -156,6 +161,7 @@ class AsyncContext(_JobContext[S]):
         key: str,
         call: Callable[[str], Awaitable[T]],
         already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
+        ask_first: bool = False,
         provider_remembers: timedelta | None = None,
         payload: object = None,
         returns: type[T] | None = None,
@@ -163,7 +169,9 @@ class AsyncContext(_JobContext[S]):
     ) -> T:
         """Call the other side once for this key. See `Context.once`."""
         permit = _permitted(self.permit)
-        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
         return cast("T", await permit.caller.run(request, call, already_applied))
 
 

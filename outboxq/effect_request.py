@@ -28,6 +28,7 @@ class Request:
     retention: timedelta
     provider_remembers: timedelta | None = None
     asks: bool = False
+    asks_first: bool = False
     returns: object = None
     classify: Classify | None = None
     token: UUID = field(default_factory=uuid4)
@@ -45,6 +46,7 @@ def make_request(
     *,
     payload: object,
     asks: bool,
+    asks_first: bool,
     provider_remembers: timedelta | None,
     returns: object,
     classify: Classify | None,
@@ -73,11 +75,20 @@ def make_request(
         retention=retention,
         provider_remembers=provider_remembers,
         asks=asks,
+        asks_first=_check_asks_first(asks_first, asks=asks),
         returns=resolve_return(call) if returns is None else returns,
         classify=classify,
     )
     request.decoder  # noqa: B018  # refuses a type that cannot be read, before the call
     return request
+
+
+def _check_asks_first(given: object, *, asks: bool) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError(f"ask_first takes True or False, got {type(given).__name__}")
+    if given and not asks:
+        raise ConfigError("ask_first=True takes a look-up too: give already_applied=..., which is what is asked")
+    return given
 
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:

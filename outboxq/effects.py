@@ -53,6 +53,7 @@ class Effects:
         key: str,
         call: Callable[[str], T],
         already_applied: Callable[[str], LookUp[T]] | None = None,
+        ask_first: bool = False,
         provider_remembers: timedelta | None = None,
         payload: object = None,
         returns: type[T] | None = None,
@@ -60,7 +61,9 @@ class Effects:
     ) -> T:
         """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
         permit = self._permit
-        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
         return cast("T", permit.caller.run(request, call, already_applied))
 
     def dispose(self) -> None:
@@ -94,6 +97,7 @@ class AsyncEffects:
         key: str,
         call: Callable[[str], Awaitable[T]],
         already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
+        ask_first: bool = False,
         provider_remembers: timedelta | None = None,
         payload: object = None,
         returns: type[T] | None = None,
@@ -101,7 +105,9 @@ class AsyncEffects:
     ) -> T:
         """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
         permit = self._permit
-        request = permit.request(scope, key, call, already_applied, provider_remembers, payload, returns, classify)
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
         return cast("T", await permit.caller.run(request, call, already_applied))
 
     async def dispose(self) -> None:

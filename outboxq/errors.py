@@ -213,10 +213,15 @@ class EffectConflict(EffectError, PermanentError):
 
 
 class EffectLockLost(EffectError):
-    """The call took longer than its lock lasted, and somebody took over: what it came to was not recorded."""
+    """The call took longer than its lock lasted, and somebody took over, or its row is gone: nothing was recorded."""
 
     def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key, "taken over by another caller while this one stood still: nothing was recorded")
+        super().__init__(
+            scope,
+            key,
+            "taken over by another caller while this one stood still, or its row was lost (a failover, a restored "
+            "backup): what the call came to is not recorded",
+        )
 
 
 class ResultNotStorable(EffectError, PermanentError):

@@ -140,7 +140,7 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
         if not seen.claimed:
             return _replay(request, seen)
         in_doubt = seen.in_doubt
-        if in_doubt:
+        if in_doubt or request.asks_first:
             asked = clock()
             answer = yield from _look_up(request, seen, asked)
             if isinstance(answer, Applied):
@@ -201,12 +201,19 @@ def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]
         except GeneratorExit:
             raise
         except BaseException as error:
-            # Asked again by the next caller; the doubt stays.
-            yield from record(request, "retryable", in_doubt=True, error=name_of(error))
+            # Asked again by the next caller; the doubt stays, if there was any.
+            keep = None if seen.in_doubt else request.retention
+            yield from record(request, "retryable", in_doubt=seen.in_doubt, error=name_of(error), keep=keep)
             raise
-    waited = clock() - begun
-    if isinstance(answer, Unknown) and not _still_remembered(request, seen, waited):
-        reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
+    if isinstance(answer, Unknown):
+        waited = clock() - begun
+        if not seen.in_doubt:
+            # Asked first: of a call that we do not know of, we do not know either since when its key is remembered.
+            reason = "there may have been a call that this database does not know of; the look-up could not tell"
+        elif _still_remembered(request, seen, waited):
+            return answer
+        else:
+            reason = "an earlier call did not come back; " + _why_unknown(request, asked=request.asks)
         yield from record(request, "unknown", error=reason)
         raise EffectUnknown(request.scope, request.key, reason)
     return answer

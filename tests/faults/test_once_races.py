@@ -34,8 +34,8 @@ LEASE = timedelta(seconds=30)
 
 def make(key: str) -> Request:
     return make_request(
-        "charge", key, str, payload=None, asks=False, provider_remembers=None, returns=object, classify=None,
-        lease=LEASE, retention=timedelta(days=1),
+        "charge", key, str, payload=None, asks=False, asks_first=False, provider_remembers=None, returns=object,
+        classify=None, lease=LEASE, retention=timedelta(days=1),
     )  # fmt: skip
 
 

@@ -178,6 +178,7 @@ async def receipt_applied(provider_key: str) -> Applied[int] | NotApplied | Unkn
 async def calling(ctx: Context, async_ctx: AsyncContext, engine: Engine, async_engine: AsyncEngine) -> None:
     assert_type(ctx.once("charge", key="1", call=receipt, provider_remembers=timedelta(days=1)), int)
     assert_type(ctx.once("charge", key="1", call=receipt, already_applied=lambda _: NotApplied()), int)
+    assert_type(ctx.once("charge", key="1", call=receipt, already_applied=lambda _: Applied(1), ask_first=True), int)
     assert_type(await async_ctx.once("charge", key="1", call=receipt_async, already_applied=receipt_applied), int)
     assert_type(Effects(engine).once("charge", key="1", call=receipt), int)
     assert_type(await AsyncEffects(async_engine).once("charge", key="1", call=receipt_async), int)

@@ -250,6 +250,19 @@ class EffectNotFound(OutboxqError):
         self.key = key
 
 
+class InstallationInUse(OutboxqError):
+    """An installation that works cannot be given another id."""
+
+    def __init__(self, relays: int, calls: int) -> None:
+        super().__init__(
+            f"the installation is in use: {relays} relays are alive and {calls} calls are under way. Stop its relays, "
+            "and what else calls effects, and try again; those of a database that this one was copied from are over "
+            "when their leases have run out"
+        )
+        self.relays = relays
+        self.calls = calls
+
+
 class MessageNotFound(OutboxqError):
     """The inbox has no such message."""
 

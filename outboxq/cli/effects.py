@@ -1,5 +1,6 @@
 """`outboxq effects`."""
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +15,16 @@ from outboxq.cli.options import (
     Limit,
     Schema,
     ScopeFilter,
+    Yes,
 )
 from outboxq.cli.output import notice, print_detail, print_json, print_rows
 
 if TYPE_CHECKING:
     from outboxq.effect_records import Verdict
+    from outboxq.installation import NewInstallation
 
 app = typer.Typer(
-    help="List, show and resolve effects: calls that are made once.",
+    help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -148,6 +151,61 @@ def resolve_effect(
     typer.echo(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
     if applied and result is None:
         notice("it has no result: a caller that asks for it fails (see --result)")
+
+
+@app.command("new-installation")
+def new_installation(
+    yes: Yes = False,
+    as_json: AsJson = False,
+    schema: Schema = DEFAULT_SCHEMA,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Give a database that was copied from another one an id of its own, so that its calls get keys of their own.
+
+    The keys that other services are given are made of the installation's id, and a dump, a snapshot or a clone carries
+    it along. Two installations with one id give the same key to different calls: a service that honours keys answers
+    one of them with the result of the other, and does nothing. Run this in the copy (staging, a test), before anything
+    runs there, as the owner of the tables; never in the original, unless the copy has taken its place.
+
+    What was settled stays and is replayed. What may have been called (started, retryable and in doubt) becomes
+    unknown, so that nobody calls with a key of the original; what surely was not (retryable) is forgotten, and called
+    with a new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a --result.
+
+    While a relay is alive or a call is under way nothing is done, and the exit code is 1. Processes read the id once:
+    stop web processes too that call effects. Jobs are not touched: relays of the copy run what it has copied, with the
+    new keys. See docs/once.md.
+
+    \b
+    Examples:
+      outboxq effects new-installation
+      outboxq effects new-installation --yes --json
+    """
+    from outboxq.cli.database import open_database
+    from outboxq.installation import renew_installation
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise WrongUsage("new-installation asks first, and nobody can answer here: add --yes")
+        typer.confirm(
+            "Give this installation a new id? Calls of the former one are not repeated.", abort=True, err=True
+        )
+    with open_database(database_url, schema) as begin, begin() as connection:
+        renewed = renew_installation(connection)
+    if as_json:
+        print_json({"installation": renewed})
+        return
+    _print_installation(renewed)
+
+
+def _print_installation(renewed: "NewInstallation") -> None:
+    typer.echo(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
+    typer.echo(f"{renewed.forgotten:,} effects that were not applied are forgotten: they get a key of the new id")
+    typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: nobody calls them")
+    if renewed.unknown:
+        notice(
+            f"{renewed.unknown:,} effects are unknown, with keys of the former id: `outboxq effects list --status "
+            "unknown`; in a copy resolve them as applied, with a --result"
+        )
 
 
 def _verdict(*, applied: bool, not_applied: bool, result: str | None) -> "Verdict":

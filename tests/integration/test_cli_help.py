@@ -34,6 +34,7 @@ COMMANDS = [
     ("effects", "list"),
     ("effects", "show"),
     ("effects", "resolve"),
+    ("effects", "new-installation"),
 ]
 
 

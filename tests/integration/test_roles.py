@@ -338,6 +338,9 @@ def test_an_operator_mends_and_does_not_migrate(roles: Cast, sessions: sessionma
         ("effects", "resolve", "pay", "one", "--applied"),
     ):
         roles.call("operator", *words).ok()
+    refused = roles.call("operator", "effects", "new-installation", "--yes")
+    assert "permission denied for table deployment" in refused.stderr
+    assert refused.exit_code == 1
     roles.refuses(
         "operator",
         "INSERT INTO outboxq.dead_job SELECT",

@@ -1,0 +1,53 @@
+"""Giving an installation another id: a copy of a database that talks to the same services needs keys of its own.
+
+The provider keys of calls are made of the id, so two databases with one id give the same key to different calls, and a
+service that honours keys answers one of them with the result of the other.
+"""
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.errors import InstallationInUse
+from outboxq.statements import installation as statements
+
+_OPEN = "it was open when the installation got a new id; its provider key is the former installation's"
+
+
+@dataclass(frozen=True, slots=True)
+class NewInstallation:
+    """An installation that got another id, and what became of the calls that were not settled.
+
+    `doubted`: they may have been applied, and are `unknown` now. `forgotten`: they were surely not applied, and are
+    called with a key of the new id. `unknown`: all that are, those that were before included.
+    """
+
+    id: UUID
+    former_id: UUID
+    doubted: int
+    forgotten: int
+    unknown: int
+
+
+def renew_installation(connection: Connection) -> NewInstallation:
+    """Give the installation another id, in the caller's transaction: no call is made with a key of the former one.
+
+    Processes read the id once: those that call effects outside of relays must be stopped before, and started again.
+
+    Raises:
+        InstallationInUse: a relay is alive, or a call is under way.
+    """
+    former_id: UUID = connection.execute(statements.lock_installation()).scalar_one()
+    used = connection.execute(statements.select_use()).one()
+    if used.relays or used.calls:
+        raise InstallationInUse(used.relays, used.calls)
+    doubted = connection.execute(statements.doubt_open(_OPEN)).rowcount
+    forgotten = connection.execute(statements.forget_unapplied()).rowcount
+    return NewInstallation(
+        id=connection.execute(statements.give_new_id()).scalar_one(),
+        former_id=former_id,
+        doubted=doubted,
+        forgotten=forgotten,
+        unknown=connection.execute(statements.count_unknown()).scalar_one(),
+    )

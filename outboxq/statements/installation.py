@@ -1,0 +1,61 @@
+"""The installation's id, which the keys that other services are given are made of, and giving it another."""
+
+from typing import Any
+
+from sqlalchemy import Executable, Select, and_, delete, func, or_, select, update
+
+from outboxq.tables import deployment, effect, relay
+
+_now = func.clock_timestamp
+
+
+def lock_installation() -> Select[Any]:
+    """The id as it is. One row. Locks: it, so that a second change waits for the first."""
+    return select(deployment.c.id).with_for_update()
+
+
+def select_use() -> Select[Any]:
+    """One row: how many relays are alive, and how many calls are under way. Reads both tables once; no locks."""
+    alive = select(func.count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
+    under_way = (
+        select(func.count())
+        .select_from(effect)
+        .where(effect.c.status == "started", effect.c.locked_until > _now())
+        .scalar_subquery()
+    )
+    return select(alive.label("relays"), under_way.label("calls"))
+
+
+def give_new_id() -> Executable:
+    """Another id; one row with it."""
+    return update(deployment).values(id=func.gen_random_uuid()).returning(deployment.c.id)
+
+
+def doubt_open(reason: str) -> Executable:
+    """Make what was in doubt unknown, so that it is not called with a key of the former id. Reads the table once.
+
+    Locks: the rows. A caller that stood still and wakes later can neither record nor keep its call.
+    """
+    in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
+    return (
+        update(effect)
+        .where(in_doubt)
+        .values(
+            status="unknown",
+            in_doubt=False,
+            lock_token=func.gen_random_uuid(),
+            locked_until=_now(),
+            changed_at=_now(),
+            error=reason,
+        )
+    )
+
+
+def forget_unapplied() -> Executable:
+    """Forget what was surely not applied: it gets a key of the new id. Reads the table once; locks the rows."""
+    return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt)
+
+
+def count_unknown() -> Select[Any]:
+    """How many are unknown. One row. Index: effect_unknown; no locks."""
+    return select(func.count()).select_from(effect).where(effect.c.status == "unknown")

@@ -208,7 +208,11 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
     if isinstance(result, Done | Discard) and _wrote_nothing(connection, progress):
         progress.events.append(_ended(job, work.kept(job, result), time.perf_counter() - begun))
         return
-    if not progress.begun and transaction_status(connection) == TransactionStatus.IDLE:
+    is_idle = transaction_status(connection) == TransactionStatus.IDLE
+    if progress.is_leased and progress.anchor is not None and is_idle:
+        # Ended by its handler: what is written now is no part of it, and may wait for what the handler has prepared.
+        raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job))
+    if not progress.begun and is_idle:
         # The handler worked outside the database: should this connection be gone by now, its work is not.
         progress.late_result = result
     progress.begin(connection)

@@ -47,7 +47,8 @@ class Progress:
     by a deadlock or a serialization failure.
 
     One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
-    stands (`recovering`; `recovery_xid` is what it wrote then), or the relay took the batch away (`seized`).
+    stands (`recovering`; `recovery_xid` is what it wrote then, and `buried_because` why), or the relay took the batch
+    away (`seized`).
     """
 
     queue: str
@@ -66,6 +67,7 @@ class Progress:
     begun: bool = False
     seized: bool = False
     recovery_xid: str | None = None
+    buried_because: str = ""
     deadlocked: bool = False
     together: int = 1
     one_run: How | None = None

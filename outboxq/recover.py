@@ -28,6 +28,20 @@ logger = logging.getLogger("outboxq.relay")
 _UNDEFINED_OBJECT = "42704"
 PUT_OFF = timedelta(minutes=5)
 COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
+_PREPARED_BY_HANDLER = (
+    "its handler prepared the transaction as {gid!r}, and the relay may not end it: its rows may come to stand, so it "
+    "never runs again. Look what it did, then COMMIT PREPARED or ROLLBACK PREPARED"
+)
+# Its handler may have locked the job's own row, which only the end of that transaction frees.
+_BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
+
+
+class _LeftPrepared(Exception):
+    """The transaction of a batch is prepared, as `gid`, and the relay may not end it."""
+
+    def __init__(self, gid: str) -> None:
+        super().__init__(gid)
+        self.gid = gid
 
 
 def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
@@ -36,9 +50,18 @@ def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
     Committed by our certificate, whose answer was lost: everything stands. Committed although we never sent COMMIT: a
     handler did it, and the jobs behind it are put back.
 
+    Prepared by a handler, and not ours to end: its job never runs beside it.
+
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
     """
+    try:
+        return _resolve(connection, progress)
+    except _LeftPrepared as left:
+        return _leave_prepared(connection, progress, describe_failure(TransactionEndedByHandler(), progress.job), left)
+
+
+def _resolve(connection: Connection, progress: Progress) -> BatchReport | None:
     if progress.anchor is not None and _server_epoch(connection) != progress.epoch:
         return _resolve_by_presence(connection, progress)
     # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
@@ -48,7 +71,8 @@ def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
         return None
     if progress.certifying:
         return progress.report()
-    return _recover_committed(connection, progress, describe_failure(TransactionEndedByHandler(), progress.job))
+    failed = describe_failure(TransactionEndedByHandler(), progress.job)
+    return _bury(connection, progress, COMMITTED_BY_HANDLER, failed)
 
 
 def _resolve_by_presence(connection: Connection, progress: Progress) -> BatchReport | None:
@@ -207,27 +231,41 @@ def _was_committed(connection: Connection, xid: str) -> bool:
         status = run_script(connection, xact_status(xid))[0].rows[0][0]
         prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in progress" else ()
     for (gid,) in prepared:
-        return _was_committed(connection, xid) if _undo_prepared(connection, str(gid)) else False
+        _undo_prepared(connection, str(gid))
+        return _was_committed(connection, xid)
     if status == "in progress":
         raise ConnectionLost("it is not known yet whether the last transaction was committed")
     return status == "committed"
 
 
-def _undo_prepared(connection: Connection, gid: str) -> bool:
-    """End the relay's transaction that a handler has prepared; False if that is refused.
+def _undo_prepared(connection: Connection, gid: str) -> None:
+    """End the relay's transaction that a handler has prepared.
 
     Left alone it would hold the job and its rows for ever, and could be committed beside another run of the job.
+
+    Raises:
+        _LeftPrepared: another role prepared it.
     """
     try:
         run_outside_transaction(connection, rollback_prepared(gid))
     except psycopg.Error as error:
         if is_lost(connection):
             raise
+        # Or it was ended by another meanwhile: the server knows how.
         if error.sqlstate != _UNDEFINED_OBJECT:
             logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
-            return False
-    # Or it was ended by another meanwhile: the server knows how.
-    return True
+            raise _LeftPrepared(gid) from error
+
+
+def _leave_prepared(connection: Connection, progress: Progress, failed: Failed, left: _LeftPrepared) -> BatchReport:
+    """Free the slot of a transaction that is prepared, and not ours to end.
+
+    It holds the rows of the jobs that it claimed: they wait for its end, and nothing can be written about them. A
+    leased job is free, and would run again beside it.
+    """
+    if not progress.is_leased:
+        return BatchReport(len(progress.jobs), ())
+    return _bury(connection, progress, _PREPARED_BY_HANDLER.format(gid=left.gid), failed)
 
 
 def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport | None:
@@ -238,8 +276,12 @@ def recover(connection: Connection, progress: Progress, work: Work, escaped: Tra
     Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
     server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
     """
-    if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
-        return _recover_committed(connection, progress, work.kept(escaped.job, escaped.failed))
+    failed = work.kept(escaped.job, escaped.failed)
+    try:
+        if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
+            return _bury(connection, progress, COMMITTED_BY_HANDLER, failed)
+    except _LeftPrepared as left:
+        return _leave_prepared(connection, progress, failed, left)
     if progress.together > 1:
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)
@@ -272,15 +314,18 @@ def _settle_anew(
     return event
 
 
-def _recover_committed(connection: Connection, progress: Progress, failed: Failed) -> BatchReport:
+def _bury(connection: Connection, progress: Progress, reason: str, failed: Failed) -> BatchReport:
+    """Bury what may stand already, and put the jobs behind it back."""
     jobs, position = progress.jobs, progress.position
     try:
         with connection.begin():
+            if progress.is_leased:
+                run_script(connection, _BRIEFLY)
             for job in jobs[position : position + progress.together]:
-                settle.bury(connection, job, COMMITTED_BY_HANDLER, failed.record)
+                settle.bury(connection, job, reason, failed.record)
             for job in jobs[position + progress.together :]:
                 settle.give_back(connection, job)
-            progress.recovery_xid = str(settle.current_xid(connection))
+            progress.recovery_xid, progress.buried_because = str(settle.current_xid(connection)), reason
     except LeaseLost:
         return BatchReport(len(jobs), (JobLeaseLost(progress.job),))
     return _recovered(progress)
@@ -288,4 +333,5 @@ def _recover_committed(connection: Connection, progress: Progress, failed: Faile
 
 def _recovered(progress: Progress) -> BatchReport:
     ran = progress.jobs[progress.position : progress.position + progress.together]
-    return BatchReport(len(progress.jobs), (*progress.events, *(JobDied(job, COMMITTED_BY_HANDLER) for job in ran)))
+    died = (JobDied(job, progress.buried_because) for job in ran)
+    return BatchReport(len(progress.jobs), (*progress.events, *died))

@@ -1,12 +1,13 @@
 """A handler that ends its transaction by PREPARE TRANSACTION, on the driver's own cursor: undone, and its job pays."""
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import (
@@ -18,8 +19,11 @@ from outboxq import (
     Context,
     Jobs,
     OutboxSession,
+    Relay,
+    RelayConfig,
 )
-from outboxq.events import DatabaseLost, Event
+from outboxq.events import DatabaseLost, Event, JobDied
+from outboxq.postgres import Database
 from outboxq.recover import COMMITTED_BY_HANDLER
 from tests.integration.test_raised import dead_letters
 from tests.support.app import Effect
@@ -37,6 +41,10 @@ def _two_phase(engine: Engine) -> Iterator[None]:
         if connection.execute(text("SHOW max_prepared_transactions")).scalar_one() == "0":
             pytest.skip("this server has max_prepared_transactions = 0")
     yield
+    roll_back_prepared(engine)
+
+
+def roll_back_prepared(engine: Engine) -> None:
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for gid in prepared(engine):
             connection.exec_driver_sql(f"ROLLBACK PREPARED '{gid}'")
@@ -60,12 +68,17 @@ class _OneOf(NamedTuple):
     job: Any
 
 
-def prepare(ctx: Context | _OneOf, how: str) -> None:
+def prepare(ctx: Context | _OneOf, how: str, role: str | None = None) -> None:
     ctx.session.add(Effect(name=how))
     ctx.session.flush()
     # An async one of SQLAlchemy 2.0 cannot be entered.
     with closing(ctx.session.connection().connection.cursor()) as cursor:
+        if role is not None:
+            cursor.execute(f"SET ROLE {role}")
         cursor.execute(f"PREPARE TRANSACTION '{ctx.job.id}-{ctx.job.attempt}'")
+        if role is not None:
+            cursor.execute("RESET ROLE")
+            cursor.execute("COMMIT")
         if how == "commit":
             cursor.connection.autocommit = True
             cursor.execute(f"COMMIT PREPARED '{ctx.job.id}-{ctx.job.attempt}'")
@@ -158,3 +171,107 @@ def test_a_transaction_that_one_of_several_prepares_costs_the_others_nothing(
     assert ledger(engine) == {"before": 1, "behind": 1}
     reason = "gave up after 1 of 1 attempts: outboxq.errors.TransactionEndedByHandler"
     assert dead_letters(engine) == [(how, 1, reason)]
+
+
+# Where the relay may not roll it back
+
+
+@dataclass(frozen=True)
+class Humble:
+    """A relay's login that is no superuser, and a role that it may take, whose prepared transactions it may not end."""
+
+    url: str
+    other: str
+
+
+@pytest.fixture
+def humble(outboxq_database: Database, engine: Engine) -> Iterator[Humble]:
+    login, other, password = (f"oq_{name}_{secrets.token_hex(4)}" for name in ("relay", "other", "word"))
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {other}"))
+        connection.execute(text(f"CREATE ROLE {login} LOGIN PASSWORD '{password}' IN ROLE {other}"))
+        for schema in ("outboxq", "public"):
+            connection.execute(text(f"GRANT USAGE ON SCHEMA {schema} TO {login}"))
+            for objects in ("TABLES", "SEQUENCES", "FUNCTIONS"):
+                connection.execute(text(f"GRANT ALL ON ALL {objects} IN SCHEMA {schema} TO {login}"))
+    url = make_url(outboxq_database.url).set(username=login, password=password)
+    yield Humble(url.render_as_string(hide_password=False), other)
+    roll_back_prepared(engine)
+    with engine.begin() as connection:
+        connection.execute(text(f"DROP OWNED BY {login}"))
+        connection.execute(text(f"DROP ROLE {login}, {other}"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_prepared_transaction_that_the_relay_may_not_end_is_named_and_frees_its_slot(
+    humble: Humble,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    caplog: pytest.LogCaptureFixture,
+    claim: str,
+    flavour: str,
+) -> None:
+    """Its job never runs beside it: it is held by it, or, where it was leased, a dead letter that names it."""
+    jobs, runs = Jobs(), []
+
+    def act(ctx: Any, name: str) -> None:
+        runs.append(name)
+        if name == "prepares":
+            prepare(ctx, name, humble.other)
+        else:
+            ctx.session.add(Effect(name=name))
+
+    if flavour == "sync":
+
+        @jobs.handler(queue="q", retry=TWICE, claim=claim)  # type: ignore[arg-type]  # one of the two modes
+        def write(ctx: Context, name: str) -> None:
+            act(ctx, name)
+    else:
+
+        @jobs.handler(queue="q", retry=TWICE, claim=claim)  # type: ignore[arg-type]  # one of the two modes
+        async def write(ctx: AsyncContext, name: str) -> None:
+            await ctx.session.run_sync(lambda session: act(_OneOf(session, ctx.job), name))
+
+    with sessions.begin() as session:
+        first, _ = session.add_jobs(write.job(name=name) for name in ("prepares", "behind"))
+    events: list[Event] = []
+    Relay(humble.url, jobs, RelayConfig(slots_per_queue=1), hooks=[events.append]).drain()
+    (gid,) = prepared(engine)
+    assert sorted(runs) == ["behind", "prepares"]
+    assert ledger(engine) == {"behind": 1}
+    assert f"as '{gid}'" in caplog.text
+    assert not [event for event in events if isinstance(event, DatabaseLost)]
+    if claim == "lease":
+        ((name, attempt, reason),) = dead_letters(engine)
+        assert (name, attempt) == ("prepares", 1)
+        assert f"as '{gid}'" in reason
+        assert waiting(engine) == 0
+        assert [event.job.id for event in events if isinstance(event, JobDied)] == [first.id]
+    else:
+        assert dead_letters(engine) == []
+        assert waiting(engine) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_leased_job_whose_row_is_prepared_too_holds_no_slot(
+    humble: Humble, engine: Engine, sessions: sessionmaker[OutboxSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can be written about it before that transaction ends: the slot goes on, and it does not run again."""
+    jobs, runs = Jobs(), []
+
+    @jobs.handler(queue="q", retry=TWICE, claim="lease")
+    def write(ctx: Context, name: str) -> None:
+        runs.append(name)
+        if name == "prepares":
+            ctx.session.execute(text("SELECT FROM outboxq.job WHERE id = :id FOR UPDATE"), {"id": ctx.job.id})
+            prepare(ctx, name, humble.other)
+
+    with sessions.begin() as session:
+        session.add_jobs(write.job(name=name) for name in ("prepares", "behind"))
+    events: list[Event] = []
+    Relay(humble.url, jobs, RelayConfig(slots_per_queue=1), hooks=[events.append]).drain()
+    assert sorted(runs) == ["behind", "prepares"]
+    assert f"as '{prepared(engine)[0]}'" in caplog.text
+    assert not [event for event in events if isinstance(event, DatabaseLost)]

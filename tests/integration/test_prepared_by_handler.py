@@ -205,7 +205,7 @@ def humble(outboxq_database: Database, engine: Engine) -> Iterator[Humble]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
-def test_a_prepared_transaction_that_the_relay_may_not_end_is_named_and_frees_its_slot(
+def test_a_transaction_that_the_relay_may_not_end_frees_its_slot(
     humble: Humble,
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

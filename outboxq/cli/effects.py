@@ -160,20 +160,20 @@ def new_installation(
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Give a database that was copied from another one an id of its own, so that its calls get keys of their own.
+    """Give a copied database an id, and so keys, of its own.
 
     The keys that other services are given are made of the installation's id, and a dump, a snapshot or a clone carries
     it along. Two installations with one id give the same key to different calls: a service that honours keys answers
-    one of them with the result of the other, and does nothing. Run this in the copy (staging, a test), before anything
-    runs there, as the owner of the tables; never in the original, unless the copy has taken its place.
+    one of them with the result of the other, and does nothing. Run this in the copy (staging, a test) and not in the
+    original, as the owner of the tables, before anything runs there.
 
     What was settled stays and is replayed. What may have been called (started, retryable and in doubt) becomes
     unknown, so that nobody calls with a key of the original; what surely was not (retryable) is forgotten, and called
     with a new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a --result.
 
     While a relay is alive or a call is under way nothing is done, and the exit code is 1. Processes read the id once:
-    stop web processes too that call effects. Jobs are not touched: relays of the copy run what it has copied, with the
-    new keys. See docs/once.md.
+    stop web processes too that call effects. Jobs are not touched: relays of the copy run those that were copied, with
+    the new keys. docs/operating.md has the whole way of a copy.
 
     \b
     Examples:

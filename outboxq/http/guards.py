@@ -85,9 +85,18 @@ class Guard:
         if answer.status in self._released:
             return await self._write(self._release(f"answered {answer.status}")) or answer
         result, reason = encode_answer(answer, self._max_bytes)
-        steps = record(self._request, "done", result=result, error=reason, keep=self._request.retention)
-        problem = await self._write(steps)
-        return problem or (answer if reason is None else answer.marked(NOT_REPLAYABLE))
+        is_kept = False
+
+        def steps() -> Steps[None]:
+            nonlocal is_kept
+            recorded = yield from record(
+                self._request, "done", result=result, error=reason, keep=self._request.retention
+            )
+            # The database may refuse it, too.
+            is_kept = recorded.result is not None
+
+        problem = await self._write(steps())
+        return problem or (answer if is_kept else answer.marked(NOT_REPLAYABLE))
 
     async def settle_stream(self, status: int, reason: str) -> None:
         """The same for an answer that passes through; too late to answer otherwise."""

@@ -14,7 +14,7 @@ def lock_installation() -> Select[Any]:
     return select(deployment.c.id).with_for_update()
 
 
-def select_use() -> Select[Any]:
+def select_use() -> Executable:
     """One row: how many relays are alive, and how many calls are under way. Reads both tables once; no locks."""
     alive = select(func.count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from starlette.responses import JSONResponse
 
@@ -14,6 +14,7 @@ from outboxq.effect_records import WasApplied, resolve_effect
 from outboxq.effect_transactions import AsyncEngineTransactions
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.http import IdempotencyMiddleware, idempotency_of, nobody
+from outboxq.http.answers import NOT_REPLAYABLE
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy
 from tests.support.app import Effect
@@ -310,3 +311,20 @@ def leave_as_killed(engine: Engine) -> None:
 
 def lease(row: Any) -> Any:
     return row.locked_until - row.changed_at
+
+
+def test_a_response_that_the_database_refuses_is_executed_once_and_says_so(
+    outboxq_database: Database, engine: Engine
+) -> None:
+    """A connection that sends Western European texts only: the client is told that its retries get no replay."""
+    narrow = make_url(outboxq_database.url).update_query_dict({"client_encoding": "latin1"})
+
+    async def run() -> None:
+        async with guarding(narrow.render_as_string(hide_password=False), answers_with("Ж".encode())) as middleware:
+            first, later = await call(middleware, key="a"), await call(middleware, key="a")
+            assert first[0]["status"] == 200
+            assert NOT_REPLAYABLE in first[0]["headers"]
+            assert later[0]["status"] == 409
+
+    asyncio.run(run())
+    assert stored(engine).status == "done"

@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Insert, event, text
+from sqlalchemy import Connection, Insert, event
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
@@ -35,7 +35,7 @@ from outboxq.sessions import (
     type_name,
 )
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
-from outboxq.statements.listen import ALL_QUEUES, channel_name
+from outboxq.statements.listen import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import JobRow, job, job_mapper, mapped_schema
 
 # Attributes of a session: its `info` is the user's, who may clear it.
@@ -49,12 +49,6 @@ _numbers = count(1)
 QUEUES_ANNOUNCED = 64
 # Whom new jobs wake.
 Wakes: TypeAlias = Literal["by queue", "all", "nobody"]
-# No locks, no rows.
-_SILENT = text(
-    "SELECT coalesce(current_setting('outboxq.notify', true), ''), set_config('outboxq.notify', 'off', true)"
-)
-_AS_BEFORE = text("SELECT set_config('outboxq.notify', :was, true)")
-_NOTIFY = text("SELECT pg_notify(:channel, :payload)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +284,12 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
     if wakes == "by queue":
         _insert_in_parts(connection, jobs)
         return
-    # Read before it is set, from left to right. A rolled back savepoint takes the setting with it.
-    was = connection.execute(_SILENT).scalar_one()
+    # A rolled back savepoint takes the setting with it.
+    was = connection.execute(SILENCE).scalar_one()
     _insert_in_parts(connection, jobs)
-    connection.execute(_AS_BEFORE, {"was": was})
+    connection.execute(NOTIFY_AS_BEFORE, {"was": was})
     if wakes == "all" and was != "off":
-        connection.execute(_NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
+        connection.execute(NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
 
 
 def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:

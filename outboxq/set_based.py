@@ -50,7 +50,6 @@ from sqlalchemy import (
     any_,
     bindparam,
     column,
-    func,
     select,
 )
 from sqlalchemy.dialects import postgresql
@@ -60,6 +59,7 @@ from sqlalchemy.sql.functions import Function, FunctionElement
 from sqlalchemy.types import NullType, TypeEngine
 
 from outboxq.known_functions import HARMLESS
+from outboxq.statements.builtin import unnest
 from outboxq.table_facts import RowWrite, TableFacts
 
 _WRITING = (Insert, Update, Delete)
@@ -364,7 +364,7 @@ def _over_arrays(statement: Update, primary_key: Column[Any], key: str, types: d
     elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in types.items()}
     arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
     columns = (column(name, element) for name, element in elements.items())
-    rows = func.unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
+    rows = unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
 
     def replace(element: Any, **_: Any) -> Any:
         return rows.c[element.key] if isinstance(element, BindParameter) and element.key in types else None

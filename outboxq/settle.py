@@ -14,12 +14,12 @@ from outboxq.driver import ScriptResult, run_script, sqlstate_of
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.failure import ErrorRecord, kept_errors
 from outboxq.job import Job
+from outboxq.statements import session
 from outboxq.statements import settle as statements
 from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
 # lock_timeout, statement_timeout or a cancellation, a deadlock.
 _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
-CURRENT_XID = "SELECT pg_current_xact_id_if_assigned()::text"
 
 
 def finish(connection: Connection, job: Job) -> None:
@@ -114,7 +114,7 @@ def check_shared(connection: Connection, xid: str) -> None:
     results = run_script(
         connection,
         "SAVEPOINT oq_constraints; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT oq_constraints; "
-        f"RELEASE SAVEPOINT oq_constraints; {CURRENT_XID}",
+        f"RELEASE SAVEPOINT oq_constraints; {session.current_xid()}",
     )
     if results[-1].rows[0][0] != xid:
         raise TransactionEndedByHandler
@@ -122,7 +122,7 @@ def check_shared(connection: Connection, xid: str) -> None:
 
 def current_xid(connection: Connection) -> object:
     """The id of the open transaction, or None where it has written nothing."""
-    return run_script(connection, CURRENT_XID)[0].rows[0][0]
+    return run_script(connection, session.current_xid())[0].rows[0][0]
 
 
 class JobRowHeld(LeaseLost):

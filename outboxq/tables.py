@@ -18,6 +18,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     SmallInteger,
+    String,
     Table,
     Text,
     Uuid,
@@ -46,6 +47,20 @@ def mapped_schema(connection: Connection) -> str:
 
 
 _JSONB_AS_TEXT: TypeEngine[str] = JSONB()
+
+
+class StoredText(Text):
+    """A text, whose values are sent as such.
+
+    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it looks for the nearest one in all
+    schemas of the search path, and prefers one for text and varchar to its own for two texts.
+    """
+
+    render_bind_cast = True
+
+    def adapt(self, cls: type[Any], **kw: Any) -> Any:
+        """Stays what it is, where a dialect has a type of its own for texts."""
+        return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
 class JsonText(UserDefinedType[str]):
@@ -77,10 +92,11 @@ def _name_checks() -> tuple[CheckConstraint, ...]:
 # What a claim can read, measured as the text that it reads. What takes up to 1,024 bytes, uncompressed, cannot come to
 # more, and takes no time to measure. It holds for a dead letter too, before it becomes a job again.
 JOB_SIZES = (
-    "(pg_column_size(args) <= 1024 AND pg_column_compression(args) IS NULL OR octet_length(args::text) <= 16777216) "
-    "AND (pg_column_size(headers) <= 1024 AND pg_column_compression(headers) IS NULL "
-    "OR octet_length(headers::text) <= 1048576) "
-    "AND octet_length(unique_key) <= 1024 AND octet_length(group_key) <= 1024"
+    "(pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
+    "OR pg_catalog.octet_length(args::text) <= 16777216) "
+    "AND (pg_catalog.pg_column_size(headers) <= 1024 AND pg_catalog.pg_column_compression(headers) IS NULL "
+    "OR pg_catalog.octet_length(headers::text) <= 1048576) "
+    "AND pg_catalog.octet_length(unique_key) <= 1024 AND pg_catalog.octet_length(group_key) <= 1024"
 )
 
 job = Table(
@@ -88,19 +104,19 @@ job = Table(
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("seq", BigInteger, Identity(always=True), nullable=False),
-    Column("queue", Text, nullable=False),
-    Column("kind", Text, nullable=False),
+    Column("queue", StoredText, nullable=False),
+    Column("kind", StoredText, nullable=False),
     Column("args", JsonText, nullable=False),
     Column("headers", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
     Column("priority", SmallInteger, nullable=False, server_default=text("0")),
-    Column("state", Text, nullable=False, server_default=text("'ready'")),
+    Column("state", StoredText, nullable=False, server_default=text("'ready'")),
     Column("run_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("attempt", Integer, nullable=False, server_default=text("0")),
     Column("max_attempts", SmallInteger),
     Column("crashes", SmallInteger, nullable=False, server_default=text("0")),
     Column("parked", SmallInteger, nullable=False, server_default=text("0")),
-    Column("unique_key", Text),
-    Column("group_key", Text),
+    Column("unique_key", StoredText),
+    Column("group_key", StoredText),
     Column("lease_owner", Uuid),
     Column("lease_token", BigInteger, nullable=False, server_default=text("0")),
     Column("errors", JsonText, nullable=False, server_default=text("'[]'::jsonb")),
@@ -148,18 +164,18 @@ dead_job = Table(
     "dead_job",
     metadata,
     Column("id", Uuid, primary_key=True),
-    Column("queue", Text, nullable=False),
-    Column("kind", Text, nullable=False),
+    Column("queue", StoredText, nullable=False),
+    Column("kind", StoredText, nullable=False),
     Column("args", JsonText, nullable=False),
     Column("headers", JsonText, nullable=False),
     Column("priority", SmallInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("max_attempts", SmallInteger),
     Column("crashes", SmallInteger, nullable=False),
-    Column("unique_key", Text),
-    Column("group_key", Text),
+    Column("unique_key", StoredText),
+    Column("group_key", StoredText),
     Column("errors", JsonText, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("reason", StoredText, nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("died_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
 )
@@ -169,7 +185,7 @@ Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
 queue = Table(
     "queue",
     metadata,
-    Column("name", Text, primary_key=True),
+    Column("name", StoredText, primary_key=True),
     Column("paused_at", DateTime(timezone=True)),
 )
 
@@ -179,7 +195,7 @@ relay = Table(
     Column("id", Uuid, primary_key=True),
     Column("alive_until", DateTime(timezone=True), nullable=False),
     Column("started_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
-    Column("host", Text),
+    Column("host", StoredText),
     Column("pid", Integer),
 )
 # A beat every few seconds: room on the page keeps it HOT.
@@ -196,8 +212,8 @@ event.listen(
 inbox = Table(
     "inbox",
     metadata,
-    Column("consumer", Text, primary_key=True),
-    Column("message_id", Text, primary_key=True),
+    Column("consumer", StoredText, primary_key=True),
+    Column("message_id", StoredText, primary_key=True),
     Column("fingerprint", LargeBinary),
     Column("seen_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("expires_at", DateTime(timezone=True), nullable=False),
@@ -210,17 +226,17 @@ Index("inbox_expires", inbox.c.expires_at)
 effect = Table(
     "effect",
     metadata,
-    Column("scope", Text, primary_key=True),
-    Column("key", Text, primary_key=True),
+    Column("scope", StoredText, primary_key=True),
+    Column("key", StoredText, primary_key=True),
     Column("fingerprint", LargeBinary),
-    Column("status", Text, nullable=False),
+    Column("status", StoredText, nullable=False),
     Column("in_doubt", Boolean, nullable=False, server_default=text("false")),
     Column("provider_key", Uuid, nullable=False),
     Column("lock_token", Uuid, nullable=False),
     Column("locked_until", DateTime(timezone=True), nullable=False),
     Column("attempts", Integer, nullable=False, server_default=text("1")),
     Column("result", JsonText),
-    Column("error", Text),
+    Column("error", StoredText),
     Column("first_called_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("changed_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("expires_at", DateTime(timezone=True)),
@@ -288,7 +304,7 @@ class JobRow:
 
 
 # Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
-_numbered = select(func.max(job.c.seq).label("number")).subquery("jobs")
+_numbered = select(func.pg_catalog.max(job.c.seq, type_=job.c.seq.type).label("number")).subquery("jobs")
 _mapping = threading.Lock()
 
 

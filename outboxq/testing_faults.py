@@ -14,13 +14,14 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 from uuid import uuid4
 
 import msgspec
-from sqlalchemy import URL, Connection, Engine, func, select, text
+from sqlalchemy import URL, Connection, Engine, select, text
 
 from outboxq.config import RelayConfig, child_environment, psycopg_url
 from outboxq.engines import make_engine
 from outboxq.enqueue import OutboxSession
 from outboxq.errors import ConfigError
 from outboxq.fault_points import EFFECT_FAULT_POINTS, FAULT_POINTS, FaultPoint
+from outboxq.statements.builtin import count
 from outboxq.tables import SCHEMA, dead_job, job
 from outboxq.testing_proxy import CommitProxy, Trap
 from outboxq.testing_relay import RelayOrder
@@ -309,7 +310,7 @@ def _expect(step: CrashStep, holds: bool, message: str) -> None:
 def _count(engine: Engine, crash: _Crash, effects: Callable[[Connection], int]) -> _Count:
     with _look(engine, crash) as connection:
         waiting, dead = (
-            connection.execute(select(func.count()).select_from(table)).scalar_one() for table in (job, dead_job)
+            connection.execute(select(count()).select_from(table)).scalar_one() for table in (job, dead_job)
         )
         return _Count(waiting, dead, connection.execute(_PREPARED).scalar_one(), int(effects(connection)))
 

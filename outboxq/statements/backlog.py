@@ -30,6 +30,7 @@ from sqlalchemy import (
     extract,
     false,
     func,
+    literal,
     literal_column,
     not_,
     or_,
@@ -39,8 +40,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
+from outboxq.statements.builtin import count, pg
 from outboxq.statements.paging import count_kinds, page_outcome, pick_page
-from outboxq.tables import job, relay
+from outboxq.tables import StoredText, job, relay
 
 
 class Xid(UserDefinedType[str]):
@@ -109,18 +111,18 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
         return _xmax(jobs).in_(running_transactions())
     stored = jobs.c.state == ("scheduled" if state == "due" else "leased" if state == "orphaned" else state)
     if state in ("scheduled", "due"):
-        is_due = jobs.c.run_at <= func.statement_timestamp()
+        is_due = jobs.c.run_at <= pg.statement_timestamp()
         return and_(stored, is_due if state == "due" else not_(is_due))
     if state in ("leased", "orphaned"):
         # Not EXISTS, which is asked for each row anew.
-        alive = select(relay.c.id).where(relay.c.alive_until > func.statement_timestamp())
+        alive = select(relay.c.id).where(relay.c.alive_until > pg.statement_timestamp())
         is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())
         return and_(stored, is_alive if state == "leased" else not_(is_alive))
     return stored
 
 
 state = case(
-    *((_in_state(listed, name), name) for name in ("running", "due", "orphaned")),
+    *((_in_state(listed, name), literal(name, StoredText())) for name in ("running", "due", "orphaned")),
     else_=listed.c.state,
 ).label("state")
 _with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
@@ -163,7 +165,7 @@ def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executab
 def select_waiting(ids: Sequence[UUID]) -> Executable:
     """How many of these wait, also those that a transaction holds or runs. Index: the primary key; no locks."""
     waits = job.c.state.in_(("ready", "scheduled"))
-    return select(func.count()).select_from(job).where(job.c.id.in_(ids), waits)
+    return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
 def select_job(job_id: UUID) -> Executable:
@@ -202,7 +204,7 @@ def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
 
 def _millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[str]:
     # The 48 bits in front, in hexadecimal: RFC 9562, section 5.7.
-    return func.left(cast(job_id, Text), 13)
+    return pg.left(cast(job_id, Text), 13, type_=StoredText())
 
 
 def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
@@ -211,5 +213,5 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
 
 def _runner() -> Sequence[ColumnElement[Any]]:
     # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
-    seconds = extract("epoch", func.clock_timestamp() - _activity.c.xact_start)
+    seconds = extract("epoch", pg.clock_timestamp() - _activity.c.xact_start)
     return _activity.c.pid, cast(seconds, Float(53)).label("running_seconds")

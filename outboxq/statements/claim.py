@@ -24,7 +24,7 @@ _ATTEMPT: LiteralString = one_more_attempt("claimed.attempt")
 _COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
 
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
-ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
+ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 
 # Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Widened
 # to 64 bits by its distance from the next id, modulo 2^32; what does not lie behind that one is in progress, or a
@@ -32,9 +32,10 @@ ANCHOR = "pg_current_xact_id()::text, pg_backend_pid()"
 _DIED = """\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
     SELECT CASE WHEN distance BETWEEN 1 AND 2147483647 AND distance < next_xid - 2
-      THEN coalesce(pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
+      THEN coalesce(pg_catalog.pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
     FROM (SELECT next_xid, (next_xid - job.xmax::text::bigint) & 4294967295 AS distance
-      FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next_xid) AS now) AS widened
+      FROM (SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint AS next_xid) AS now
+    ) AS widened
   ) END"""
 
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
@@ -64,7 +65,8 @@ _TRANSACTION = """
   DELETE FROM {job} AS claimed WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE NOT died))
   RETURNING {columns}, NULL::bigint AS lease_token, {anchor}
 )
-SELECT count.moved, claimed.* FROM (SELECT count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
+SELECT count.moved, claimed.*
+FROM (SELECT pg_catalog.count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
 
 _CLEARING = """
   FOR UPDATE SKIP LOCKED
@@ -211,7 +213,13 @@ class ClaimStatements:
 _READY: tuple[LiteralString, LiteralString] = ("state = 'ready'", _BY_PRIORITY)
 # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
 # stable and can bound the index.
-_DUE: tuple[LiteralString, LiteralString] = ("state = 'scheduled' AND run_at <= statement_timestamp()", "run_at")
+_DUE: tuple[LiteralString, LiteralString] = (
+    "state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()",
+    "run_at",
+)
+_ALIVE: LiteralString = (
+    " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > pg_catalog.clock_timestamp())"
+)
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
 _SUSPECT: tuple[LiteralString, LiteralString] = ("state = 'suspect'", "seq")
 
@@ -231,9 +239,7 @@ def _shape(
 ) -> ClaimShape:
     leased = owner is not None
     # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
-    alive: LiteralString = (
-        " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""
-    )
+    alive: LiteralString = _ALIVE if leased else ""
     names = {
         "job": sql.Identifier(schema, "job"),
         "queue_table": sql.Identifier(schema, "queue"),
@@ -285,8 +291,8 @@ def clear_marks(schema: str, job_ids: list[str]) -> str:
     """
     return (
         sql.SQL(
-            "SELECT count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) AND state IN ('ready', 'scheduled')"
-            " FOR UPDATE SKIP LOCKED) AS cleared"
+            "SELECT pg_catalog.count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) "
+            "AND state IN ('ready', 'scheduled') FOR UPDATE SKIP LOCKED) AS cleared"
         )
         .format(job=sql.Identifier(schema, "job"), ids=sql.Literal(job_ids))
         .as_string(None)
@@ -300,7 +306,11 @@ def park_head(schema: str, queue: str, state: str, known_kinds: tuple[str, ...],
     arrays of keys: joined, where statistics know of no such job, each of them may be compared with each. And by the
     primary key: the state is asked for so that the planner cannot take the claim's index for it.
     """
-    order, due = ("run_at", "AND run_at <= statement_timestamp()") if state == "scheduled" else ("(-priority), seq", "")
+    order, due = (
+        ("run_at", "AND run_at <= pg_catalog.statement_timestamp()")
+        if state == "scheduled"
+        else ("(-priority), seq", "")
+    )
     return (
         sql.SQL(
             """\
@@ -314,7 +324,7 @@ WITH head AS MATERIALIZED (
   UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
   WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
 )
-SELECT count(*) FROM parked"""
+SELECT pg_catalog.count(*) FROM parked"""
         )
         .format(
             job=sql.Identifier(schema, "job"),
@@ -333,5 +343,6 @@ SELECT count(*) FROM parked"""
 
 # 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides before it is used: a power may underflow, too.
 PARKED_UNTIL = (
-    "clock_timestamp() + least(interval '5 minutes', interval '5 seconds' * power(2, least(greatest(parked, 0), 6)))"
+    "pg_catalog.clock_timestamp() + least(interval '5 minutes', "
+    "interval '5 seconds' * pg_catalog.power(2, least(greatest(parked, 0), 6)))"
 )

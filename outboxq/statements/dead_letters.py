@@ -7,6 +7,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Executable, delete, exists, func, literal_column, select, true
 from sqlalchemy.dialects.postgresql import insert
 
+from outboxq.statements.builtin import pg
 from outboxq.statements.paging import count_kinds, page_outcome, pick_page
 from outboxq.tables import JOB_SIZES, dead_job, job
 
@@ -34,7 +35,7 @@ class DeadFilter:
             found.append(dead_job.c.kind == self.kind)
         if self.reason is not None:
             # strpos and not LIKE: the text is data, without wildcards.
-            found.append(func.strpos(func.lower(dead_job.c.reason), func.lower(self.reason)) > 0)
+            found.append(pg.strpos(pg.lower(dead_job.c.reason), pg.lower(self.reason)) > 0)
         if self.ids is not None:
             found.append(dead_job.c.id.in_(self.ids))
         if self.died_before is not None:

@@ -4,7 +4,9 @@ Everything here reads views of the server's shared memory or small catalogs; not
 """
 
 from psycopg import sql
-from sqlalchemy import TextClause, text
+from sqlalchemy import BindParameter, TextClause, bindparam, text
+
+from outboxq.tables import StoredText
 
 LISTED = 100
 
@@ -19,9 +21,14 @@ def qualified(schema: str, name: str) -> str:
     return sql.Identifier(schema, name).as_string(None).replace(":", r"\:")
 
 
+def schema_name(schema: str) -> BindParameter[str]:
+    """The parameter `schema` of a text statement."""
+    return bindparam("schema", schema, type_=StoredText())
+
+
 def backend_pid() -> TextClause:
     """The backend that runs this transaction."""
-    return text("SELECT pg_backend_pid()")
+    return text("SELECT pg_catalog.pg_backend_pid()")
 
 
 def lock_holders(schema: str) -> TextClause:
@@ -30,26 +37,27 @@ def lock_holders(schema: str) -> TextClause:
         """\
 SELECT held.modes, held.tables, activity.pid, activity.state, activity.application_name, activity.usename,
   activity.backend_xid::text AS xid,
-  extract(epoch FROM clock_timestamp() - activity.xact_start)::float8 AS seconds
+  extract(epoch FROM pg_catalog.clock_timestamp() - activity.xact_start)::float8 AS seconds
 FROM (
-  SELECT locks.pid, array_agg(DISTINCT locks.mode) AS modes, array_agg(DISTINCT class.relname::text) AS tables
-  FROM pg_locks AS locks JOIN pg_class AS class ON class.oid = locks.relation
-    JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
+  SELECT locks.pid, pg_catalog.array_agg(DISTINCT locks.mode) AS modes,
+    pg_catalog.array_agg(DISTINCT class.relname::text) AS tables
+  FROM pg_catalog.pg_locks AS locks JOIN pg_catalog.pg_class AS class ON class.oid = locks.relation
+    JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace
   WHERE locks.locktype = 'relation' AND locks.granted AND class.relkind IN ('r', 'p')
-    AND locks.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND locks.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
     AND namespace.nspname = :schema
     AND (locks.mode = ANY (:blocking) OR (class.relname = 'job' AND locks.mode = ANY (:row_modes)))
   GROUP BY locks.pid
-) AS held JOIN pg_stat_activity AS activity USING (pid)
-WHERE activity.pid <> pg_backend_pid()
+) AS held JOIN pg_catalog.pg_stat_activity AS activity USING (pid)
+WHERE activity.pid <> pg_catalog.pg_backend_pid()
 ORDER BY activity.xact_start NULLS LAST LIMIT :listed"""
-    ).bindparams(schema=schema, blocking=list(BLOCKING_MODES), row_modes=list(ROW_MODES), listed=LISTED)
+    ).bindparams(schema_name(schema), blocking=list(BLOCKING_MODES), row_modes=list(ROW_MODES), listed=LISTED)
 
 
 def held_jobs(schema: str, transactions: list[str]) -> TextClause:
     """How many jobs each of these transactions has deleted, changed or locked. Reads the table once; no locks."""
     return text(
-        f"SELECT xmax::text AS xid, count(*) AS jobs FROM {qualified(schema, 'job')} "
+        f"SELECT xmax::text AS xid, pg_catalog.count(*) AS jobs FROM {qualified(schema, 'job')} "
         "WHERE xmax = ANY (CAST(CAST(:transactions AS text[]) AS xid[])) GROUP BY 1"
     ).bindparams(transactions=transactions)
 
@@ -62,13 +70,13 @@ def snapshot_holders() -> TextClause:
     return text(
         """\
 SELECT pid, state, application_name, usename,
-  extract(epoch FROM clock_timestamp() - xact_start)::float8 AS seconds,
-  greatest(age(backend_xmin), age(backend_xid)) AS transactions
-FROM pg_stat_activity
-WHERE datname = current_database() AND pid <> pg_backend_pid()
+  extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8 AS seconds,
+  greatest(pg_catalog.age(backend_xmin), pg_catalog.age(backend_xid)) AS transactions
+FROM pg_catalog.pg_stat_activity
+WHERE datname = pg_catalog.current_database() AND pid <> pg_catalog.pg_backend_pid()
   AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
   AND backend_type IS DISTINCT FROM 'autovacuum worker' AND backend_type IS DISTINCT FROM 'walsender'
-  AND pid NOT IN (SELECT pid FROM pg_stat_progress_vacuum)
+  AND pid NOT IN (SELECT pid FROM pg_catalog.pg_stat_progress_vacuum)
 ORDER BY transactions DESC, xact_start NULLS LAST LIMIT :listed"""
     ).bindparams(listed=LISTED)
 
@@ -78,21 +86,21 @@ def prepared_transactions(schema: str) -> TextClause:
     return text(
         """\
 SELECT prepared.gid, prepared.owner::text AS owner, prepared.transaction::text AS xid,
-  extract(epoch FROM clock_timestamp() - prepared.prepared)::float8 AS seconds,
-  age(prepared.transaction) AS transactions,
+  extract(epoch FROM pg_catalog.clock_timestamp() - prepared.prepared)::float8 AS seconds,
+  pg_catalog.age(prepared.transaction) AS transactions,
   EXISTS (
     -- No session has them, and the lock on its own id leads from a transaction to its other locks.
-    SELECT FROM pg_locks AS own
-      JOIN pg_locks AS locks ON locks.virtualtransaction = own.virtualtransaction AND locks.pid IS NULL
-      JOIN pg_class AS class ON class.oid = locks.relation
-      JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
+    SELECT FROM pg_catalog.pg_locks AS own
+      JOIN pg_catalog.pg_locks AS locks ON locks.virtualtransaction = own.virtualtransaction AND locks.pid IS NULL
+      JOIN pg_catalog.pg_class AS class ON class.oid = locks.relation
+      JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace
     WHERE own.transactionid = prepared.transaction AND own.pid IS NULL AND locks.locktype = 'relation'
       AND namespace.nspname = :schema AND class.relname = 'job'
   ) AS holds_jobs
-FROM pg_prepared_xacts AS prepared
-WHERE prepared.database = current_database()
+FROM pg_catalog.pg_prepared_xacts AS prepared
+WHERE prepared.database = pg_catalog.current_database()
 ORDER BY prepared.prepared LIMIT :listed"""
-    ).bindparams(schema=schema, listed=LISTED)
+    ).bindparams(schema_name(schema), listed=LISTED)
 
 
 def replication_slots() -> TextClause:
@@ -100,14 +108,15 @@ def replication_slots() -> TextClause:
     return text(
         """\
 SELECT slots.slot_name::text AS name, slots.slot_type AS type, slots.active, slots.active_pid, slots.wal_status,
-  age(slots.xmin) AS xmin_age, age(slots.catalog_xmin) AS catalog_xmin_age,
-  pg_wal_lsn_diff(
-    CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, slots.restart_lsn
+  pg_catalog.age(slots.xmin) AS xmin_age, pg_catalog.age(slots.catalog_xmin) AS catalog_xmin_age,
+  pg_catalog.pg_wal_lsn_diff(
+    CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
+      ELSE pg_catalog.pg_current_wal_lsn() END, slots.restart_lsn
   )::bigint AS retained_bytes,
   extract(
-    epoch FROM clock_timestamp() - CAST(to_jsonb(slots) ->> 'inactive_since' AS timestamptz)
+    epoch FROM pg_catalog.clock_timestamp() - CAST(pg_catalog.to_jsonb(slots) ->> 'inactive_since' AS timestamptz)
   )::float8 AS inactive_seconds
-FROM pg_replication_slots AS slots
+FROM pg_catalog.pg_replication_slots AS slots
 WHERE NOT slots.temporary
 ORDER BY slots.slot_name LIMIT :listed"""
     ).bindparams(listed=LISTED)
@@ -117,8 +126,8 @@ def standby_feedback() -> TextClause:
     """Standbys that hold a snapshot back without a slot (hot_standby_feedback). Bound: 100."""
     return text(
         """\
-SELECT pid, application_name, client_addr::text AS address, age(backend_xmin) AS transactions
-FROM pg_stat_replication WHERE backend_xmin IS NOT NULL
+SELECT pid, application_name, client_addr::text AS address, pg_catalog.age(backend_xmin) AS transactions
+FROM pg_catalog.pg_stat_replication WHERE backend_xmin IS NOT NULL
 ORDER BY transactions DESC LIMIT :listed"""
     ).bindparams(listed=LISTED)
 
@@ -127,8 +136,8 @@ def hidden_transactions() -> TextClause:
     """How many sessions of this database have a transaction whose age and state this role may not see."""
     return text(
         """\
-SELECT count(*) FROM pg_stat_activity
-WHERE datname = current_database() AND (backend_xid IS NOT NULL OR backend_xmin IS NOT NULL)
+SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity
+WHERE datname = pg_catalog.current_database() AND (backend_xid IS NOT NULL OR backend_xmin IS NOT NULL)
   AND query = '<insufficient privilege>'"""
     )
 
@@ -137,7 +146,8 @@ def settings(names: tuple[str, ...]) -> TextClause:
     """What a session of this role in this database starts with; names that the server does not know are left out."""
     # reset_val: `setting` would show what this very transaction has set.
     return text(
-        "SELECT name, reset_val AS value, unit, source FROM pg_settings WHERE name = ANY (:names) ORDER BY name"
+        "SELECT name, reset_val AS value, unit, source FROM pg_catalog.pg_settings "
+        "WHERE name = ANY (:names) ORDER BY name"
     ).bindparams(names=list(names))
 
 
@@ -145,32 +155,39 @@ def role_settings(schema: str, names: tuple[str, ...]) -> TextClause:
     """What other roles that could be a relay's start with in this database. Bound: 100."""
     return text(
         """\
-SELECT role.rolname::text AS role, split_part(entry, '=', 1) AS name, substr(entry, strpos(entry, '=') + 1) AS value
-FROM pg_db_role_setting AS stored CROSS JOIN unnest(stored.setconfig) AS entry
-  JOIN pg_roles AS role ON role.oid = stored.setrole
-WHERE stored.setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
-  AND role.rolname <> session_user AND split_part(entry, '=', 1) = ANY (:names)
+SELECT role.rolname::text AS role, pg_catalog.split_part(entry, '=', 1) AS name,
+  pg_catalog.substr(entry, pg_catalog.strpos(entry, '=') + 1) AS value
+FROM pg_catalog.pg_db_role_setting AS stored CROSS JOIN pg_catalog.unnest(stored.setconfig) AS entry
+  JOIN pg_catalog.pg_roles AS role ON role.oid = stored.setrole
+WHERE stored.setdatabase IN (0, (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()))
+  AND role.rolname <> session_user AND pg_catalog.split_part(entry, '=', 1) = ANY (:names)
   AND EXISTS (
-    SELECT FROM pg_class AS class JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
+    SELECT FROM pg_catalog.pg_class AS class
+      JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace
     WHERE namespace.nspname = :schema AND class.relname = 'job'
-      AND has_table_privilege(role.oid, class.oid, 'DELETE')
+      AND pg_catalog.has_table_privilege(role.oid, class.oid, 'DELETE')
   )
 ORDER BY 1, 2 LIMIT :listed"""
-    ).bindparams(schema=schema, names=list(names), listed=LISTED)
+    ).bindparams(schema_name(schema), names=list(names), listed=LISTED)
 
 
 def connection_room() -> TextClause:
     """How many connections are open and allowed: of the server, of this database and of this role (-1: no limit)."""
     return text(
         """\
-WITH clients AS (SELECT datname, usename FROM pg_stat_activity WHERE usesysid IS NOT NULL AND datid IS NOT NULL)
-SELECT 'the server' AS of, (SELECT count(*) FROM clients) AS open,
-  current_setting('max_connections')::integer - current_setting('superuser_reserved_connections')::integer
-    - coalesce(current_setting('reserved_connections', true)::integer, 0) AS allowed
+WITH clients AS (
+  SELECT datname, usename FROM pg_catalog.pg_stat_activity WHERE usesysid IS NOT NULL AND datid IS NOT NULL
+)
+SELECT 'the server' AS of, (SELECT pg_catalog.count(*) FROM clients) AS open,
+  pg_catalog.current_setting('max_connections')::integer
+    - pg_catalog.current_setting('superuser_reserved_connections')::integer
+    - coalesce(pg_catalog.current_setting('reserved_connections', true)::integer, 0) AS allowed
 UNION ALL
-SELECT 'this database', (SELECT count(*) FROM clients WHERE datname = current_database()), datconnlimit
-FROM pg_database WHERE datname = current_database()
+SELECT 'this database', (SELECT pg_catalog.count(*) FROM clients WHERE datname = pg_catalog.current_database()),
+  datconnlimit
+FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()
 UNION ALL
-SELECT 'role ' || session_user, (SELECT count(*) FROM clients WHERE usename = session_user), rolconnlimit
-FROM pg_roles WHERE rolname = session_user"""
+SELECT 'role ' || session_user::text, (SELECT pg_catalog.count(*) FROM clients WHERE usename = session_user),
+  rolconnlimit
+FROM pg_catalog.pg_roles WHERE rolname = session_user"""
     )

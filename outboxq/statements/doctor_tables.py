@@ -5,8 +5,10 @@ Catalogs only, which any role may read; nothing waits for a lock.
 
 from sqlalchemy import TextClause, text
 
+from outboxq.statements.doctor import schema_name
+
 _OF_SCHEMA = """\
-FROM pg_class AS class JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
+FROM pg_catalog.pg_class AS class JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace
 """
 
 
@@ -14,7 +16,7 @@ def tables(schema: str) -> TextClause:
     """The names of the tables in the schema."""
     return text(
         f"SELECT class.relname::text {_OF_SCHEMA} WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p')"
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))
 
 
 def indexes(schema: str) -> TextClause:
@@ -23,27 +25,28 @@ def indexes(schema: str) -> TextClause:
         f"""\
 SELECT index_class.relname::text AS name, class.relname::text AS table, entry.indisunique AS is_unique,
   entry.indisvalid AND entry.indisready AND entry.indislive AS is_valid,
-  split_part(pg_get_indexdef(entry.indexrelid), ' USING ', 2) AS definition
-{_OF_SCHEMA} JOIN pg_index AS entry ON entry.indrelid = class.oid
-  JOIN pg_class AS index_class ON index_class.oid = entry.indexrelid
+  pg_catalog.split_part(pg_catalog.pg_get_indexdef(entry.indexrelid), ' USING ', 2) AS definition
+{_OF_SCHEMA} JOIN pg_catalog.pg_index AS entry ON entry.indrelid = class.oid
+  JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
 WHERE namespace.nspname = :schema ORDER BY 1"""
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))
 
 
 def triggers(schema: str) -> TextClause:
     """The triggers of table `job` that fire in ordinary sessions."""
     return text(
-        f"SELECT tgname::text {_OF_SCHEMA} JOIN pg_trigger ON tgrelid = class.oid "
+        f"SELECT tgname::text {_OF_SCHEMA} JOIN pg_catalog.pg_trigger ON tgrelid = class.oid "
         "WHERE namespace.nspname = :schema AND class.relname = 'job' AND tgenabled IN ('O', 'A')"
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))
 
 
 def functions(schema: str) -> TextClause:
     """The names of the schema's functions, and their texts."""
     return text(
         "SELECT proname::text AS name, prosrc AS body "
-        "FROM pg_proc JOIN pg_namespace ON pg_namespace.oid = pronamespace WHERE nspname = :schema"
-    ).bindparams(schema=schema)
+        "FROM pg_catalog.pg_proc JOIN pg_catalog.pg_namespace ON pg_namespace.oid = pronamespace "
+        "WHERE nspname = :schema"
+    ).bindparams(schema_name(schema))
 
 
 def vacuum_state(schema: str) -> TextClause:
@@ -53,18 +56,18 @@ def vacuum_state(schema: str) -> TextClause:
 SELECT class.relname::text AS table, coalesce(class.reloptions, '{{}}') AS options,
   coalesce(counts.n_live_tup, 0) AS live, coalesce(counts.n_dead_tup, 0) AS dead,
   extract(
-    epoch FROM clock_timestamp() - greatest(counts.last_vacuum, counts.last_autovacuum)
+    epoch FROM pg_catalog.clock_timestamp() - greatest(counts.last_vacuum, counts.last_autovacuum)
   )::float8 AS vacuumed_seconds_ago
-{_OF_SCHEMA} LEFT JOIN pg_stat_all_tables AS counts ON counts.relid = class.oid
+{_OF_SCHEMA} LEFT JOIN pg_catalog.pg_stat_all_tables AS counts ON counts.relid = class.oid
 WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p') ORDER BY 1"""
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))
 
 
 def schema_usage(schema: str) -> TextClause:
     """Whether this role may look into the schema at all."""
-    return text("SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = :schema").bindparams(
-        schema=schema
-    )
+    return text(
+        "SELECT pg_catalog.has_schema_privilege(oid, 'USAGE') FROM pg_catalog.pg_namespace WHERE nspname = :schema"
+    ).bindparams(schema_name(schema))
 
 
 def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
@@ -72,13 +75,13 @@ def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
     return text(
         f"""\
 SELECT class.relname::text AS table, wanted.privilege
-{_OF_SCHEMA} JOIN unnest(CAST(:tables AS text[]), CAST(:privileges AS text[])) AS wanted (name, privilege)
+{_OF_SCHEMA} JOIN pg_catalog.unnest(CAST(:tables AS text[]), CAST(:privileges AS text[])) AS wanted (name, privilege)
   ON wanted.name = class.relname
 WHERE namespace.nspname = :schema AND NOT CASE
-  WHEN wanted.privilege = 'DELETE' THEN has_table_privilege(class.oid, wanted.privilege)
-  ELSE has_any_column_privilege(class.oid, wanted.privilege) END
+  WHEN wanted.privilege = 'DELETE' THEN pg_catalog.has_table_privilege(class.oid, wanted.privilege)
+  ELSE pg_catalog.has_any_column_privilege(class.oid, wanted.privilege) END
 ORDER BY 1, 2"""
-    ).bindparams(schema=schema, tables=[table for table, _ in wanted], privileges=[right for _, right in wanted])
+    ).bindparams(schema_name(schema), tables=[table for table, _ in wanted], privileges=[right for _, right in wanted])
 
 
 def columns_without_insert(schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
@@ -86,36 +89,37 @@ def columns_without_insert(schema: str, table: str, columns: tuple[str, ...]) ->
     return text(
         f"""\
 SELECT attribute.attname::text
-{_OF_SCHEMA} JOIN pg_attribute AS attribute ON attribute.attrelid = class.oid
+{_OF_SCHEMA} JOIN pg_catalog.pg_attribute AS attribute ON attribute.attrelid = class.oid
 WHERE namespace.nspname = :schema AND class.relname = :table AND attribute.attname = ANY (CAST(:columns AS text[]))
-  AND NOT has_column_privilege(class.oid, attribute.attnum, 'INSERT')
-ORDER BY array_position(CAST(:columns AS text[]), attribute.attname::text)"""
-    ).bindparams(schema=schema, table=table, columns=list(columns))
+  AND NOT pg_catalog.has_column_privilege(class.oid, attribute.attnum, 'INSERT')
+ORDER BY pg_catalog.array_position(CAST(:columns AS text[]), attribute.attname::text)"""
+    ).bindparams(schema_name(schema), table=table, columns=list(columns))
 
 
 def inserters(schema: str) -> TextClause:
     """The roles, and PUBLIC, that were given INSERT on the whole of table `job`, and may not DELETE from it."""
     return text(
         f"""\
-SELECT DISTINCT coalesce(pg_roles.rolname::text, 'PUBLIC') AS role, held.grantee <> 0 AS is_role
-{_OF_SCHEMA} CROSS JOIN aclexplode(class.relacl) AS held LEFT JOIN pg_roles ON pg_roles.oid = held.grantee
+SELECT DISTINCT coalesce(pg_roles.rolname::text, 'PUBLIC') AS role, held.grantee <> 0::oid AS is_role
+{_OF_SCHEMA} CROSS JOIN pg_catalog.aclexplode(class.relacl) AS held LEFT JOIN pg_catalog.pg_roles ON pg_roles.oid = held.grantee
 WHERE namespace.nspname = :schema AND class.relname = 'job' AND held.privilege_type = 'INSERT'
-  AND NOT has_table_privilege(held.grantee, class.oid, 'DELETE')
+  AND NOT pg_catalog.has_table_privilege(held.grantee, class.oid, 'DELETE')
 ORDER BY 1"""
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))
 
 
 def row_security(schema: str) -> TextClause:
     """Tables with row level security, and the commands that a permissive policy allows this role, or anybody."""
     return text(
         f"""\
-SELECT class.relname::text AS table, row_security_active(class.oid) AS is_active,
-  coalesce(array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE policy.oid IS NOT NULL), '{{}}') AS anybodys,
-  coalesce(array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE EXISTS (
-    SELECT FROM unnest(policy.polroles) AS member (oid)
-    WHERE CASE WHEN member.oid = 0 THEN true ELSE pg_has_role(member.oid, 'USAGE') END
+SELECT class.relname::text AS table, pg_catalog.row_security_active(class.oid) AS is_active,
+  coalesce(pg_catalog.array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE policy.oid IS NOT NULL), '{{}}')
+    AS anybodys,
+  coalesce(pg_catalog.array_agg(DISTINCT policy.polcmd::text) FILTER (WHERE EXISTS (
+    SELECT FROM pg_catalog.unnest(policy.polroles) AS member (oid)
+    WHERE CASE WHEN member.oid = 0::oid THEN true ELSE pg_catalog.pg_has_role(member.oid, 'USAGE') END
   )), '{{}}') AS mine
-{_OF_SCHEMA} LEFT JOIN pg_policy AS policy ON policy.polrelid = class.oid AND policy.polpermissive
+{_OF_SCHEMA} LEFT JOIN pg_catalog.pg_policy AS policy ON policy.polrelid = class.oid AND policy.polpermissive
 WHERE namespace.nspname = :schema AND class.relrowsecurity
 GROUP BY class.oid, class.relname ORDER BY 1"""
-    ).bindparams(schema=schema)
+    ).bindparams(schema_name(schema))

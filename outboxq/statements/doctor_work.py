@@ -18,9 +18,10 @@ WITH RECURSIVE queues (name) AS (
   SELECT (SELECT queue FROM {job} WHERE state = '{state}' AND queue > queues.name ORDER BY queue LIMIT 1)
   FROM queues WHERE queues.name IS NOT NULL
 )
-SELECT names.name AS queue, waiting.kind, count(*) AS jobs, count(*) FILTER (WHERE waiting.parked > 0) AS parked,
+SELECT names.name AS queue, waiting.kind, pg_catalog.count(*) AS jobs,
+  pg_catalog.count(*) FILTER (WHERE waiting.parked > 0) AS parked,
   extract(
-    epoch FROM statement_timestamp() - min(waiting.run_at) FILTER (WHERE waiting.parked = 0)
+    epoch FROM pg_catalog.statement_timestamp() - pg_catalog.min(waiting.run_at) FILTER (WHERE waiting.parked = 0)
   )::float8 AS oldest_seconds
 FROM (SELECT name FROM queues WHERE name IS NOT NULL LIMIT :max_queues) AS names
 CROSS JOIN LATERAL (
@@ -29,8 +30,8 @@ CROSS JOIN LATERAL (
 ) AS waiting
 -- A job that runs was deleted by a transaction that is open, or prepared, and can still be seen.
 WHERE waiting.holder NOT IN (
-  SELECT backend_xid FROM pg_stat_activity WHERE backend_xid IS NOT NULL
-  UNION ALL SELECT transaction FROM pg_prepared_xacts
+  SELECT backend_xid FROM pg_catalog.pg_stat_activity WHERE backend_xid IS NOT NULL
+  UNION ALL SELECT transaction FROM pg_catalog.pg_prepared_xacts
 )
 GROUP BY 1, 2 ORDER BY 1, 2"""
 
@@ -58,7 +59,7 @@ def paused_queues(schema: str) -> TextClause:
 def suspects(schema: str) -> TextClause:
     """Suspect jobs per queue. Index: job_suspect, 10,000 entries of it."""
     return text(
-        f"SELECT queue, count(*) AS jobs FROM (SELECT queue FROM {qualified(schema, 'job')} "
+        f"SELECT queue, pg_catalog.count(*) AS jobs FROM (SELECT queue FROM {qualified(schema, 'job')} "
         "WHERE state = 'suspect' LIMIT :max_jobs) AS found GROUP BY 1 ORDER BY 1"
     ).bindparams(max_jobs=MAX_JOBS)
 
@@ -68,13 +69,14 @@ def orphaned_leases(schema: str, grace_seconds: float) -> TextClause:
     return text(
         f"""\
 SELECT leased.lease_owner::text AS owner, relay.host, relay.pid, leased.jobs,
-  extract(epoch FROM clock_timestamp() - relay.alive_until)::float8 AS seconds
+  extract(epoch FROM pg_catalog.clock_timestamp() - relay.alive_until)::float8 AS seconds
 FROM (
-  SELECT lease_owner, count(*) AS jobs
+  SELECT lease_owner, pg_catalog.count(*) AS jobs
   FROM (SELECT lease_owner FROM {qualified(schema, "job")} WHERE state = 'leased' LIMIT :max_jobs) AS found
   GROUP BY 1
 ) AS leased LEFT JOIN {qualified(schema, "relay")} AS relay ON relay.id = leased.lease_owner
-WHERE relay.id IS NULL OR relay.alive_until < clock_timestamp() - make_interval(secs => :grace_seconds)
+WHERE relay.id IS NULL
+  OR relay.alive_until < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => :grace_seconds)
 ORDER BY leased.jobs DESC LIMIT 100"""
     ).bindparams(max_jobs=MAX_JOBS, grace_seconds=grace_seconds)
 
@@ -82,11 +84,13 @@ ORDER BY leased.jobs DESC LIMIT 100"""
 def connected_relays() -> TextClause:
     """How many connections of relays this database has."""
     return text(
-        "SELECT count(*) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND application_name = 'outboxq relay'"
+        "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity "
+        "WHERE datname = pg_catalog.current_database() AND application_name = 'outboxq relay'"
     )
 
 
 def living_relays(schema: str) -> TextClause:
     """How many relays hold a lease that has not run out. Reads the small table `relay`."""
-    return text(f"SELECT count(*) FROM {qualified(schema, 'relay')} WHERE alive_until > clock_timestamp()")
+    return text(
+        f"SELECT pg_catalog.count(*) FROM {qualified(schema, 'relay')} WHERE alive_until > pg_catalog.clock_timestamp()"
+    )

@@ -2,12 +2,16 @@
 
 from sqlalchemy import Connection, text
 
+_SETTING = text("SELECT setting, source FROM pg_catalog.pg_settings WHERE name = 'synchronous_commit'")
+_EPOCH = text(
+    "SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '"
+    " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '')"
+)
+
 
 def synchronous_commit(connection: Connection) -> tuple[str, str]:
     """The value of `synchronous_commit` and, in PostgreSQL's words, where it comes from. Takes no lock."""
-    row = connection.execute(
-        text("SELECT setting, source FROM pg_catalog.pg_settings WHERE name = 'synchronous_commit'")
-    ).one()
+    row = connection.execute(_SETTING).one()
     return row.setting, row.source
 
 
@@ -18,10 +22,5 @@ def server_epoch(connection: Connection) -> str:
     `pg_xact_status` says of it holds within one epoch only. The cumulative statistics are discarded by every crash
     recovery, also by one that the postmaster survives; reset by hand, they change the epoch for nothing, which is safe.
     """
-    epoch: str = connection.execute(
-        text(
-            "SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '"
-            " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '')"
-        )
-    ).scalar_one()
+    epoch: str = connection.execute(_EPOCH).scalar_one()
     return epoch

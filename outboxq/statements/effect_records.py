@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, literal, or_, select, update
 
+from outboxq.statements.builtin import pg
 from outboxq.statements.effects import Status
 from outboxq.tables import effect
 
@@ -48,11 +49,11 @@ def select_effects(wanted: EffectFilter, *, limit: int) -> Executable:
 
 def select_effect(scope: str, key: str) -> Executable:
     """One effect with everything that is stored of it. Index: the primary key; no locks; one row."""
-    is_locked = and_(effect.c.status == "started", effect.c.locked_until > func.clock_timestamp())
+    is_locked = and_(effect.c.status == "started", effect.c.locked_until > pg.clock_timestamp())
     return select(
         *(effect.c[name] for name in SUMMARY_COLUMNS),
         is_locked.label("is_locked"),
-        func.encode(effect.c.fingerprint, "hex").label("fingerprint"),
+        pg.encode(effect.c.fingerprint, "hex").label("fingerprint"),
         effect.c.result,
     ).where(*_is(scope, key))
 
@@ -75,17 +76,17 @@ def resolve(
         .values(
             status=status,
             in_doubt=False,
-            lock_token=func.gen_random_uuid(),
-            locked_until=func.clock_timestamp(),
+            lock_token=pg.gen_random_uuid(),
+            locked_until=pg.clock_timestamp(),
             result=result,
             error=error,
-            changed_at=func.clock_timestamp(),
-            expires_at=func.clock_timestamp() + keep,
+            changed_at=pg.clock_timestamp(),
+            expires_at=pg.clock_timestamp() + keep,
         )
         .returning(*(effect.c[name] for name in SUMMARY_COLUMNS))
         .cte("resolved")
     )
-    locked_seconds = extract("epoch", effect.c.locked_until - func.clock_timestamp())
+    locked_seconds = extract("epoch", effect.c.locked_until - pg.clock_timestamp())
     return (
         select(
             *(resolved.c[name] for name in SUMMARY_COLUMNS),
@@ -107,6 +108,6 @@ def _is_open(*, brings_result: bool) -> ColumnElement[bool]:
     return or_(
         and_(literal(brings_result), effect.c.status == "done", effect.c.result.is_(None)),
         effect.c.status == "unknown",
-        and_(effect.c.status == "started", effect.c.locked_until <= func.clock_timestamp()),
+        and_(effect.c.status == "started", effect.c.locked_until <= pg.clock_timestamp()),
         and_(effect.c.status == "retryable", effect.c.in_doubt),
     )

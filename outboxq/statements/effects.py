@@ -31,14 +31,15 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert
 
-from outboxq.tables import deployment, effect
+from outboxq.statements.builtin import pg
+from outboxq.tables import StoredText, deployment, effect
 
 # The next of them is the greatest that the column holds.
 _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
-_now = func.clock_timestamp
+_now = pg.clock_timestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,8 @@ def _seen(
 
 def _durably() -> ColumnElement[str | None]:
     """Make COMMIT wait for the disk although it is set not to: what a crash forgets would be called again."""
-    is_off = func.current_setting("synchronous_commit") == "off"
-    return case((is_off, func.set_config("synchronous_commit", "on", True))).label("durably")
+    is_off = pg.current_setting("synchronous_commit", type_=StoredText()) == "off"
+    return case((is_off, pg.set_config("synchronous_commit", "on", True))).label("durably")
 
 
 def _seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:

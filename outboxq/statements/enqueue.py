@@ -30,6 +30,7 @@ from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.types import TypeEngine
 
 from outboxq.kinds import Envelope, NewJob
+from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
 # An array parameter is read whole by PostgreSQL, which takes up to 1 GB: 512 MB where each job has 256 KiB of quotes.
@@ -74,12 +75,12 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
 
 def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngine[Any]]) -> Insert:
     parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
-    rows = func.unnest(*parameters).table_valued(*(column(name, kind) for name, kind in arrays.items()))
+    rows = unnest(*parameters).table_valued(*(column(name, kind) for name, kind in arrays.items()))
     given: dict[str, ColumnElement[Any]] = {
         **{name: cast(bindparam(name, type_=Text()), kind) for name, kind in values.items()},
         **dict(rows.render_derived().c),
     }
-    now = func.clock_timestamp()
+    now = pg.clock_timestamp()
     state = case(
         (and_(given["run_at"].is_(None), given["delay"].is_(None)), literal_column("'ready'")),
         else_=literal_column("'scheduled'"),

@@ -7,20 +7,21 @@ from psycopg import sql
 _SIDE_EFFECTS = sql.SQL("""
 WITH called AS (
     SELECT p.oid, p.proname, p.provolatile, p.prokind FROM pg_catalog.pg_proc AS p
-    WHERE p.proname = ANY ({names}::text[] || {words}::text[])
+    WHERE p.proname = ANY ({both}::text[])
 ), parts AS (
     SELECT called.proname, called.provolatile FROM called WHERE called.prokind <> 'a'
     UNION ALL
     SELECT called.proname, part.provolatile
     FROM called
-    JOIN pg_catalog.pg_aggregate AS a ON a.aggfnoid = called.oid
+    JOIN pg_catalog.pg_aggregate AS a ON a.aggfnoid::oid = called.oid
     JOIN pg_catalog.pg_proc AS part ON part.oid IN (
-        a.aggtransfn, a.aggfinalfn, a.aggcombinefn, a.aggmtransfn, a.aggminvtransfn, a.aggmfinalfn
+        a.aggtransfn::oid, a.aggfinalfn::oid, a.aggcombinefn::oid, a.aggmtransfn::oid, a.aggminvtransfn::oid,
+        a.aggmfinalfn::oid
     )
 )
-SELECT proname::text FROM parts GROUP BY proname HAVING bool_and(provolatile <> 'v')
+SELECT proname::text FROM parts GROUP BY proname HAVING pg_catalog.bool_and(provolatile <> 'v')
 UNION ALL
-SELECT word FROM unnest({words}::text[]) AS word WHERE NOT EXISTS (SELECT FROM called WHERE proname = word)
+SELECT word FROM pg_catalog.unnest({words}::text[]) AS word WHERE NOT EXISTS (SELECT FROM called WHERE proname = word)
 """)
 
 
@@ -31,4 +32,6 @@ def functions_without_side_effects(names: Iterable[str], words: Iterable[str]) -
 
     Index: pg_proc_proname_args_nsp_index, and those of the oids. No locks.
     """
-    return _SIDE_EFFECTS.format(names=sql.Literal(sorted(names)), words=sql.Literal(sorted(words))).as_string(None)
+    some = frozenset(words)
+    both = some.union(names)
+    return _SIDE_EFFECTS.format(both=sql.Literal(sorted(both)), words=sql.Literal(sorted(some))).as_string(None)

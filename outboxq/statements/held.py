@@ -44,7 +44,8 @@ def finish_held(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
         + """
   RETURNING job.id
 )
-SELECT held.id FROM unnest({ids}::uuid[]) AS held (id) WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
+SELECT held.id FROM pg_catalog.unnest({ids}::uuid[]) AS held (id)
+WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
     )
 
 

@@ -7,12 +7,13 @@ written a token of its own.
 from datetime import timedelta
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, case, func, null, select, true, update
+from sqlalchemy import ColumnElement, Executable, case, null, select, true, update
 
+from outboxq.statements.builtin import pg
 from outboxq.statements.effects import Status
 from outboxq.tables import effect
 
-_now = func.clock_timestamp
+_now = pg.clock_timestamp
 
 
 def record_with_rows(

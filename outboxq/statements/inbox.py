@@ -22,7 +22,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 
-from outboxq.tables import inbox
+from outboxq.statements.builtin import pg, unnest
+from outboxq.tables import StoredText, inbox
 
 # 'unseen': accepted by a transaction that this statement waited for, so that its snapshot misses the row.
 Outcome: TypeAlias = Literal["accepted", "duplicate", "conflict", "unseen"]
@@ -30,7 +31,7 @@ Outcome: TypeAlias = Literal["accepted", "duplicate", "conflict", "unseen"]
 # Long enough for a page that another backend is just adding to the table, which is waited for like a row.
 _TRY_MILLISECONDS = 10
 
-_now = func.clock_timestamp
+_now = pg.clock_timestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def accept_messages() -> Executable:
     transaction that is accepting one of these ids, and accepts it in its place if that rolls back.
     """
     given = _given_messages()
-    consumer = bindparam("consumer", type_=Text)
+    consumer = bindparam("consumer", type_=StoredText)
     expires_at = _now() + bindparam("retention", type_=Interval)
     rows = select(consumer, given.c.message_id, given.c.digest, expires_at).order_by(collate(given.c.message_id, "C"))
     inserted = (
@@ -90,9 +91,9 @@ def accept_messages() -> Executable:
 
 def _given_messages() -> CTE:
     # As hex: not every driver sends an array of bytea with NULLs in it.
-    pairs = func.unnest(_texts("message_ids"), _texts("digests"))
+    pairs = unnest(_texts("message_ids"), _texts("digests"))
     row = pairs.table_valued(column("message_id", Text), column("digest", Text)).render_derived()
-    digest = func.decode(row.c.digest, "hex", type_=inbox.c.fingerprint.type).label("digest")
+    digest = pg.decode(row.c.digest, "hex", type_=inbox.c.fingerprint.type).label("digest")
     return select(row.c.message_id, digest).cte("given").prefix_with("MATERIALIZED")
 
 
@@ -116,14 +117,14 @@ def accept_parameters(
 def shorten_lock_timeout() -> Executable:
     """Wait for locks hardly at all, until the savepoint is rolled back or `set_lock_timeout`; what was set before."""
     # MATERIALIZED: read before it is set.
-    before = select(func.current_setting("lock_timeout").label("value")).cte("before").prefix_with("MATERIALIZED")
-    set_now = func.set_config("lock_timeout", f"{_TRY_MILLISECONDS}ms", True)
+    before = select(pg.current_setting("lock_timeout").label("value")).cte("before").prefix_with("MATERIALIZED")
+    set_now = pg.set_config("lock_timeout", f"{_TRY_MILLISECONDS}ms", True)
     return select(before.c.value, set_now)
 
 
 def set_lock_timeout(value: str) -> Executable:
     """Set it as it was, for the rest of the transaction."""
-    return select(func.set_config("lock_timeout", value, True))
+    return select(pg.set_config("lock_timeout", value, True))
 
 
 MESSAGE_COLUMNS = ("consumer", "message_id", "fingerprint", "seen_at", "expires_at")

@@ -16,9 +16,10 @@ NEVER = 32_768
 _DIED = "its relay died or stalled while the job ran"
 # The newest 24 records and this one.
 _CRASH_RECORD = """\
-jsonb_path_query_array(job.errors, '$[last - 23 to last]') || jsonb_build_array(jsonb_build_object(
+pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
+  || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
     'attempt', job.attempt, 'type', 'outboxq.RelayDied', 'message', {message}::text, 'where', '[]'::jsonb,
-    'at', clock_timestamp()))"""
+    'at', pg_catalog.clock_timestamp()))"""
 
 
 def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
@@ -29,7 +30,8 @@ def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str
     return (
         sql.SQL(
             "INSERT INTO {relay} AS lease (id, alive_until, host, pid) "
-            "VALUES ({owner}, clock_timestamp() + make_interval(secs => {seconds}), {host}, {pid}) "
+            "VALUES ({owner}, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}), "
+            "{host}, {pid}) "
             "ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until"
         )
         .format(
@@ -87,7 +89,7 @@ def lost_jobs(schema: str, limit: int) -> str:
 def _lost(schema: str) -> sql.Composable:
     return sql.SQL(
         "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
-        "AND owner.alive_until > clock_timestamp())"
+        "AND owner.alive_until > pg_catalog.clock_timestamp())"
     ).format(relay=sql.Identifier(schema, "relay"))
 
 
@@ -149,16 +151,16 @@ WITH lost AS MATERIALIZED (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
     errors, reason, created_at)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id
-      AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN gen_random_uuid() ELSE job.id END,
+      AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN pg_catalog.gen_random_uuid() ELSE job.id END,
     job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
-    'crashed ' || job.crashes || ' of ' || {max_crashes} || ' times while it ran alone', job.created_at
+    'crashed ' || job.crashes::text || ' of ' || {max_crashes}::text || ' times while it ran alone', job.created_at
   FROM gone AS job
   ON CONFLICT (id) DO UPDATE SET queue = excluded.queue, kind = excluded.kind, args = excluded.args,
     headers = excluded.headers, priority = excluded.priority, attempt = excluded.attempt,
     max_attempts = excluded.max_attempts, crashes = excluded.crashes, unique_key = excluded.unique_key,
     group_key = excluded.group_key, errors = excluded.errors, reason = excluded.reason,
-    created_at = excluded.created_at, died_at = clock_timestamp()
+    created_at = excluded.created_at, died_at = pg_catalog.clock_timestamp()
   RETURNING id, queue, kind, crashes
 )
 SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
@@ -182,8 +184,9 @@ def forget_relays(schema: str) -> str:
     """Remove the rows of relays that have been dead for a day and under whose lease nothing stands any more."""
     return (
         sql.SQL(
-            "WITH old AS MATERIALIZED (SELECT id FROM {relay} WHERE alive_until < clock_timestamp() - interval '1 day' "
-            "LIMIT 100 FOR UPDATE SKIP LOCKED) DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
+            "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
+            "WHERE alive_until < pg_catalog.clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
+            "DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
             "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)"
         )
         .format(relay=sql.Identifier(schema, "relay"), job=sql.Identifier(schema, "job"))
@@ -204,7 +207,7 @@ def suspect_queues(schema: str, queues: tuple[str, ...]) -> str:
     """Which of these queues have suspects. Index: job_suspect, a probe a queue; no locks."""
     return (
         sql.SQL(
-            "SELECT wanted.name FROM unnest({queues}::text[]) AS wanted (name) "
+            "SELECT wanted.name FROM pg_catalog.unnest({queues}::text[]) AS wanted (name) "
             "WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')"
         )
         .format(job=sql.Identifier(schema, "job"), queues=sql.Literal(list(queues)))

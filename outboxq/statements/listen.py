@@ -7,9 +7,18 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from psycopg import sql
+from sqlalchemy import text
 
 # Stands for all queues in a notification. No queue has this name.
 ALL_QUEUES = ""
+
+# For producers, in their transaction: no locks, no rows. What was set is read before it is set, from left to right.
+SILENCE = text(
+    "SELECT coalesce(pg_catalog.current_setting('outboxq.notify', true), ''), "
+    "pg_catalog.set_config('outboxq.notify', 'off', true)"
+)
+NOTIFY_AS_BEFORE = text("SELECT pg_catalog.set_config('outboxq.notify', :was, true)")
+NOTIFY = text("SELECT pg_catalog.pg_notify(:channel, :payload)")
 
 
 def channel_name(schema: str) -> str:
@@ -31,7 +40,8 @@ def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
     """
     return (
         sql.SQL(
-            "SELECT name, pg_try_advisory_lock(hashtext({}), hashtext(name)) FROM unnest({}::text[]) AS wanted (name)"
+            "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({}), pg_catalog.hashtext(name)) "
+            "FROM pg_catalog.unnest({}::text[]) AS wanted (name)"
         )
         .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
         .as_string(None)
@@ -41,7 +51,10 @@ def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
 def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
     """Let go of the sleep flags of queues."""
     return (
-        sql.SQL("SELECT pg_advisory_unlock(hashtext({}), hashtext(name)) FROM unnest({}::text[]) AS dropped (name)")
+        sql.SQL(
+            "SELECT pg_catalog.pg_advisory_unlock(pg_catalog.hashtext({}), pg_catalog.hashtext(name)) "
+            "FROM pg_catalog.unnest({}::text[]) AS dropped (name)"
+        )
         .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
         .as_string(None)
     )
@@ -50,7 +63,7 @@ def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
 def notify(schema: str, queue: str) -> str:
     """Wake the relays that sleep on a queue."""
     return (
-        sql.SQL("SELECT pg_notify({}, {})")
+        sql.SQL("SELECT pg_catalog.pg_notify({}, {})")
         .format(sql.Literal(channel_name(schema)), sql.Literal(queue))
         .as_string(None)
     )
@@ -67,10 +80,10 @@ def look(schema: str, queues: tuple[str, ...]) -> str:
     return (
         sql.SQL(
             """\
-SELECT wanted.name, ready.found, due.seconds, suspect.found FROM unnest({queues}::text[]) AS wanted (name)
+SELECT wanted.name, ready.found, due.seconds, suspect.found FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'ready'
   ORDER BY (-priority), seq LIMIT 1) AS ready ON true
-LEFT JOIN LATERAL (SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM {job}
+LEFT JOIN LATERAL (SELECT extract(epoch FROM run_at - pg_catalog.clock_timestamp())::float8 AS seconds FROM {job}
   WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1) AS due ON true
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'suspect'
   ORDER BY seq LIMIT 1) AS suspect ON true
@@ -99,13 +112,13 @@ def calls_away(schema: str, before: tuple[str, ...], queue: str) -> str:
     return (
         sql.SQL(
             """\
-SELECT called, extract(epoch FROM ended - begun)::float8 FROM (SELECT clock_timestamp() AS begun, EXISTS (
-  SELECT FROM unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
+SELECT called, extract(epoch FROM ended - begun)::float8 FROM (SELECT pg_catalog.clock_timestamp() AS begun, EXISTS (
+  SELECT FROM pg_catalog.unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
   WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)
     AND ((SELECT run_at FROM {job} WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1)
-        <= statement_timestamp()
+        <= pg_catalog.statement_timestamp()
       OR place <= {before} AND (SELECT true FROM {job} WHERE queue = wanted.name AND state = 'ready'
-        ORDER BY (-priority), seq LIMIT 1))) AS called, clock_timestamp() AS ended OFFSET 0) AS asked"""
+        ORDER BY (-priority), seq LIMIT 1))) AS called, pg_catalog.clock_timestamp() AS ended OFFSET 0) AS asked"""
         )
         .format(
             queues=sql.Literal([*before, queue]),

@@ -10,7 +10,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, select
+
+from outboxq.statements.builtin import count, pg
 
 # What one transaction of an operator's changes, and what it leaves to be cleared should it be rolled back.
 MAX_PAGE_ROWS = 200
@@ -83,9 +85,12 @@ class KindCount:
 def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]]) -> Executable:
     """How many rows match, by queue and kind. Reads the table once; no locks."""
     by = (rows.c.queue, rows.c.kind)
-    return select(*by, func.count()).where(*conditions).group_by(*by).order_by(*by)
+    return select(*by, count()).where(*conditions).group_by(*by).order_by(*by)
+
+
+_CLOCK = select(pg.clock_timestamp(type_=DateTime(timezone=True)))
 
 
 def database_clock(connection: Connection) -> datetime:
     """The database's time. What came into being after it is no part of a command that began before."""
-    return connection.execute(select(func.clock_timestamp(type_=DateTime(timezone=True)))).scalar_one()
+    return connection.execute(_CLOCK).scalar_one()

@@ -22,14 +22,14 @@ SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enabl
 _DELETE = """\
 WITH expired AS MATERIALIZED (
   SELECT {key} FROM {table}
-  WHERE expires_at < statement_timestamp(){unless}
+  WHERE expires_at < pg_catalog.statement_timestamp(){unless}
   ORDER BY expires_at
   LIMIT {limit} OFFSET {skip}
   FOR UPDATE SKIP LOCKED
 ), deleted AS (
   DELETE FROM {table} AS gone USING expired WHERE {same} RETURNING 1
 )
-SELECT count(*) FROM deleted"""
+SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def begin() -> str:

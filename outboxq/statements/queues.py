@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, FromClause, Select, func, select, union, update
+from sqlalchemy import ColumnElement, Executable, FromClause, Select, select, union, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 
+from outboxq.statements.builtin import pg
 from outboxq.tables import dead_job, job, queue
 
 
@@ -33,7 +34,7 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
 
     Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
     """
-    row = insert(queue).values([{"name": name, "paused_at": func.clock_timestamp()} for name in names])
+    row = insert(queue).values([{"name": name, "paused_at": pg.clock_timestamp()} for name in names])
     return row.on_conflict_do_update(
         index_elements=[queue.c.name],
         set_={"paused_at": row.excluded.paused_at},
@@ -54,8 +55,8 @@ def resume(names: Sequence[str]) -> ReturningUpdate[Any]:
 def _walk(rows: FromClause, condition: ColumnElement[bool] | None, name: str) -> Select[tuple[str]]:
     """The distinct queues of an index that begins with the queue: from each name to the next greater one."""
     conditions = [] if condition is None else [condition]
-    first = select(func.min(rows.c.queue).label("queue")).where(*conditions)
+    first = select(pg.min(rows.c.queue).label("queue")).where(*conditions)
     walk = first.cte(f"{name}_queues", recursive=True)
-    following = select(func.min(rows.c.queue)).where(*conditions, rows.c.queue > walk.c.queue).scalar_subquery()
+    following = select(pg.min(rows.c.queue)).where(*conditions, rows.c.queue > walk.c.queue).scalar_subquery()
     walk = walk.union_all(select(following).where(walk.c.queue.is_not(None)))
     return select(walk.c.queue)

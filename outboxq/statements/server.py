@@ -8,6 +8,12 @@ from sqlalchemy import Connection, text
 OLDEST_MAJOR = 15
 ENCODING = "UTF8"
 
+_FACTS = text(
+    "SELECT pg_catalog.current_setting('server_version_num')::int / 10000 AS major,"
+    " pg_catalog.current_setting('server_version') AS version,"
+    " pg_catalog.getdatabaseencoding()::text AS encoding"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
@@ -20,11 +26,5 @@ class ServerFacts:
 
 def server_facts(connection: Connection) -> ServerFacts:
     """Read them from the server. Takes no lock."""
-    row = connection.execute(
-        text(
-            "SELECT current_setting('server_version_num')::int / 10000 AS major,"
-            " current_setting('server_version') AS version,"
-            " pg_catalog.getdatabaseencoding()::text AS encoding"
-        )
-    ).one()
+    row = connection.execute(_FACTS).one()
     return ServerFacts(row.major, row.version, row.encoding)

@@ -47,9 +47,14 @@ def local_timeouts_off() -> str:
     return f"{TIMED_AGAIN}SET LOCAL lock_timeout TO DEFAULT; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
 
 
+def current_xid() -> str:
+    """One row: the id of the open transaction, or NULL if it has written nothing."""
+    return "SELECT pg_catalog.pg_current_xact_id_if_assigned()::text"
+
+
 def xact_status(xid: str) -> str:
     """One row: what became of a transaction."""
-    return f"SELECT pg_xact_status('{int(xid)}'::xid8)"
+    return f"SELECT pg_catalog.pg_xact_status('{int(xid)}'::xid8)"
 
 
 def may_be_committed(xid: str) -> str:
@@ -59,8 +64,8 @@ def may_be_committed(xid: str) -> str:
     true.
     """
     return (
-        f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_snapshot_xmax(pg_current_snapshot()) "
-        f"THEN coalesce(pg_xact_status('{int(xid)}'::xid8), 'committed') = 'committed' ELSE false END"
+        f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) "
+        f"THEN coalesce(pg_catalog.pg_xact_status('{int(xid)}'::xid8), 'committed') = 'committed' ELSE false END"
     )
 
 
@@ -68,8 +73,8 @@ def prepared_as(xid: str) -> str:
     """The name under which this transaction is prepared for a two-phase commit; no row if it is not."""
     # Shown without its epoch, by which no two open transactions differ.
     return (
-        f"SELECT gid FROM pg_prepared_xacts WHERE transaction::text = '{int(xid) & 0xFFFF_FFFF}' "
-        "AND database = current_database()"
+        f"SELECT gid FROM pg_catalog.pg_prepared_xacts WHERE transaction::text = '{int(xid) & 0xFFFF_FFFF}' "
+        "AND database = pg_catalog.current_database()"
     )
 
 
@@ -80,9 +85,9 @@ def rollback_prepared(gid: str) -> str:
 
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
     """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row where it did."""
-    action = sql.SQL("pg_terminate_backend" if terminate else "pg_cancel_backend")
+    action = sql.SQL("pg_catalog.pg_terminate_backend" if terminate else "pg_catalog.pg_cancel_backend")
     return (
-        sql.SQL("SELECT {action}(pid) FROM pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}")
+        sql.SQL("SELECT {action}(pid) FROM pg_catalog.pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}")
         .format(action=action, pid=sql.Literal(pid), xid=sql.Literal(str(int(xid) & 0xFFFF_FFFF)))
         .as_string(None)
     )

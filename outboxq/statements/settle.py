@@ -20,7 +20,6 @@ from sqlalchemy import (
     cast,
     delete,
     exists,
-    func,
     insert,
     literal,
     literal_column,
@@ -32,6 +31,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
 from outboxq.job import Job
+from outboxq.statements.builtin import pg
 from outboxq.statements.claim import PARKED_UNTIL
 from outboxq.statements.numbers import MOST_COUNTED, next_token
 from outboxq.tables import dead_job, job
@@ -48,7 +48,7 @@ def put_back(
     """
     schedule: dict[str, object] = {"state": "ready"}
     if delay is not None:
-        schedule = {"state": "scheduled", "run_at": func.clock_timestamp() + literal(delay)}
+        schedule = {"state": "scheduled", "run_at": pg.clock_timestamp() + literal(delay)}
     return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
 
 
@@ -93,12 +93,12 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     # No other one of this id can come meanwhile: a job is inserted only after the one before it has left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
-    own_id = case((is_taken, func.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
+    own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
     values = _kept(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
     statement = postgresql_insert(dead_job).values(**values)
     changed = {name: statement.excluded[name] for name in values if name != "id"}
     return statement.on_conflict_do_update(
-        index_elements=[dead_job.c.id], set_={**changed, "died_at": func.clock_timestamp()}
+        index_elements=[dead_job.c.id], set_={**changed, "died_at": pg.clock_timestamp()}
     )
 
 
@@ -107,7 +107,7 @@ def put_off(claimed: Job, delay: timedelta) -> Insert | Update:
 
     One that waits is changed only if no other transaction holds it; nothing but its time is written.
     """
-    later = {"state": "scheduled", "run_at": func.clock_timestamp() + literal(delay)}
+    later = {"state": "scheduled", "run_at": pg.clock_timestamp() + literal(delay)}
     if claimed.lease_token is not None:
         return _write(claimed, {**later, "attempt": claimed.attempt - 1})
     waits = and_(job.c.id == claimed.id, job.c.state != "leased")
@@ -117,8 +117,8 @@ def put_off(claimed: Job, delay: timedelta) -> Insert | Update:
 
 def errors_with(kept: str, record: str) -> "ColumnElement[str]":
     """The history plus one record, stamped by the database's clock."""
-    stamped = cast(literal(record, Text), JSONB).op("||")(func.jsonb_build_object("at", func.clock_timestamp()))
-    return cast(literal(kept, Text), JSONB).op("||")(func.jsonb_build_array(stamped))
+    stamped = cast(literal(record, Text), JSONB).op("||")(pg.jsonb_build_object("at", pg.clock_timestamp()))
+    return cast(literal(kept, Text), JSONB).op("||")(pg.jsonb_build_array(stamped))
 
 
 def _kept(claimed: Job) -> dict[str, object]:

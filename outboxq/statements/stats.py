@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, case, cast, extract, func, not_, select
+from sqlalchemy import ColumnElement, Executable, Float, and_, case, cast, extract, not_, select
 
 from outboxq.statements.backlog import STATES, listed, running_transactions, state, xmax
+from outboxq.statements.builtin import count, pg
 from outboxq.tables import dead_job, effect, queue
 
 
@@ -12,12 +13,12 @@ def count_jobs() -> Executable:
     """One row per queue with jobs. Reads the table once, whatever its size; no locks."""
     jobs = select(listed.c.queue, listed.c.run_at, listed.c.parked, state).subquery("jobs")
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
-    waited_since = func.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due")))
+    waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due")))
     return select(
         jobs.c.queue,
         *(_count(name, jobs.c.state == name) for name in STATES),
         _count("parked", is_parked),
-        cast(extract("epoch", func.statement_timestamp() - waited_since), Float(53)).label("oldest_waiting_seconds"),
+        cast(extract("epoch", pg.statement_timestamp() - waited_since), Float(53)).label("oldest_waiting_seconds"),
     ).group_by(jobs.c.queue)
 
 
@@ -36,12 +37,12 @@ def count_left(served: Sequence[str]) -> Executable:
         (and_(jobs.c.state.in_(("ready", "due")), paused), "paused"),
         else_="elsewhere",
     ).label("sort")
-    return select(sort, func.count().label("jobs")).group_by(sort)
+    return select(sort, count().label("jobs")).group_by(sort)
 
 
 def count_dead() -> Executable:
     """One row per queue with dead letters. Reads the index dead_job_queue once; no locks."""
-    return select(dead_job.c.queue, func.count().label("dead")).group_by(dead_job.c.queue)
+    return select(dead_job.c.queue, count().label("dead")).group_by(dead_job.c.queue)
 
 
 def parked_kinds() -> Executable:
@@ -50,8 +51,8 @@ def parked_kinds() -> Executable:
         select(
             listed.c.queue,
             listed.c.kind,
-            func.count().label("jobs"),
-            func.min(listed.c.run_at).label("next_look_at"),
+            count().label("jobs"),
+            pg.min(listed.c.run_at).label("next_look_at"),
         )
         .where(listed.c.state == "scheduled", listed.c.parked > 0, not_(xmax.in_(running_transactions())))
         .group_by(listed.c.queue, listed.c.kind)
@@ -66,8 +67,8 @@ def paused_queues() -> Executable:
 
 def count_unknown_effects() -> Executable:
     """How many effects wait for an operator. Index: effect_unknown, which holds no others; no locks."""
-    return select(func.count()).select_from(effect).where(effect.c.status == "unknown")
+    return select(count()).select_from(effect).where(effect.c.status == "unknown")
 
 
 def _count(name: str, *conditions: ColumnElement[bool]) -> ColumnElement[int]:
-    return func.count().filter(*conditions).label(name)
+    return count().filter(*conditions).label(name)

@@ -24,11 +24,11 @@ SELECT facts.oid::bigint AS oid,
   ) AS is_plain,
   NOT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = facts.oid AND NOT tgisinternal) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_constraint AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
-      AND classid = 'pg_catalog.pg_constraint'::regclass AND refclassid = ANY ({code})
+      AND classid = 'pg_catalog.pg_constraint'::regclass::oid AND refclassid = ANY ({code})
     WHERE entry.conrelid = facts.oid
   ) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_index AS key JOIN pg_catalog.pg_depend ON objid = key.indexrelid
-      AND classid = 'pg_catalog.pg_class'::regclass AND refclassid = ANY ({code})
+      AND classid = 'pg_catalog.pg_class'::regclass::oid AND refclassid = ANY ({code})
     WHERE key.indrelid = facts.oid
   ) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_attribute WHERE attrelid = facts.oid AND attgenerated <> ''
@@ -37,7 +37,7 @@ SELECT facts.oid::bigint AS oid,
     SELECT FROM pg_catalog.pg_constraint WHERE conrelid = facts.oid AND condeferrable
   ) AND NOT EXISTS (
     SELECT FROM pg_catalog.pg_attrdef AS entry JOIN pg_catalog.pg_depend ON objid = entry.oid
-      AND classid = 'pg_catalog.pg_attrdef'::regclass AND refclassid = ANY ({code})
+      AND classid = 'pg_catalog.pg_attrdef'::regclass::oid AND refclassid = ANY ({code})
     WHERE entry.adrelid = facts.oid
   ) AS contains_inserts,
   NOT EXISTS (
@@ -48,7 +48,7 @@ SELECT facts.oid::bigint AS oid,
     SELECT attname::text FROM pg_catalog.pg_index AS key JOIN pg_catalog.pg_attribute ON attrelid = key.indrelid
       AND attnum = ANY (key.indkey)
     WHERE key.indrelid = facts.oid AND key.indisprimary AND (
-      SELECT bool_and(part.atttypid = ANY ({exact}) AND coalesce(rule.collisdeterministic, true))
+      SELECT pg_catalog.bool_and(part.atttypid = ANY ({exact}) AND coalesce(rule.collisdeterministic, true))
       FROM pg_catalog.pg_attribute AS part LEFT JOIN pg_catalog.pg_collation AS rule
         ON rule.oid = part.attcollation
       WHERE part.attrelid = key.indrelid AND part.attnum = ANY (key.indkey)
@@ -57,7 +57,7 @@ SELECT facts.oid::bigint AS oid,
   ARRAY(
     SELECT attname::text FROM pg_catalog.pg_attribute AS of_table JOIN pg_catalog.pg_type ON pg_type.oid = atttypid
     WHERE attrelid = facts.oid AND attnum > 0 AND NOT attisdropped AND (
-      NOT (typtype = 'e' OR typtype = 'b' AND typnamespace = 'pg_catalog'::regnamespace)
+      NOT (typtype = 'e' OR typtype = 'b' AND typnamespace = 'pg_catalog'::regnamespace::oid)
       OR EXISTS (
         SELECT FROM pg_catalog.pg_index AS key
         WHERE key.indrelid = facts.oid AND (key.indisunique OR key.indisexclusion)
@@ -67,7 +67,7 @@ SELECT facts.oid::bigint AS oid,
       )
     )
   ) AS bound_columns
-FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})"""
+FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})::oid"""
 
 
 # Where functions and operators of the user's are; an operator class stands for several.

@@ -15,18 +15,21 @@ _SETTINGS = (
     "SET default_transaction_read_only = off; SET search_path = pg_catalog"
 )
 
-_LOCK = "SELECT pg_try_advisory_lock(hashtext('outboxq upkeep'), hashtext({schema}))::text"
+_LOCK = (
+    "SELECT pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('outboxq upkeep'), pg_catalog.hashtext({schema}))::text"
+)
 
 # The entries of a partial index are counted by vacuum, whenever it has cleaned it. What came since can only be bounded.
 _WASTED = """\
 SELECT index_class.relname, bytes::text
-FROM pg_index AS entry JOIN pg_class AS index_class ON index_class.oid = entry.indexrelid
-  CROSS JOIN LATERAL (SELECT pg_relation_size(entry.indexrelid) AS bytes) AS file
-  JOIN pg_stat_all_tables AS counts ON counts.relid = entry.indrelid
-WHERE entry.indrelid = to_regclass({job}) AND entry.indisvalid AND index_class.reltuples >= 0
-  AND index_class.relname ~ '^job_(pkey|ready|scheduled|leased|suspect)$'
+FROM pg_catalog.pg_index AS entry JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
+  CROSS JOIN LATERAL (SELECT pg_catalog.pg_relation_size(entry.indexrelid) AS bytes) AS file
+  JOIN pg_catalog.pg_stat_all_tables AS counts ON counts.relid = entry.indrelid
+WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid AND index_class.reltuples >= 0
+  AND index_class.relname::text ~ '^job_(pkey|ready|scheduled|leased|suspect)$'
   AND bytes > {min_bytes}
-  AND bytes > {bytes_per_entry} * (index_class.reltuples + counts.n_ins_since_vacuum + counts.n_dead_tup)
+  AND bytes::float8 > {bytes_per_entry}::float8
+    * (index_class.reltuples::float8 + (counts.n_ins_since_vacuum + counts.n_dead_tup)::float8)
 ORDER BY bytes DESC"""
 
 # 1. Another REINDEX, a migration or vacuum is at the table: only one of them may be.
@@ -35,29 +38,30 @@ ORDER BY bytes DESC"""
 _OBSTACLE = """\
 SELECT CASE
   WHEN EXISTS (
-    SELECT FROM pg_locks WHERE locktype = 'relation' AND relation = to_regclass({job})
-      AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    SELECT FROM pg_catalog.pg_locks WHERE locktype = 'relation' AND relation = pg_catalog.to_regclass({job})::oid
+      AND database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
       AND mode IN ('ShareUpdateExclusiveLock', 'ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock',
         'AccessExclusiveLock')
   ) THEN 'somebody else works on the table'
   WHEN EXISTS (
-    SELECT FROM pg_stat_activity
-    WHERE datname = current_database() AND pid <> pg_backend_pid()
+    SELECT FROM pg_catalog.pg_stat_activity
+    WHERE datname = pg_catalog.current_database() AND pid <> pg_catalog.pg_backend_pid()
       AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
-      AND pid NOT IN (SELECT pid FROM pg_stat_progress_vacuum)
-      AND xact_start < clock_timestamp() - make_interval(secs => {old_seconds})
+      AND pid NOT IN (SELECT pid FROM pg_catalog.pg_stat_progress_vacuum)
+      AND xact_start < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => {old_seconds})
   ) THEN 'a transaction is old'
   WHEN EXISTS (
-    SELECT FROM pg_prepared_xacts
-    WHERE database = current_database() AND prepared < clock_timestamp() - make_interval(secs => {old_seconds})
+    SELECT FROM pg_catalog.pg_prepared_xacts
+    WHERE database = pg_catalog.current_database()
+      AND prepared < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => {old_seconds})
   ) THEN 'a prepared transaction is old'
 END"""
 
 _LEFT_OVER = """\
 SELECT index_class.relname
-FROM pg_index AS entry JOIN pg_class AS index_class ON index_class.oid = entry.indexrelid
-WHERE entry.indrelid = to_regclass({job}) AND NOT entry.indisvalid
-  AND index_class.relname ~ '^job_(pkey|ready|scheduled|leased|suspect)_cc(new|old)[0-9]*$'
+FROM pg_catalog.pg_index AS entry JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
+WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND NOT entry.indisvalid
+  AND index_class.relname::text ~ '^job_(pkey|ready|scheduled|leased|suspect)_cc(new|old)[0-9]*$'
 ORDER BY 1"""
 
 
@@ -68,7 +72,7 @@ def settings() -> str:
 
 def backend_pid() -> str:
     """The backend that answers: behind a pooler, another than the connection was told of."""
-    return "SELECT pg_backend_pid()::text"
+    return "SELECT pg_catalog.pg_backend_pid()::text"
 
 
 def owns_jobs(schema: str) -> str:
@@ -77,8 +81,8 @@ def owns_jobs(schema: str) -> str:
     MAINTAIN is not enough: it does not allow dropping an index.
     """
     return _filled(
-        "SELECT coalesce(bool_or(pg_has_role(relowner, 'USAGE')), false)::text FROM pg_class "
-        "WHERE oid = to_regclass({job})",
+        "SELECT coalesce(pg_catalog.bool_or(pg_catalog.pg_has_role(relowner, 'USAGE')), false)::text "
+        "FROM pg_catalog.pg_class WHERE oid = pg_catalog.to_regclass({job})::oid",
         schema,
     )
 
@@ -99,7 +103,7 @@ def wasted_indexes(schema: str, min_bytes: int, bytes_per_entry: int) -> str:
 def count_jobs(schema: str, limit: int) -> str:
     """One row: how many jobs there are, counted up to `limit`. No index: reads the table until it has so many."""
     return (
-        sql.SQL("SELECT count(*)::text FROM (SELECT FROM {} LIMIT {}) AS found")
+        sql.SQL("SELECT pg_catalog.count(*)::text FROM (SELECT FROM {} LIMIT {}) AS found")
         .format(sql.Identifier(schema, "job"), sql.Literal(limit))
         .as_string(None)
     )
@@ -118,7 +122,9 @@ def left_over_indexes(schema: str) -> str:
 def index_bytes(schema: str, index: str) -> str:
     """One row: the size of its file."""
     literal = sql.Literal(sql.Identifier(schema, index).as_string(None))
-    return sql.SQL("SELECT pg_relation_size(to_regclass({}))::text").format(literal).as_string(None)
+    return (
+        sql.SQL("SELECT pg_catalog.pg_relation_size(pg_catalog.to_regclass({}))::text").format(literal).as_string(None)
+    )
 
 
 def reindex(schema: str, index: str) -> str:

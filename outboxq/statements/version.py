@@ -1,25 +1,50 @@
 """The version marker that migrations leave in the schema."""
 
 from psycopg import sql
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, TextClause, text
 
 # Later steps may follow a deployment: what they add, this code can do without.
 NEEDED_VERSION = 6
+
+_MARKER = text("SELECT pg_catalog.to_regclass(:marker)::text")
+_TRY_LOCK = text(
+    "SELECT pg_catalog.pg_try_advisory_xact_lock("
+    "pg_catalog.hashtext('outboxq migrations'), pg_catalog.hashtext(:schema))"
+)
+_LOCK = text(
+    "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('outboxq migrations'), pg_catalog.hashtext(:schema))"
+)
+_HOLDERS = text(
+    """\
+SELECT pg_catalog.concat_ws(', ', 'process ' || held.pid::text, 'role ' || session.usename::text,
+  nullif(session.application_name, ''), 'since ' || pg_catalog.date_trunc('second', session.xact_start)::text)
+FROM pg_catalog.pg_locks AS held LEFT JOIN pg_catalog.pg_stat_activity AS session ON session.pid = held.pid
+WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
+  AND held.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
+  AND held.classid::bigint = pg_catalog.hashtext('outboxq migrations')::bigint & 4294967295
+  AND held.objid::bigint = pg_catalog.hashtext(:schema)::bigint & 4294967295
+ORDER BY held.pid"""
+)
 
 
 def schema_version(connection: Connection, schema: str) -> int | None:
     """The last migration step of `schema`; None where outboxq was never installed. Takes no lock beyond a read."""
     marker = sql.Identifier(schema, "migration").as_string(None)
-    if connection.execute(text("SELECT to_regclass(:marker)"), {"marker": marker}).scalar() is None:
+    if connection.execute(_MARKER, {"marker": marker}).scalar() is None:
         return None
+    return connection.execute(newest_step(schema)).scalar()
+
+
+def newest_step(schema: str) -> TextClause:
+    """The last migration step that was made. Reads the small table `migration`; no locks."""
+    marker = sql.Identifier(schema, "migration").as_string(None)
     # Escaped, a colon in the schema's name is no bound parameter.
-    return connection.execute(text(f"SELECT max(step) FROM {marker}".replace(":", r"\:"))).scalar()
+    return text(f"SELECT pg_catalog.max(step) FROM {marker}".replace(":", r"\:"))
 
 
 def try_lock_version(connection: Connection, schema: str) -> bool:
     """As `lock_version`, where no other migration of `schema` is under way; False, and nothing locked, where one is."""
-    tried = text("SELECT pg_try_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(:schema))")
-    return bool(connection.execute(tried, {"schema": schema}).scalar_one())
+    return bool(connection.execute(_TRY_LOCK, {"schema": schema}).scalar_one())
 
 
 def lock_version(connection: Connection, schema: str) -> None:
@@ -27,22 +52,9 @@ def lock_version(connection: Connection, schema: str) -> None:
 
     The same advisory lock that every migration step takes.
     """
-    connection.execute(
-        text("SELECT pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(:schema))"), {"schema": schema}
-    )
+    connection.execute(_LOCK, {"schema": schema})
 
 
 def version_lock_holders(connection: Connection, schema: str) -> list[str]:
     """Who has the lock of `lock_version`: a text for each session, as far as this role may know."""
-    holders = text(
-        """\
-SELECT concat_ws(', ', 'process ' || held.pid, 'role ' || session.usename, nullif(session.application_name, ''),
-  'since ' || date_trunc('second', session.xact_start))
-FROM pg_locks AS held LEFT JOIN pg_stat_activity AS session ON session.pid = held.pid
-WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
-  AND held.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND held.classid::bigint = hashtext('outboxq migrations')::bigint & 4294967295
-  AND held.objid::bigint = hashtext(:schema)::bigint & 4294967295
-ORDER BY held.pid""".replace("::", r"\:\:")
-    )
-    return [str(holder) for holder in connection.execute(holders, {"schema": schema}).scalars()]
+    return [str(holder) for holder in connection.execute(_HOLDERS, {"schema": schema}).scalars()]

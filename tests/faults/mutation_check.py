@@ -525,9 +525,23 @@ MUTANTS = (
     Mutant(
         "a lease claim's look whether its own lease is alive",
         "outboxq/statements/claim.py",
-        '" AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > clock_timestamp())" if leased else ""',
+        '_ALIVE if leased else ""',
         '""',
         ("tests/integration/test_lease_steps.py",),
+    ),
+    Mutant(
+        "a function's schema in a statement",
+        "outboxq/statements/claim.py",
+        "'5 seconds' * pg_catalog.power(",
+        "'5 seconds' * power(",
+        ("tests/unit/test_statement_names.py", "tests/integration/test_lookups.py"),
+    ),
+    Mutant(
+        "texts that are sent as text",
+        "outboxq/tables.py",
+        "type(self) if issubclass(cls, String) else cls",
+        "cls",
+        ("tests/integration/test_lookups.py",),
     ),
     Mutant(
         "a crashed suspect's place behind the others",

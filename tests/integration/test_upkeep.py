@@ -272,7 +272,7 @@ def test_a_pooler_is_left_alone(
     with psycopg.connect(libpq_url(drained.url), autocommit=True) as connection:
         pooled = SimpleNamespace(pgconn=Pooled(connection.pgconn))
         make_upkeep(connect=lambda: pooled).do()
-    assert sent == ["SELECT pg_backend_pid()::text"]
+    assert sent == ["SELECT pg_catalog.pg_backend_pid()::text"]
     assert "pooler" in said(caplog)[0]
 
 

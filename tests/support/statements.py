@@ -1,0 +1,172 @@
+"""Every statement of `outboxq/statements/`: each function there is called with arguments made up from its annotations.
+
+A new statement is found by itself. One with a new sort of parameter is refused, until `_SAMPLES` has two values for it.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from types import FunctionType, ModuleType
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ClauseElement, Executable, Select, TextClause
+from sqlalchemy.dialects.postgresql import psycopg
+
+from outboxq import statements
+from outboxq.job import Job
+from outboxq.kinds import Envelope, NewJob
+from outboxq.statements.backlog import JobFilter
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
+from outboxq.statements.dead_letters import DeadFilter
+from outboxq.statements.effect_records import EffectFilter
+from outboxq.statements.inbox import MessageFilter, accept_parameters
+
+DIALECT = psycopg.dialect()
+
+_ID = UUID("00000000-0000-7000-8000-000000000007")
+_NOW = datetime(2026, 1, 1, tzinfo=UTC)
+_JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
+_LEASED = replace(_JOB, lease_token=3)
+_NEW = NewJob(Envelope("send", "mail", "{}", 0, None, None, None), "{}", None)
+_LATER = NewJob(Envelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
+
+# What is given at the first and at the second call, by the parameter's name, else by its annotation.
+_SAMPLES: Mapping[str, tuple[object, object]] = {
+    "schema": ("outboxq", "outboxq"),
+    "value": ("5s", "0"),
+    "state": ("ready", "scheduled"),
+    "xid": ("700", "700"),
+    "job_id: str": (str(_ID), str(_ID)),
+    "index": ("job_ready", "job_ready"),
+    "job_ids": ([str(_ID)], [str(_ID)]),
+    "transactions": (["700"], ["700"]),
+    "names: tuple[str, ...]": (("work_mem", "jit"), ("jit",)),
+    "wanted: list[tuple[str, str]]": ([("job", "DELETE")], [("job", "INSERT")]),
+    "errors": ("[]", importlib.import_module("outboxq.statements.settle").errors_with("[]", "{}")),
+    "bool": (True, False),
+    "str": ("mail", "mail"),
+    "str | None": ("{}", None),
+    "int": (7, 7),
+    "float": (7.5, 7.5),
+    "float | None": (7.5, None),
+    "bytes | None": (b"x", None),
+    "UUID": (_ID, _ID),
+    "UUID | None": (_ID, None),
+    "timedelta": (timedelta(seconds=5), timedelta(seconds=5)),
+    "timedelta | None": (timedelta(seconds=5), None),
+    "Status": ("done", "unknown"),
+    "Job": (_JOB, _LEASED),
+    "Iterable[Job]": ([_LEASED], [_LEASED, _LEASED]),
+    "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), _NOW), JobFilter()),
+    "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
+    "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),
+    "MessageFilter": (MessageFilter("mail", "7", _NOW), MessageFilter()),
+    "Mapping[str, NewJob]": ({_ID.hex: _NEW}, {_ID.hex: _NEW, UUID(int=1).hex: _LATER}),
+    "Sequence[UUID]": ([_ID, _ID], [_ID]),
+    "Sequence[str]": (["mail", "post"], ["mail"]),
+    "Collection[str]": (["mail", "post"], ["mail"]),
+    "Iterable[str]": (["mail", "post"], ["mail"]),
+    "tuple[str, ...]": (("mail", "post"), ("mail",)),
+}
+_PARAMETERS: Mapping[str, Mapping[str, object]] = {
+    "accept_messages": accept_parameters("mail", {"7": b"x", "8": None}, timedelta(days=1)),
+    "_MARKER": {"marker": "outboxq.migration"},
+    "_TRY_LOCK": {"schema": "outboxq"},
+    "_LOCK": {"schema": "outboxq"},
+    "_HOLDERS": {"schema": "outboxq"},
+    "NOTIFY_AS_BEFORE": {"was": ""},
+    "NOTIFY": {"channel": "outboxq_outboxq", "payload": ""},
+}
+# They read rows, or make parts of statements that others here hold.
+_NO_STATEMENTS = frozenset(
+    {
+        "accept_parameters",
+        "channel_name",
+        "errors_with",
+        "page_outcome",
+        "pick_page",
+        "qualified",
+        "read_page",
+        "schema_name",
+    }
+)
+
+
+def all_statements() -> Iterator[tuple[str, Executable | str, Mapping[str, object]]]:
+    """Where each statement is made; the statement, as SQLAlchemy has it or the text that is sent; its parameters."""
+    for module in _modules():
+        name = module.__name__.rpartition(".")[2]
+        for attribute, value in vars(module).items():
+            made = inspect.unwrap(value) if callable(value) else value
+            if isinstance(made, FunctionType) and made.__module__ == module.__name__:
+                if attribute not in _NO_STATEMENTS and not _is_part(made):
+                    yield from ((f"{name}.{attribute}", *statement) for statement in _called(made))
+            elif isinstance(value, TextClause | Select):
+                yield f"{name}.{attribute}", value, _PARAMETERS.get(attribute, {})
+    yield from (("claim.ClaimStatements", text, {}) for text in _claims())
+
+
+def compiled_text(statement: Executable | str) -> str:
+    """The text with `$1`, `$2`, ... for parameters, as the psycopg dialect writes it."""
+    if isinstance(statement, str):
+        return statement
+    assert isinstance(statement, ClauseElement)
+    compiled = statement.compile(dialect=DIALECT, compile_kwargs={"render_postcompile": True})
+    return str(compiled) % {name: f"${number}" for number, name in enumerate(compiled.params, 1)}
+
+
+def _modules() -> Iterator[ModuleType]:
+    for found in pkgutil.iter_modules(statements.__path__):
+        yield importlib.import_module(f"{statements.__name__}.{found.name}")
+
+
+def _is_part(function: Callable[..., object]) -> bool:
+    """Private, of a module of parts, or what sends a statement that is a constant beside it."""
+    return (
+        function.__name__.startswith("_")
+        or function.__module__.endswith((".builtin", ".numbers"))
+        or "connection" in inspect.signature(function).parameters
+    )
+
+
+def _called(function: Callable[..., Any]) -> Iterator[tuple[Executable | str, Mapping[str, object]]]:
+    parameters = inspect.signature(function).parameters.values()
+    for turn in (0, 1):
+        given = {parameter.name: _sample(function, parameter)[turn] for parameter in parameters}
+        positional = [given.pop(each.name) for each in parameters if each.kind is not each.KEYWORD_ONLY]
+        made = function(*positional, **given)
+        if isinstance(made, ClaimScript):
+            yield from ((text, {}) for text in _of_script(made))
+        else:
+            yield made if isinstance(made, tuple) else (made, _PARAMETERS.get(function.__name__, {}))
+
+
+def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tuple[object, object]:
+    annotation = inspect.formatannotation(parameter.annotation)
+    for package in ("outboxq.", "collections.abc.", "datetime.", "uuid.", "typing."):
+        annotation = annotation.replace(package, "")
+    annotation = annotation.rpartition(".")[2] if annotation.endswith(("Filter", ".Job")) else annotation
+    annotation = "Status" if annotation.startswith("Literal[") else annotation
+    annotation = annotation.replace("job.Job]", "Job]").replace("kinds.NewJob", "NewJob")
+    for key in (f"{parameter.name}: {annotation}", parameter.name, annotation):
+        if key in _SAMPLES:
+            return _SAMPLES[key]
+    raise LookupError(f"{function.__module__}.{function.__name__}: no sample of {parameter.name}: {annotation}")
+
+
+def _claims() -> Iterator[str]:
+    claims = ClaimStatements("outboxq", "mail", _ID)
+    for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect):
+        yield from _of_script(script)
+
+
+def _of_script(script: ClaimScript) -> Iterator[str]:
+    cursor = Cursor(0, 7) if script.is_keyed else None
+    yield from (script.text(5), script.text(5, cursor), script.clearing(5))
+    if script.queue:
+        prepared = script.prepared(5, behind=script.is_keyed)
+        yield from (prepared.definition, script.prepared(5, behind=False).definition)

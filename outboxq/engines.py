@@ -48,6 +48,9 @@ _CONNECT_SECONDS = 10
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 # Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
 _POOLED = {"pool_size": 5, "max_overflow": -1}
+# Asked for hstore, psycopg would look its type up with an operator for which PostgreSQL has none of exactly its types:
+# another's, in a schema of the search path, would be called. SQLAlchemy reads the values without.
+_DIALECT = {"use_native_hstore": False}
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
     # psycopg gives the texts of an SQL_ASCII database as bytes, on which SQLAlchemy fails before we can say why.
@@ -121,7 +124,7 @@ def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bo
     parsed = psycopg_url(url)
     arguments = connect_arguments(parsed, application_name)
     pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
-    engine = create_engine(parsed, hide_parameters=True, connect_args=arguments, **pool)
+    engine = create_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
     _do_without_options_where_refused(engine, parsed)
     return engine
 
@@ -135,7 +138,7 @@ def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pool
     parsed = psycopg_url(url)
     arguments = connect_arguments(parsed, application_name)
     pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
-    engine = create_async_engine(parsed, hide_parameters=True, connect_args=arguments, **pool)
+    engine = create_async_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
     _do_without_options_where_refused(engine.sync_engine, parsed)
     return engine
 

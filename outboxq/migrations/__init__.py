@@ -52,8 +52,21 @@ COMMIT_BEHIND = (7,)
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
 
-_UPGRADE = """\
+# Whatever the caller's search path is: a role that may create in a schema of it could have functions of its own called,
+# and kept in a check or a default for everybody to call.
+_DO = """\
 DO $outboxq$
+DECLARE
+  search_path_before text := pg_catalog.current_setting('search_path');
+BEGIN
+  PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+<<work>>
+@block@
+  PERFORM pg_catalog.set_config('search_path', search_path_before, true);
+END
+$outboxq$"""
+
+_UPGRADE = """\
 BEGIN
   -- Two deployments that migrate at the same time: the second waits here, then finds the step done.
   PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
@@ -62,12 +75,10 @@ BEGIN
 @statements@
     INSERT INTO @schema@.migration (step) VALUES (@step@);
   END IF;
-END
-$outboxq$"""
+END work;"""
 
 # A block of its own, before the first step: an older server may not even be able to read what a step says.
 _CHECK_SERVER = """\
-DO $outboxq$
 BEGIN
   IF current_setting('server_version_num')::integer < @oldest@ * 10000 THEN
     RAISE EXCEPTION USING
@@ -83,8 +94,7 @@ BEGIN
       HINT = 'Make one with CREATE DATABASE ... ENCODING ' || @encoding_literal@ || ' TEMPLATE template0, and move '
         || 'into it with pg_dump.';
   END IF;
-END
-$outboxq$"""
+END work;"""
 
 _PREPARE = """\
 -- CREATE SCHEMA IF NOT EXISTS asks for a right on the database even where the schema is there.
@@ -103,13 +113,12 @@ _PREPARE = """\
 
 # Stands before the first step downwards, so that a refusal leaves everything as it was, also in AUTOCOMMIT.
 _CHECK_DOWNGRADE = """\
-DO $outboxq$
 DECLARE
   newest integer;
 BEGIN
   PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
   IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
-    RETURN;
+    EXIT work;
   END IF;
   newest := (SELECT max(step) FROM @schema@.migration);
   IF newest > @latest@ THEN
@@ -120,8 +129,7 @@ BEGIN
       HINT = 'Run the downgrade with the newer outboxq that made step ' || newest || '.';
   END IF;
 @guards@
-END
-$outboxq$"""
+END work;"""
 
 _CHECK_STEP = """\
   IF newest >= {step} AND @target@ < {step} THEN
@@ -186,27 +194,24 @@ _GUARD_MEMORY = (
 GUARDS: Mapping[int, str] = {1: _GUARD_JOBS, 4: _GUARD_MEMORY}
 
 _DOWNGRADE = """\
-DO $outboxq$
 BEGIN
   PERFORM pg_advisory_xact_lock(hashtext('outboxq migrations'), hashtext(@schema_literal@));
   IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
-    RETURN;
+    EXIT work;
   END IF;
   IF (SELECT max(step) FROM @schema@.migration) = @step@ THEN
 @guard@
 @statements@
     DELETE FROM @schema@.migration WHERE step = @step@;
   END IF;
-END
-$outboxq$"""
+END work;"""
 
 _REMOVE = """\
-DO $outboxq$
 DECLARE
   created boolean;
 BEGIN
   IF to_regclass(@schema_identifier_literal@ || '.migration') IS NULL THEN
-    RETURN;
+    EXIT work;
   END IF;
   SELECT created_schema INTO created FROM @schema@.migration WHERE step = 0;
   DROP TABLE @schema@.migration;
@@ -214,8 +219,7 @@ BEGIN
   IF created THEN
     DROP SCHEMA @schema@;
   END IF;
-END
-$outboxq$"""
+END work;"""
 
 
 class SupportsExecute(Protocol):
@@ -314,7 +318,7 @@ def check_step(to: int, *, lowest: int) -> int:
     return to
 
 
-def _fill(template: str, schema: str, **numbers: int) -> str:
+def _fill(block: str, schema: str, **numbers: int) -> str:
     identifier = quote_identifier(check_schema(schema))
     if any(quote in schema for quote in _DOLLAR_QUOTES):
         raise ConfigError(f"the schema name may not hold {' or '.join(_DOLLAR_QUOTES)}, got {schema!r}")
@@ -327,7 +331,7 @@ def _fill(template: str, schema: str, **numbers: int) -> str:
         **{name: str(number) for name, number in numbers.items()},
     }
     # In one pass: a schema name may look like a marker.
-    return _MARKER.sub(lambda marker: values[marker[1]], template)
+    return _MARKER.sub(lambda marker: values[marker[1]], _DO.replace("@block@", block))
 
 
 def _clause(statement: str) -> TextClause:

@@ -25,7 +25,7 @@ SELECT index_class.relname, bytes::text
 FROM pg_catalog.pg_index AS entry JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
   CROSS JOIN LATERAL (SELECT pg_catalog.pg_relation_size(entry.indexrelid) AS bytes) AS file
   JOIN pg_catalog.pg_stat_all_tables AS counts ON counts.relid = entry.indrelid
-WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid AND index_class.reltuples >= 0
+WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid AND index_class.reltuples >= 0::real
   AND index_class.relname::text ~ '^job_(pkey|ready|scheduled|leased|suspect)$'
   AND bytes > {min_bytes}
   AND bytes::float8 > {bytes_per_entry}::float8

@@ -537,6 +537,13 @@ MUTANTS = (
         ("tests/unit/test_statement_names.py", "tests/integration/test_lookups.py"),
     ),
     Mutant(
+        "where a migration looks functions up",
+        "outboxq/migrations/__init__.py",
+        "set_config('search_path', 'pg_catalog, pg_temp', true)",
+        "set_config('search_path', search_path_before, true)",
+        ("tests/integration/test_lookups.py",),
+    ),
+    Mutant(
         "texts that are sent as text",
         "outboxq/tables.py",
         "type(self) if issubclass(cls, String) else cls",

@@ -58,6 +58,9 @@ DECLARE
   pair record;
   own text;
 BEGIN
+  IF NOT EXISTS (SELECT FROM pg_operator WHERE oprname = operator) THEN
+    RETURN 0;
+  END IF;
   EXECUTE format('CREATE SEQUENCE loot.%I', 'operator ' || operator);
   FOR pair IN
     SELECT of_left, of_right, coalesce(
@@ -86,6 +89,9 @@ DECLARE
   signature text[];
   result regtype;
 BEGIN
+  IF NOT EXISTS (SELECT FROM pg_proc WHERE proname = function AND pronamespace = 'pg_catalog'::regnamespace) THEN
+    RETURN 0;
+  END IF;
   EXECUTE format('CREATE SEQUENCE IF NOT EXISTS loot.%I', function);
   SELECT prorettype INTO result FROM pg_proc
   WHERE proname = function AND pronamespace = 'pg_catalog'::regnamespace AND prokind <> 'p'

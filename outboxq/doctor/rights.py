@@ -1,12 +1,16 @@
 """What this role may do, by what it is for, and what row level security hides from it."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from outboxq.doctor.findings import Check, Examination, Finding
 from outboxq.doctor.words import identifier, shell_word
 from outboxq.roles import RIGHTS, Part
 from outboxq.statements import doctor_tables as statements
+from outboxq.statements.doctor import role_settings
 
+# An identifier of a search path: in quotes, or as it is.
+_SCHEMA = re.compile(r'"((?:[^"]|"")+)"|([^",\s]+)')
 _SELECT = ("SELECT",)
 _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
@@ -76,6 +80,48 @@ def find_hidden_rows(examination: Examination) -> Iterator[Finding]:
             )
 
 
+def find_open_schemas(examination: Examination) -> Iterator[Finding]:
+    """Schemas of a relay's search path in which others could put functions and operators for it to call."""
+    paths = _search_paths(examination)
+    behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}
+    for role, before in behind.items():
+        yield Finding(
+            "search-path-hides-pg-catalog",
+            "warning",
+            f"role {role!r} looks for functions, operators and types in {', '.join(before)} before pg_catalog",
+            {"role": role, "schemas": before},
+            "Take pg_catalog out of its search_path, so that it comes first by itself, or put it first.",
+        )
+    creators: dict[str, list[str]] = {}
+    names = sorted({name for path in paths.values() for name in path})
+    for row in examination.connection.execute(statements.schema_creators(examination.schema, names)):
+        creators.setdefault(row.schema, []).append(row.creator)
+    for schema, roles in creators.items():
+        users = [role for role, path in paths.items() if schema in path]
+        yield Finding(
+            "search-path-open",
+            "warning",
+            f"{', '.join(roles)} may create in schema {schema!r}, where {', '.join(users)} looks for what SQL names "
+            "without a schema",
+            {"schema": schema, "creators": roles, "roles": users},
+            f"REVOKE CREATE ON SCHEMA {identifier(schema)} FROM "
+            f"{', '.join('PUBLIC' if role == 'PUBLIC' else identifier(role) for role in roles)}; what a role creates "
+            "there could be called by handlers and triggers, with the rights of who runs them (docs/search-path.md).",
+        )
+
+
+def _search_paths(examination: Examination) -> dict[str, list[str]]:
+    """The schemas of this role's search path, and of the other roles' that could be a relay's, in their order."""
+    own = examination.connection.execute(statements.search_path())
+    others = examination.connection.execute(role_settings(examination.schema, ("search_path",)))
+    return {row.role: _schemas(row.value, row.role) for row in (*own, *others)}
+
+
+def _schemas(path: str, role: str) -> list[str]:
+    found = [quoted.replace('""', '"') or plain.lower() for quoted, plain in _SCHEMA.findall(path)]
+    return [role if name == "$user" else name for name in found]
+
+
 def _needed(use: Part, table: str) -> tuple[str, ...]:
     rights = RIGHTS[use]
     return tuple(dict.fromkeys((*(_SELECT if rights.reads_all else ()), *rights.tables.get(table, ()))))
@@ -91,4 +137,5 @@ CHECKS: Sequence[Check] = (
     Check("the rights of this role", find_missing_rights, _MARKED),
     Check("the rights of producers", find_wide_producers, _MARKED),
     Check("row level security", find_hidden_rows, _MARKED),
+    Check("the search path", find_open_schemas),
 )

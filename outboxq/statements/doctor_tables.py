@@ -123,3 +123,31 @@ SELECT class.relname::text AS table, pg_catalog.row_security_active(class.oid) A
 WHERE namespace.nspname = :schema AND class.relrowsecurity
 GROUP BY class.oid, class.relname ORDER BY 1"""
     ).bindparams(schema_name(schema))
+
+
+def search_path() -> TextClause:
+    """Where this role's sessions look functions and operators up."""
+    return text("SELECT session_user::text AS role, pg_catalog.current_setting('search_path') AS value")
+
+
+def schema_creators(schema: str, names: list[str]) -> TextClause:
+    """Who may create in these schemas; not this role, superusers, and the owners of our schema and the database."""
+    return text(
+        """\
+SELECT namespace.nspname::text AS schema, coalesce(role.rolname::text, 'PUBLIC') AS creator
+FROM pg_catalog.pg_namespace AS namespace
+  CROSS JOIN LATERAL pg_catalog.aclexplode(
+    coalesce(namespace.nspacl, pg_catalog.acldefault('n', namespace.nspowner))
+  ) AS entry
+  LEFT JOIN pg_catalog.pg_roles AS role ON role.oid = entry.grantee
+WHERE namespace.nspname = ANY (CAST(:names AS text[])) AND entry.privilege_type = 'CREATE'
+  AND (role.oid IS NULL OR NOT role.rolsuper AND role.rolname NOT IN (session_user, 'pg_database_owner'))
+  AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_namespace AS ours WHERE ours.nspname = :schema AND ours.nspowner = entry.grantee
+  )
+  AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_database
+    WHERE datname = pg_catalog.current_database() AND datdba = entry.grantee
+  )
+ORDER BY 1, 2"""
+    ).bindparams(schema_name(schema), names=names)

@@ -198,6 +198,53 @@ def test_a_short_time_out_of_a_relays_role_is_told(outboxq_database: Database, r
     assert (found["detail"]["role"], found["detail"]["seconds"]) == (name, 1.5)
 
 
+SEARCH_PATH_CODES = {"search-path-open", "search-path-hides-pg-catalog"}
+
+
+def test_a_schema_of_the_search_path_that_is_open_to_others_is_told(
+    outboxq_database: Database, role: AnotherRole
+) -> None:
+    """With who may create there, and how to take the right away; the schema's owner and superusers are trusted."""
+    name, _ = role
+    url = outboxq_database.url
+    assert not codes(url) & SEARCH_PATH_CODES
+    execute(url, f"GRANT CREATE ON SCHEMA public TO PUBLIC, {name}")
+    found = only(url, "search-path-open")
+    assert found["detail"]["schema"] == "public"
+    assert found["detail"]["creators"] == ["PUBLIC", name]
+    assert f"REVOKE CREATE ON SCHEMA public FROM PUBLIC, {name};" in found["advice"]
+    execute(url, f"REVOKE CREATE ON SCHEMA public FROM PUBLIC, {name}")
+    assert not codes(url) & SEARCH_PATH_CODES
+
+
+def test_the_search_path_of_another_role_that_could_be_a_relays_counts(
+    outboxq_database: Database, role: AnotherRole
+) -> None:
+    """Its own setting, with the schema that has its name; what that role itself may do harms nobody."""
+    name, url = role
+    execute(
+        outboxq_database.url,
+        'CREATE SCHEMA "Open to"',
+        'GRANT CREATE ON SCHEMA "Open to" TO PUBLIC',
+        f"GRANT USAGE ON SCHEMA outboxq TO {name}",
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA outboxq TO {name}",
+        f'ALTER ROLE {name} SET search_path = "$user", "Open to"',
+    )
+    for who in (outboxq_database.url, url):
+        found = only(who, "search-path-open")
+        assert found["detail"] == {"schema": "Open to", "creators": ["PUBLIC"], "roles": [name]}
+
+
+def test_a_search_path_with_pg_catalog_behind_another_schema_is_told(
+    outboxq_database: Database,
+) -> None:
+    """There an operator of the other schema is taken although PostgreSQL has one of exactly the same types."""
+    execute(outboxq_database.url, f"ALTER DATABASE {outboxq_database.name} SET search_path = pg_catalog, public")
+    assert not codes(outboxq_database.url) & SEARCH_PATH_CODES
+    execute(outboxq_database.url, f"ALTER DATABASE {outboxq_database.name} SET search_path = public, pg_catalog")
+    assert only(outboxq_database.url, "search-path-hides-pg-catalog")["detail"]["schemas"] == ["public"]
+
+
 @pytest.mark.parametrize(
     ("name", "code"), [("synchronous_commit", "synchronous-commit-off"), ("track_counts", "track-counts-off")]
 )

@@ -44,6 +44,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "index": ("job_ready", "job_ready"),
     "job_ids": ([str(_ID)], [str(_ID)]),
     "transactions": (["700"], ["700"]),
+    "names: list[str]": (["public"], ["public", "app"]),
     "names: tuple[str, ...]": (("work_mem", "jit"), ("jit",)),
     "wanted: list[tuple[str, str]]": ([("job", "DELETE")], [("job", "INSERT")]),
     "errors": ("[]", importlib.import_module("outboxq.statements.settle").errors_with("[]", "{}")),

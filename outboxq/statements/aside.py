@@ -27,7 +27,7 @@ WITH picked AS MATERIALIZED (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
     errors, reason, created_at)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id)
-      THEN gen_random_uuid() ELSE job.id END,
+      THEN pg_catalog.gen_random_uuid() ELSE job.id END,
     job.queue, job.kind, job.args, job.headers, job.priority, job.attempt, job.max_attempts, job.crashes,
     job.unique_key, job.group_key, job.errors, {reason}, job.created_at
   FROM gone AS job
@@ -50,7 +50,8 @@ def put_off_row(schema: str, job_id: UUID, seconds: float) -> str:
     """Let it wait for so long, if it waits and no other transaction has it; its id, if so. Index: the primary key."""
     return (
         sql.SQL(
-            "UPDATE {job} SET state = 'scheduled', run_at = clock_timestamp() + make_interval(secs => {seconds}) "
+            "UPDATE {job} SET state = 'scheduled', "
+            "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
             "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {waits} FOR UPDATE SKIP LOCKED) "
             "RETURNING id"
         )

@@ -80,7 +80,10 @@ def lost_jobs(schema: str, limit: int) -> str:
     Index: job_leased, all of which is read; no locks.
     """
     return (
-        sql.SQL("SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} ORDER BY random() LIMIT {limit}")
+        sql.SQL(
+            "SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} "
+            "ORDER BY pg_catalog.random() LIMIT {limit}"
+        )
         .format(job=sql.Identifier(schema, "job"), lost=_lost(schema), limit=sql.Literal(limit))
         .as_string(None)
     )

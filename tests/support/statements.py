@@ -19,6 +19,7 @@ from sqlalchemy.dialects.postgresql import psycopg
 from outboxq import statements
 from outboxq.job import Job
 from outboxq.kinds import Envelope, NewJob
+from outboxq.statements.aside import WAITS
 from outboxq.statements.backlog import JobFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
@@ -38,6 +39,7 @@ _LATER = NewJob(Envelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 _SAMPLES: Mapping[str, tuple[object, object]] = {
     "schema": ("outboxq", "outboxq"),
     "value": ("5s", "0"),
+    "condition": (WAITS, WAITS),
     "state": ("ready", "scheduled"),
     "xid": ("700", "700"),
     "job_id: str": (str(_ID), str(_ID)),

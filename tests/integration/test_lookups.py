@@ -223,6 +223,23 @@ def kept_from_public(connection: Connection) -> list[str]:
     return list(connection.execute(kept).scalars())
 
 
+def test_a_migration_leaves_its_callers_search_path_as_it_was(outboxq_server: Server) -> None:
+    """The rest of the transaction, and of the session, finds its own tables again."""
+    with outboxq_server.create_database() as database:
+        engine = create_engine(database.url)
+        with engine.connect() as connection:
+            connection.execute(text('SET search_path = "$user", public'))
+            connection.commit()
+            connection.execute(text("SET LOCAL search_path = app, public"))
+            migrate(connection)
+            assert connection.execute(text("SHOW search_path")).scalar() == "app, public"
+            migrate(connection, to=0)
+            assert connection.execute(text("SHOW search_path")).scalar() == "app, public"
+            connection.commit()
+            assert connection.execute(text("SHOW search_path")).scalar() == '"$user", public'
+        engine.dispose()
+
+
 def read_trees(connection: Connection) -> list[str]:
     """What the server makes of each statement from now on, as it is sent."""
     trees: list[str] = []

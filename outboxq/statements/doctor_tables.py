@@ -75,7 +75,7 @@ def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
     return text(
         f"""\
 SELECT class.relname::text AS table, wanted.privilege
-{_OF_SCHEMA} JOIN pg_catalog.unnest(CAST(:tables AS text[]), CAST(:privileges AS text[])) AS wanted (name, privilege)
+{_OF_SCHEMA} JOIN unnest(CAST(:tables AS text[]), CAST(:privileges AS text[])) AS wanted (name, privilege)
   ON wanted.name = class.relname
 WHERE namespace.nspname = :schema AND NOT CASE
   WHEN wanted.privilege = 'DELETE' THEN pg_catalog.has_table_privilege(class.oid, wanted.privilege)
@@ -90,7 +90,8 @@ def columns_without_insert(schema: str, table: str, columns: tuple[str, ...]) ->
         f"""\
 SELECT attribute.attname::text
 {_OF_SCHEMA} JOIN pg_catalog.pg_attribute AS attribute ON attribute.attrelid = class.oid
-WHERE namespace.nspname = :schema AND class.relname = :table AND attribute.attname = ANY (CAST(:columns AS text[]))
+WHERE namespace.nspname = :schema AND class.relname = CAST(:table AS text)
+  AND attribute.attname = ANY (CAST(:columns AS text[]))
   AND NOT pg_catalog.has_column_privilege(class.oid, attribute.attnum, 'INSERT')
 ORDER BY pg_catalog.array_position(CAST(:columns AS text[]), attribute.attname::text)"""
     ).bindparams(schema_name(schema), table=table, columns=list(columns))
@@ -101,7 +102,8 @@ def inserters(schema: str) -> TextClause:
     return text(
         f"""\
 SELECT DISTINCT coalesce(pg_roles.rolname::text, 'PUBLIC') AS role, held.grantee <> 0::oid AS is_role
-{_OF_SCHEMA} CROSS JOIN pg_catalog.aclexplode(class.relacl) AS held LEFT JOIN pg_catalog.pg_roles ON pg_roles.oid = held.grantee
+{_OF_SCHEMA} CROSS JOIN pg_catalog.aclexplode(class.relacl) AS held
+  LEFT JOIN pg_catalog.pg_roles ON pg_roles.oid = held.grantee
 WHERE namespace.nspname = :schema AND class.relname = 'job' AND held.privilege_type = 'INSERT'
   AND NOT pg_catalog.has_table_privilege(held.grantee, class.oid, 'DELETE')
 ORDER BY 1"""

@@ -89,6 +89,7 @@ _NO_STATEMENTS = frozenset(
     {
         "accept_parameters",
         "channel_name",
+        "count_kinds",
         "errors_with",
         "page_outcome",
         "pick_page",

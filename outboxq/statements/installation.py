@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from sqlalchemy import Executable, Select, and_, delete, func, or_, select, update
+from sqlalchemy import Executable, Select, and_, delete, or_, select, update
 
+from outboxq.statements.builtin import count, pg
 from outboxq.tables import deployment, effect, relay
 
-_now = func.clock_timestamp
+_now = pg.clock_timestamp
 
 
 def lock_installation() -> Select[Any]:
@@ -16,9 +17,9 @@ def lock_installation() -> Select[Any]:
 
 def select_use() -> Executable:
     """One row: how many relays are alive, and how many calls are under way. Reads both tables once; no locks."""
-    alive = select(func.count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
+    alive = select(count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (
-        select(func.count())
+        select(count())
         .select_from(effect)
         .where(effect.c.status == "started", effect.c.locked_until > _now())
         .scalar_subquery()
@@ -28,7 +29,7 @@ def select_use() -> Executable:
 
 def give_new_id() -> Executable:
     """Another id; one row with it."""
-    return update(deployment).values(id=func.gen_random_uuid()).returning(deployment.c.id)
+    return update(deployment).values(id=pg.gen_random_uuid()).returning(deployment.c.id)
 
 
 def doubt_open(reason: str) -> Executable:
@@ -43,7 +44,7 @@ def doubt_open(reason: str) -> Executable:
         .values(
             status="unknown",
             in_doubt=False,
-            lock_token=func.gen_random_uuid(),
+            lock_token=pg.gen_random_uuid(),
             locked_until=_now(),
             changed_at=_now(),
             error=reason,
@@ -58,4 +59,4 @@ def forget_unapplied() -> Executable:
 
 def count_unknown() -> Select[Any]:
     """How many are unknown. One row. Index: effect_unknown; no locks."""
-    return select(func.count()).select_from(effect).where(effect.c.status == "unknown")
+    return select(count()).select_from(effect).where(effect.c.status == "unknown")

@@ -242,10 +242,22 @@ def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
 
 
 def park_unknown(
-    connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...], limit: int = PARK_LIMIT
+    connection: Connection,
+    schema: str,
+    queue: str,
+    known_kinds: tuple[str, ...],
+    limit: int = PARK_LIMIT,
+    *,
+    only_marks: bool = False,
 ) -> int:
-    """Park what nobody here can run among the next jobs of a queue, ready and due. Returns how many."""
-    scripts = [park_head(schema, queue, state, known_kinds, limit) for state in ("ready", "scheduled")]
+    """Park what has no handler here among the next jobs of a queue, ready and due. Returns how many.
+
+    Args:
+        only_marks: Only say, by committing, that a parking which failed has killed none of them.
+    """
+    scripts = [
+        park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in ("ready", "scheduled")
+    ]
     results = run_script(connection, UNTIMED + "; ".join(scripts))
     return sum(cast("int", result.rows[0][0]) for result in results[1:])
 

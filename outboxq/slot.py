@@ -14,7 +14,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.aside import set_aside_unclaimable
+from outboxq.aside import is_of_a_row, set_aside_unclaimable
 from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
@@ -463,11 +463,23 @@ class Slot:
         parked, queue = 0, report.parked_in
         try:
             if queue is not None:
-                kinds = work.registry.known_kinds(self.flavour)
-                with connection.begin():
-                    parked = park_unknown(connection, self.shared.schema, queue, kinds)
+                parked = self._park_unknown(connection, queue, work)
         finally:
             self.tell(report, parked)
+
+    def _park_unknown(self, connection: Connection, queue: str, work: Work) -> int:
+        kinds = work.registry.known_kinds(self.flavour)
+        try:
+            with connection.begin():
+                return park_unknown(connection, self.shared.schema, queue, kinds)
+        except psycopg.Error as error:
+            if not is_of_a_row(error):
+                raise
+            logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
+        # One by one, as they are claimed.
+        with connection.begin():
+            park_unknown(connection, self.shared.schema, queue, kinds, only_marks=True)
+        return 0
 
     def tell(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""

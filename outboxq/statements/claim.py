@@ -299,12 +299,29 @@ def clear_marks(schema: str, job_ids: list[str]) -> str:
     )
 
 
-def park_head(schema: str, queue: str, state: str, known_kinds: tuple[str, ...], limit: int) -> str:
+_PARKING: LiteralString = """
+), parked AS (
+  UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
+  WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
+)
+SELECT pg_catalog.count(*) FROM parked"""
+# For a transaction that is committed: the marks of a parking that failed are overwritten.
+_MARKS: LiteralString = """
+)
+SELECT pg_catalog.count(*) FROM picked"""
+
+
+def park_head(
+    schema: str, queue: str, state: str, known_kinds: tuple[str, ...], limit: int, *, only_marks: bool = False
+) -> str:
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
     Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold. By
     arrays of keys: joined, where statistics know of no such job, each of them may be compared with each. And by the
     primary key: the state is asked for so that the planner cannot take the claim's index for it.
+
+    Args:
+        only_marks: Only clear their marks.
     """
     order, due = (
         ("run_at", "AND run_at <= pg_catalog.statement_timestamp()")
@@ -319,12 +336,8 @@ WITH head AS MATERIALIZED (
 ), picked AS MATERIALIZED (
   SELECT id FROM {job} AS job
   WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
-  FOR UPDATE SKIP LOCKED
-), parked AS (
-  UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
-  WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
-)
-SELECT pg_catalog.count(*) FROM parked"""
+  FOR UPDATE SKIP LOCKED"""
+            + (_MARKS if only_marks else _PARKING)
         )
         .format(
             job=sql.Identifier(schema, "job"),

@@ -717,6 +717,13 @@ MUTANTS = (
         ("tests/faults/test_rows_that_refuse.py",),
     ),
     Mutant(
+        "the marks of a parking that failed",
+        "outboxq/slot.py",
+        "            park_unknown(connection, self.shared.schema, queue, kinds, only_marks=True)",
+        "            pass",
+        ("tests/integration/test_parking.py",),
+    ),
+    Mutant(
         "marks that are cleared behind a claim on trial",
         "outboxq/aside.py",
         'f"ROLLBACK TO SAVEPOINT oq_probe; {clear_marks(schema, [str(job_id)])}"',

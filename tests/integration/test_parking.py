@@ -46,3 +46,29 @@ def test_a_job_of_an_unknown_kind_that_cannot_be_parked_is_put_off(
     with engine.connect() as connection:
         waits = "SELECT state, attempt, crashes, parked, run_at > clock_timestamp() FROM outboxq.job"
         assert connection.execute(text(waits)).all() == [("scheduled", 0, 0, 0, True)]
+
+
+def test_jobs_of_unknown_kinds_of_which_one_refuses_are_put_off_one_by_one(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The statement for the head of the queue fails for all of them: their claims park each, and no slot pauses."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", kind="known")
+    def write(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+    with sessions.begin() as session:
+        session.add_jobs(external("unknown", queue="q").job(name=str(number)) for number in range(10))
+        session.add_job(write, name="behind them")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            PARKS_NOTHING.replace("INSERT OR UPDATE", "UPDATE").replace("NEW.parked > 0", "OLD.args->>'name' = '5'")
+        )
+    drain(jobs, slots_per_queue=1)
+    assert ledger(engine) == {"behind them": 1}
+    with engine.connect() as connection:
+        parked = "SELECT DISTINCT state, attempt, parked FROM outboxq.job"
+        assert connection.execute(text(parked)).all() == [("scheduled", 0, 1)]
+    assert "are put off one by one: RaiseException (P0001)" in caplog.text
+    assert "trying again" not in caplog.text

@@ -6,18 +6,17 @@ of the users' refuses it.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.claim import ClaimRequest
 from outboxq.driver import is_lost, run_script, sqlstate_of
 from outboxq.events import JobSetAside
 from outboxq.statements.aside import WAITS, bury_row, put_off_row
-from outboxq.statements.claim import clear_marks
+from outboxq.statements.claim import ClaimScript, clear_marks
 from outboxq.statements.lease import NEVER
 from outboxq.statements.session import READABLE_DATES, UNTIMED
 
@@ -28,71 +27,82 @@ _PUT_OFF_SECONDS = 300.0
 # What may be wrong with one row: data, constraints, an external routine, limits, a trigger that raises, a damaged page.
 # Anything else ails the statement, the session or the server: then no job is to blame.
 _OF_A_ROW = ("22", "23", "38", "39", "54", "P0", "XX")
+# And what will be wrong with it for good.
+_FOR_GOOD = ("22", "54", "XX")
 
 
-def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], bury: str, max_crashes: int) -> Rows:
-    """Take one job from where it was lost, by the gentlest way that its row allows.
+def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int) -> Rows:
+    """Take one job from where it was lost: as it should be, or else without burying it.
 
-    As it should be; without burying it; as a dead letter as it stands. No rows where none of it is possible: it stays
-    where it is, and is tried again with the next sweep.
+    No rows where its row allows neither: it stays where it is, and is tried again later.
 
     Args:
         run: Runs a statement in a transaction of its own.
         taking: The statement that takes the job back, given after how many crashes it is buried.
-        bury: The statement that makes a dead letter of the row.
 
     Raises:
-        psycopg.Error: the connection is lost.
+        psycopg.Error: not the row is to blame.
     """
-    for statement in (taking(max_crashes), taking(NEVER)):
-        try:
-            return run(statement)
-        except psycopg.Error as error:
-            _tell_of_lost(error)
-            failure = error
     try:
-        return run(bury) if is_of_a_row(failure) else ()
+        return run(taking(max_crashes))
     except psycopg.Error as error:
-        _tell_of_lost(error)
+        if (error.sqlstate or "08").startswith(("08", "57P")):
+            raise
+        logger.warning("a job could not be moved to the dead letters: %s", describe(error))
+    try:
+        return run(taking(NEVER))
+    except psycopg.Error as error:
+        if not is_of_a_row(error):
+            raise
+        logger.warning("a job that was lost could not be taken back: %s", describe(error))
         return ()
 
 
-def _tell_of_lost(error: psycopg.Error) -> None:
-    if (error.sqlstate or "08").startswith(("08", "57P")):
-        raise error
-    logger.warning("a job that was lost could not be taken back: %s", describe(error))
-
-
-def set_aside_unclaimable(
-    connection: Connection, request: ClaimRequest, schema: str, picked: Sequence[UUID], error: BaseException
+def set_aside_first(
+    connection: Connection,
+    schema: str,
+    first: tuple[ClaimScript, UUID],
+    others: Iterable[tuple[ClaimScript, UUID]],
+    error: BaseException,
 ) -> tuple[JobSetAside, ...] | None:
-    """After a claim that failed: find the jobs for which it fails, each by itself, and make dead letters of them.
+    """After a claim of one job that failed: set that job aside, if it is to blame.
 
-    None where it fails without any job too, or for none alone, or where nothing can be done about them: the claim would
-    fail again.
+    It is if its claim fails again, and that of another job does not. What ails all of them, such as a trigger that
+    looks for a partition which is missing, will be mended: they wait for that. None where nothing was done: the claim
+    would fail again.
 
     Args:
-        picked: What the claim would have taken.
+        first: The claim, and the job that it would have taken.
+        others: Jobs of the same queue, each with a claim that takes it in the same way.
         error: What it failed with.
     """
-    # Of no job: what fails then is not a row's.
-    if not is_of_a_row(error) or _failure(connection, request, schema, uuid4()) is not None:
+    if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
         return None
-    found = ((job_id, _failure(connection, request, schema, job_id)) for job_id in picked)
-    guilty = [(job_id, describe(failure)) for job_id, failure in found if failure is not None]
-    aside = [
-        _set_aside(connection, schema, job_id, why) or _put_off(connection, schema, job_id) for job_id, why in guilty
-    ]
-    return tuple(event for event in aside if isinstance(event, JobSetAside)) if any(aside) else None
+    # Behind the other: what refused both may have been mended before that one passed.
+    failure = _failure(connection, schema, *first)
+    if failure is None:
+        return None
+    # What the row holds stays as it is. What users' code makes of it may be mended.
+    ways = (_bury, _put_off) if _of(failure, _FOR_GOOD) else (_put_off, _bury)
+    job_id = first[1]
+    for way in ways:
+        events = way(connection, schema, job_id, describe(failure))
+        if events is not None:
+            return events
+    logger.error(
+        "a job can be neither claimed nor buried nor put off: repair or delete its row",
+        extra={"outboxq_job_id": str(job_id)},
+    )
+    return None
 
 
-def _failure(connection: Connection, request: ClaimRequest, schema: str, job_id: UUID) -> psycopg.Error | None:
+def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: UUID) -> psycopg.Error | None:
     """What the claim of this job alone fails with. It is not kept, and the mark that this leaves is cleared."""
     failure = None
     with connection.begin():
         run_script(connection, f"{UNTIMED}{READABLE_DATES}SAVEPOINT oq_probe")
         try:
-            run_script(connection, request.script.one(job_id))
+            run_script(connection, script.one(job_id))
         except psycopg.Error as error:
             if is_lost(connection) or not is_of_a_row(error):
                 raise
@@ -101,21 +111,21 @@ def _failure(connection: Connection, request: ClaimRequest, schema: str, job_id:
     return failure
 
 
-def _set_aside(connection: Connection, schema: str, job_id: UUID, why: str) -> JobSetAside | None:
-    """The row as a dead letter; None where that cannot be, or it is gone."""
+def _bury(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
     reason = f"it could not be claimed: {why}"
     rows = _try(connection, bury_row(schema, job_id, WAITS, reason))
-    return JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason) if rows else None
+    return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),) if rows else None
 
 
-def _put_off(connection: Connection, schema: str, job_id: UUID) -> bool:
-    is_put_off = bool(_try(connection, put_off_row(schema, job_id, _PUT_OFF_SECONDS)))
+def _put_off(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
+    if not _try(connection, put_off_row(schema, job_id, _PUT_OFF_SECONDS)):
+        return None
     logger.error(
-        "a job can be neither claimed nor buried%s: repair or delete its row",
-        "" if is_put_off else " nor put off",
+        "a job that cannot be claimed was put off: %s: repair or delete its row, or what refuses it",
+        why,
         extra={"outboxq_job_id": str(job_id)},
     )
-    return is_put_off
+    return ()
 
 
 def _try(connection: Connection, statement: str) -> Rows:
@@ -130,7 +140,11 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 def is_of_a_row(error: BaseException) -> bool:
     """Whether a statement may have failed for what is in one of its rows."""
-    return (sqlstate_of(error) or "").startswith(_OF_A_ROW)
+    return _of(error, _OF_A_ROW)
+
+
+def _of(error: BaseException, classes: tuple[str, ...]) -> bool:
+    return (sqlstate_of(error) or "").startswith(classes)
 
 
 def describe(error: BaseException) -> str:

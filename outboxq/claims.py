@@ -103,6 +103,11 @@ class Claims:
             return statements.lease_ready if sort == "ready" else statements.lease_due
         return statements.ready if sort == "ready" else statements.due
 
+    def taking_alike(self, script: ClaimScript, name: str) -> tuple[ClaimScript, ...]:
+        """The claims that take jobs of this queue in the same way as this one: none as that of suspects."""
+        is_suspect = script is self._statements[name].lease_suspect
+        return () if is_suspect else (self._script(name, "ready"), self._script(name, "due"))
+
     def sorts(self, name: str) -> tuple[ClaimScript, ...]:
         """Alternating, so that neither a backlog of ready jobs nor one of due jobs starves the other."""
         ready, due = self._script(name, "ready"), self._script(name, "due")

@@ -19,7 +19,7 @@ import psycopg
 from psycopg.pq import ConnStatus
 from psycopg.pq.abc import PGconn
 
-from outboxq.aside import describe, take_one
+from outboxq.aside import describe, is_of_a_row, take_one
 from outboxq.driver import DriverConnection, run_on_libpq
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
 from outboxq.job import Job
@@ -35,7 +35,7 @@ _BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
 _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 
-Rows: TypeAlias = "Sequence[tuple[object, ...]]"
+Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 
 class Suspects:
@@ -222,20 +222,55 @@ class Lease:
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK:
                 raise
-            logger.warning("jobs of dead relays are taken back one by one, because %s", describe(error))
-            rows = self._reap_one_by_one(connection)
+            # One that cannot be buried must not keep the others from coming back: this time none is.
+            logger.warning("jobs could not be moved to the dead letters: %s", describe(error))
+            rows = self._reap_burying_none(connection)
         self._tell(rows)
         return len(rows)
 
-    def _reap_one_by_one(self, connection: PGconn) -> Rows:
-        """As a sweep, which one of the rows has made fail."""
-        lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
-        return [row for (found,) in lost for row in self._reap_one(connection, UUID(found))]
+    def _reap_burying_none(self, connection: PGconn) -> Rows:
+        try:
+            return run_on_libpq(connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT))
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK or not is_of_a_row(error):
+                raise
+            logger.warning("jobs of dead relays are taken back one by one: %s", describe(error))
+            return self._reap_one_by_one(connection)
 
-    def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows:
-        schema = self._schema
-        bury = statements.bury_lost(schema, job_id, "its relay died, and its row cannot be changed")
-        return self._take_one(connection, partial(statements.reap_one, schema, job_id), bury)
+    def _reap_one_by_one(self, connection: PGconn) -> Rows:
+        """As a sweep, which one of the rows has made fail. That row becomes a dead letter, if others come back."""
+        lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
+        came = {UUID(found): self._reap_one(connection, UUID(found)) for (found,) in lost}
+        rows = [row for found in came.values() for row in found or ()]
+        # Where none comes back, it is no row that is to blame.
+        for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
+            # What refused it may have been mended before the others came.
+            found = self._reap_one(connection, job_id)
+            rows += self._bury(connection, job_id) if found is None else found
+        return rows
+
+    def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows | None:
+        """None where its row refuses."""
+        try:
+            return run_on_libpq(connection, statements.reap_one(self._schema, job_id))
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK or not is_of_a_row(error):
+                raise
+            return None
+
+    def _bury(self, connection: PGconn, job_id: UUID) -> Rows:
+        try:
+            bury = statements.bury_lost(self._schema, job_id, "its relay died, and its row cannot be changed")
+            return run_on_libpq(connection, bury)
+        except psycopg.Error as error:
+            if connection.status != ConnStatus.OK or not is_of_a_row(error):
+                raise
+            logger.warning(
+                "a job of a dead relay can neither be taken back nor buried: %s",
+                describe(error),
+                extra={"outboxq_job_id": str(job_id)},
+            )
+            return ()
 
     def _take_back_orphans(self, connection: PGconn) -> None:
         """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
@@ -256,17 +291,13 @@ class Lease:
 
     def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
         schema, crashes = self._schema, self._excused.get((str(job_id), token))
-        bury = statements.bury_taken(schema, job_id, token, f"{_ORPHANED}, and its row cannot be changed")
 
         def taking(max_crashes: int) -> str:
             if crashes is not None:
                 return statements.take_back_held(schema, job_id, token, crashes)
             return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
 
-        return self._take_one(connection, taking, bury)
-
-    def _take_one(self, connection: PGconn, taking: Callable[[int], str], bury: str) -> Rows:
-        return take_one(partial(run_on_libpq, connection), taking, bury, self._max_crashes)
+        return take_one(partial(run_on_libpq, connection), taking, self._max_crashes)
 
     def _tell(self, rows: Iterable[tuple[object, ...]]) -> None:
         for row in rows:

@@ -24,6 +24,8 @@ logger = logging.getLogger("outboxq.pruner")
 BATCH_ROWS = 1_000
 # Of each table in one round.
 MAX_BATCHES = 100
+# Rows that cannot be deleted, in one round: more are no matter of single rows, and each is passed over again and again.
+_MOST_REFUSED = 20
 # Between two batches, so that pruning never takes more than a part of what the server can do.
 _BREATH_SECONDS = 0.05
 # A relay that lives for a minute has pruned, however long its rounds are apart.
@@ -85,7 +87,7 @@ class Pruner(Chore):
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
         """As a batch, which one of the rows has made fail; how many rows went, and how many more cannot."""
         deleted = more = 0
-        while deleted + more < BATCH_ROWS and not self._stopping.is_set():
+        while deleted + more < BATCH_ROWS and refused + more < _MOST_REFUSED and not self._stopping.is_set():
             try:
                 rows = self._delete(connection, deletion(self._schema, 1, refused + more))
             except psycopg.Error as error:

@@ -20,7 +20,7 @@ from outboxq.failure import Failed, describe_failure
 from outboxq.job import Job
 from outboxq.progress import BatchReport, Progress
 from outboxq.statements.durability import server_epoch
-from outboxq.statements.lease import bury_taken, take_back, take_back_held
+from outboxq.statements.lease import take_back, take_back_held
 from outboxq.statements.session import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
 
 logger = logging.getLogger("outboxq.relay")
@@ -157,13 +157,12 @@ def lost_with(
 
     assert job.lease_token is not None
     schema, token = work.schema, job.lease_token
-    bury = bury_taken(schema, job.id, token, f"{message}, and its row cannot be changed")
 
     def run(statement: str) -> Rows:
         with connection.begin():
             return run_script(connection, statement)[0].rows
 
-    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), bury, work.max_crashes)
+    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), work.max_crashes)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from uuid import UUID
 
 import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.aside import is_of_a_row, set_aside_unclaimable
+from outboxq.aside import is_of_a_row, set_aside_first
 from outboxq.batch import end_transaction, run_batches
 from outboxq.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.claims import Claims
@@ -49,6 +50,8 @@ logger = logging.getLogger("outboxq.relay")
 
 # query_canceled: by a time-out, or by a call of pg_cancel_backend().
 _CANCELLED = "57014"
+# So many jobs of each sort are compared with one that cannot be claimed.
+_COMPARED = 10
 # A drain that meets suspects waits so often, and so long each time, for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
@@ -324,17 +327,30 @@ class Slot:
     ) -> BatchReport | None:
         """A claim that was answered with an error killed nothing; one that was cancelled is too large.
 
-        Where it failed for single rows, these are set aside; None where it would fail again.
+        What failed for one row of several goes on one by one, to the row that is to blame. None where it would fail
+        again.
         """
         if sqlstate_of(error) == _CANCELLED:
             self._claims.cancelled()
         # Whatever it is, it may ail this too: it is the claim's error that counts.
         with suppress(psycopg.Error, SQLAlchemyError):
-            with connection.begin():
-                picked = forgive(connection, request)
-            aside = set_aside_unclaimable(connection, request, work.schema, picked, error)
-            return None if aside is None else BatchReport(0, aside)
+            picked = self._picked(connection, request)
+            if request.limit > 1 and is_of_a_row(error):
+                self._claims.alone_for = request.limit
+                return BatchReport(0, ())
+            if picked:
+                alike = self._claims.taking_alike(request.script, request.queue)
+                asked = ((script, ClaimRequest(script, _COMPARED)) for script in alike)
+                behind = [(script, job_id) for script, more in asked for job_id in self._picked(connection, more)]
+                others = [other for other in behind if other[1] != picked[0]]
+                first = request.script, picked[0]
+                events = set_aside_first(connection, work.schema, first, others, error)
+                return None if events is None else BatchReport(0, events)
         return None
+
+    def _picked(self, connection: Connection, request: ClaimRequest) -> list[UUID]:
+        with connection.begin():
+            return forgive(connection, request)
 
     def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
         try:

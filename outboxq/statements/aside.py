@@ -8,6 +8,8 @@ from uuid import UUID
 from psycopg import sql
 
 WAITS = sql.SQL("job.state <> 'leased'")
+# A suspect that came back with others would not run alone.
+_IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled')")
 
 
 def bury_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
@@ -47,14 +49,19 @@ SELECT id, queue, kind, crashes, true FROM dead"""
 
 
 def put_off_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Let it wait for so long, if it waits and no other transaction has it; its id, if so. Index: the primary key."""
+    """Let it wait for so long; its id if so.
+
+    Not if it is a suspect, or leased, or another transaction has it. Index: the primary key.
+    """
     return (
         sql.SQL(
             "UPDATE {job} SET state = 'scheduled', "
             "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
-            "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {waits} FOR UPDATE SKIP LOCKED) "
+            "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {free} FOR UPDATE SKIP LOCKED) "
             "RETURNING id"
         )
-        .format(job=sql.Identifier(schema, "job"), id=sql.Literal(job_id), seconds=sql.Literal(seconds), waits=WAITS)
+        .format(
+            job=sql.Identifier(schema, "job"), id=sql.Literal(job_id), seconds=sql.Literal(seconds), free=_IS_NO_SUSPECT
+        )
         .as_string(None)
     )

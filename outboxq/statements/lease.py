@@ -64,9 +64,9 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
     return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"))
 
 
-def reap_one(schema: str, job_id: UUID, max_crashes: int) -> str:
-    """As `reap`, for one job, if it is still one of them."""
-    return _take(schema, _lost_one(schema, job_id), max_crashes, 1, _DIED, sql.SQL("job.crashes"))
+def reap_one(schema: str, job_id: UUID) -> str:
+    """As `reap`, for one job, if it is still one of them, and without burying it."""
+    return _take(schema, _lost_one(schema, job_id), NEVER, 1, _DIED, sql.SQL("job.crashes"))
 
 
 def bury_lost(schema: str, job_id: UUID, reason: str) -> str:
@@ -106,11 +106,6 @@ def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
     """As `reap`, for one job of our own: its relay lives, the run of the job does not. `message`: why."""
     return _take(schema, _ours(job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
-
-
-def bury_taken(schema: str, job_id: UUID, token: int, reason: str) -> str:
-    """As `take_back`, for one that neither comes back nor is counted: the row as it stands is the dead letter."""
-    return bury_row(schema, job_id, _ours(job_id, token), reason)
 
 
 def take_back_held(schema: str, job_id: UUID, token: int, crashes: int) -> str:

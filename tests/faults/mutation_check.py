@@ -710,9 +710,9 @@ MUTANTS = (
         ("tests/integration/test_stored_numbers.py",),
     ),
     Mutant(
-        "a claim of no job, before any job is blamed",
+        "another job that can be claimed, before one is blamed",
         "outboxq/aside.py",
-        "if not is_of_a_row(error) or _failure(connection, request, schema, uuid4()) is not None:",
+        "if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):",
         "if not is_of_a_row(error):",
         ("tests/faults/test_rows_that_refuse.py",),
     ),
@@ -733,8 +733,15 @@ MUTANTS = (
     Mutant(
         "one by one, where a sweep fails for one row",
         "outboxq/lease.py",
-        "            rows = self._reap_one_by_one(connection)",
+        "            return self._reap_one_by_one(connection)",
         "            raise",
+        ("tests/faults/test_rows_that_refuse.py",),
+    ),
+    Mutant(
+        "another lost job that comes back, before one is buried",
+        "outboxq/lease.py",
+        "for job_id, found in came.items() if found is None and rows]:",
+        "for job_id, found in came.items() if found is None]:",
         ("tests/faults/test_rows_that_refuse.py",),
     ),
     Mutant(
@@ -810,8 +817,8 @@ MUTANTS = (
     Mutant(
         "the marks of a claim that was cancelled",
         "outboxq/slot.py",
-        "                picked = forgive(connection, request)\n",
-        "                picked = []\n",
+        "            picked = self._picked(connection, request)\n",
+        "            picked = []\n",
         ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
     Mutant(

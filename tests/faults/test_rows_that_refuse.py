@@ -9,6 +9,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.events import Event, JobCrashed, JobDone, JobSetAside, JobsSuspected
+from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import ledger
@@ -71,7 +72,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 @pytest.mark.parametrize("batch_size", [1, 10])
-@pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
+@pytest.mark.parametrize("state", ["ready", "scheduled"])
 def test_a_job_that_a_lease_cannot_take_is_a_dead_letter(
     state: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -137,29 +138,73 @@ def test_a_row_that_nothing_can_change_keeps_no_other_queue_waiting(
 
 
 @pytest.mark.parametrize("mode", CLAIMS)
-@pytest.mark.parametrize("refusal", ["a trigger of the statement", "a right that is missing"])
-def test_a_claim_that_fails_without_any_row_blames_no_job(
+@pytest.mark.parametrize("refusal", ["each row", "the statement", "a table that is missing"])
+def test_what_ails_all_jobs_blames_none(
     refusal: str, mode: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay,
     said: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Were each job tried by itself, each would fail, and all of them would be dead letters."""
+    """A trigger of the users' that needs mending makes no dead letters, whatever it says; then all of them run."""
     jobs = application(mode)
     enqueue(sessions, jobs)
-    if refusal == "a trigger of the statement":
-        run(
-            engine,
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'closed'; END$$",
-            f"CREATE TRIGGER refuse BEFORE {CLAIMS[mode]} ON outboxq.job FOR EACH STATEMENT EXECUTE FUNCTION refuse()",
-        )
-        mend = "DROP TRIGGER refuse ON outboxq.job"
-    else:
+    if refusal == "a table that is missing":
         run(engine, "ALTER TABLE outboxq.queue RENAME TO elsewhere")
         mend = "ALTER TABLE outboxq.elsewhere RENAME TO queue"
-    with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1)):
+    else:
+        for_each = "ROW" if refusal == "each row" else "STATEMENT"
+        run(
+            engine,
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$BEGIN RAISE 'no partition' USING ERRCODE = 'check_violation'; END$$",
+            f"CREATE TRIGGER refuse BEFORE {CLAIMS[mode]} ON outboxq.job FOR EACH {for_each} EXECUTE FUNCTION refuse()",
+        )
+        mend = "DROP TRIGGER refuse ON outboxq.job"
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=10, poll_seconds=0.1)) as running:
         wait_until(lambda: said.text.count("statements fail, trying again") > 1, "claims to fail")
-        assert fetch(engine, "SELECT FROM outboxq.dead_job") == []
+        assert fetch(engine, "SELECT DISTINCT state, attempt FROM outboxq.job") == [("ready", 0)]
         run(engine, mend)
         wait_until(lambda: len(ledger(engine)) == 6, "all jobs")
+    assert not running.of(JobSetAside)
+    assert not running.of(JobsSuspected)
+
+
+def test_a_reaper_that_can_take_no_job_buries_none(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, said: pytest.LogCaptureFixture
+) -> None:
+    """What refuses all of them will be mended: then they come back."""
+    jobs = application("lease")
+    enqueue(sessions, jobs)
+    run(
+        engine,
+        "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()",
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no partition'; END$$",
+        "CREATE TRIGGER refuse BEFORE UPDATE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, lease_seconds=1, poll_seconds=0.1)):
+        wait_until(lambda: said.text.count("taken back one by one") > 1, "two sweeps")
+        assert fetch(engine, "SELECT DISTINCT state FROM outboxq.job") == [("leased",)]
+        run(engine, "DROP TRIGGER refuse ON outboxq.job")
+        wait_until(lambda: len(ledger(engine)) == 6, "all jobs")
+    assert fetch(engine, "SELECT FROM outboxq.dead_job") == []
+
+
+def test_a_single_bad_row_among_many_costs_a_few_claims(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs in front of it run one by one, and not each of them is tried beforehand."""
+    tried: list[object] = []
+    one = ClaimScript.one
+    monkeypatch.setattr(ClaimScript, "one", lambda script, job_id: (tried.append(job_id), one(script, job_id))[1])
+    jobs = application("lease")
+    handlers = jobs.resolve().handlers
+    with sessions.begin() as session:
+        session.add_jobs(handlers["good"].job(name=f"before {number}") for number in range(60))
+        session.add_job(handlers["bad"], name="bad")
+        session.add_jobs(handlers["good"].job(name=f"behind {number}") for number in range(60))
+    refuse(engine, "UPDATE")
+    events = drain(jobs, batch_size=100, slots_per_queue=1)
+    assert len(ledger(engine)) == 120
+    assert len([event for event in events if isinstance(event, JobSetAside)]) == 1
+    assert len(tried) <= 3
 
 
 UNCHANGED = "its relay died, and its row cannot be changed"

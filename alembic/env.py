@@ -27,13 +27,14 @@ def run_offline() -> None:
         target_metadata=metadata,
         version_table=VERSION_TABLE,
         literal_binds=True,
+        transaction_per_migration=True,
     )
     with context.begin_transaction():
         context.run_migrations()
 
 
 def run_online() -> None:
-    """Run the revisions in one transaction."""
+    """Run the revisions, each in a transaction of its own."""
     engine = create_engine(database_url(), poolclass=NullPool, hide_parameters=True)
     with engine.connect() as connection:
         context.configure(
@@ -42,6 +43,7 @@ def run_online() -> None:
             version_table=VERSION_TABLE,
             include_schemas=True,
             include_name=is_ours,
+            transaction_per_migration=True,
         )
         with context.begin_transaction():
             context.run_migrations()

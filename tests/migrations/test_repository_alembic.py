@@ -39,6 +39,16 @@ def test_the_history_goes_up_is_clean_and_goes_down(database: Database, other_da
     assert not schema_exists(database.url)
 
 
+def test_each_revision_is_a_transaction_of_its_own(database: Database) -> None:
+    """The lock of step 7 is not held while step 8 reads the table; the offline SQL commits between them too."""
+    assert alembic("upgrade", "head", url=database.url).code == 0
+    transactions = "SELECT count(DISTINCT xmin::text) FROM outboxq.migration WHERE step > 0"
+    assert fetch_value(database.url, transactions) == migrations.LATEST
+    first, _, second = alembic("upgrade", "head", "--sql", url=None).out.partition("VALIDATE CONSTRAINT job_sizes")
+    assert second
+    assert "COMMIT;" in first.partition("job_sizes CHECK")[2]
+
+
 def test_check_sees_a_table_that_the_code_does_not_know(database: Database) -> None:
     """The check above looks into outboxq's schema."""
     assert alembic("upgrade", "head", url=database.url).code == 0

@@ -13,7 +13,7 @@ def run() -> None:
     url = context.config.attributes.get("url") or os.environ["OUTBOXQ_DATABASE_URL"]
     engine = create_engine(url, poolclass=NullPool)
     with engine.connect() as connection:
-        context.configure(connection=connection, target_metadata=Base.metadata)
+        context.configure(connection=connection, target_metadata=Base.metadata, transaction_per_migration=True)
         with context.begin_transaction():
             context.run_migrations()
 

@@ -46,7 +46,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_08_validated.UP, step_08_validated.DOWN),
 )
 LATEST = len(STEPS)
-# What comes behind one of these may take long, and the step takes a lock that nobody should wait for so long.
+# These steps take a lock that keeps everything else waiting, and what comes behind them may take long.
 COMMIT_BEHIND = (7,)
 
 _MARKER = re.compile("@([a-z_]+)@")

@@ -5,32 +5,47 @@ there before. Counters end one below their type, so that counting on cannot over
 as the text that a claim reads; up to 1,024 bytes, uncompressed, they cannot come to more than the bound.
 """
 
-from outboxq.migrations.repair import REPAIR
+from outboxq.migrations.repair import REPAIR_WHAT_IS_FREE
 
 # The lock is exclusive, and for the twinkling of a catalog's row. While it is waited for, claims and producers wait
-# too: so it is for a fifth of a second at a time.
-_LOCK = """\
+# too: so it is for a fifth of a second at a time. A vacuum of the server's own gives way only to a session that has
+# waited for deadlock_timeout: where one may be in the way, every fifth try takes that long.
+LOCK = """\
     DECLARE
       lock_timeout_before text := current_setting('lock_timeout');
       give_up_at timestamptz := clock_timestamp() + interval '5 minutes';
       tries integer := 0;
+      vacuums boolean;
+      in_use_by text;
     BEGIN
       LOOP
         BEGIN
           PERFORM set_config('lock_timeout', '200ms', true);
+          IF mod(tries, 5) = 4 AND vacuums THEN
+            PERFORM set_config('lock_timeout', extract(epoch FROM
+              current_setting('deadlock_timeout')::interval + interval '200ms') || 's', true);
+          END IF;
           LOCK TABLE @schema@.job IN ACCESS EXCLUSIVE MODE;
           EXIT;
         EXCEPTION WHEN lock_not_available THEN
+          SELECT coalesce(bool_or(mode = 'ShareUpdateExclusiveLock'), false),
+            coalesce(', which is in use by ' || string_agg(DISTINCT coalesce('pid ' || pid, 'a prepared transaction')
+              || coalesce(' (' || nullif(application_name, '') || ')', ''), ', '), '')
+          INTO vacuums, in_use_by
+          FROM pg_locks LEFT JOIN pg_stat_activity USING (pid)
+          WHERE granted AND locktype = 'relation' AND pid IS DISTINCT FROM pg_backend_pid()
+            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+            AND relation = to_regclass(@schema_identifier_literal@ || '.job');
           IF clock_timestamp() > give_up_at THEN
             RAISE EXCEPTION USING
               ERRCODE = 'lock_not_available',
               MESSAGE = 'outboxq: for 5 minutes there was no moment without an open transaction on '
-                || @schema_identifier_literal@ || '.job',
+                || @schema_identifier_literal@ || '.job' || in_use_by,
               HINT = 'Pause the queues (outboxq queues pause) or stop the relays until this step is done.';
           END IF;
           IF tries = 0 THEN
             RAISE NOTICE USING MESSAGE = 'outboxq: waiting for a moment without an open transaction on '
-              || @schema_identifier_literal@ || '.job';
+              || @schema_identifier_literal@ || '.job' || in_use_by;
           END IF;
           tries := tries + 1;
           PERFORM pg_sleep(0.8);
@@ -58,15 +73,16 @@ CHECKS = """\
 _ADD_JOB = "@schema@.add_job(text, jsonb, text, interval, timestamptz, integer, integer, jsonb, uuid)"
 
 UP = f"""\
-{REPAIR}
+{REPAIR_WHAT_IS_FREE}
     -- A role that may create functions in a schema of a caller's search_path would have its own called otherwise.
     ALTER FUNCTION {_ADD_JOB} SET search_path = pg_catalog, pg_temp;
     ALTER FUNCTION @schema@.wake_relays() SET search_path = pg_catalog, pg_temp;
-{_LOCK}
+{LOCK}
     ALTER TABLE @schema@.job
 {CHECKS};"""
 
 DOWN = f"""\
+{LOCK}
     ALTER TABLE @schema@.job DROP CONSTRAINT job_numbers, DROP CONSTRAINT job_lease, DROP CONSTRAINT job_sizes;
     ALTER FUNCTION @schema@.wake_relays() RESET search_path;
     ALTER FUNCTION {_ADD_JOB} RESET search_path;"""

@@ -3,14 +3,15 @@
 Reads the table once, beside the work: neither claims nor producers wait, if step 7 was committed before.
 """
 
-from outboxq.migrations.repair import REPAIR
-from outboxq.migrations.step_07_checks import CHECKS
+from outboxq.migrations.repair import REPAIR_ALL
+from outboxq.migrations.step_07_checks import CHECKS, LOCK
 
 UP = f"""\
-{REPAIR}
+{REPAIR_ALL}
     ALTER TABLE @schema@.job
       VALIDATE CONSTRAINT job_numbers, VALIDATE CONSTRAINT job_lease, VALIDATE CONSTRAINT job_sizes;"""
 
 DOWN = f"""\
+{LOCK}
     ALTER TABLE @schema@.job DROP CONSTRAINT job_numbers, DROP CONSTRAINT job_lease, DROP CONSTRAINT job_sizes,
 {CHECKS};"""

@@ -754,7 +754,7 @@ MUTANTS = (
     Mutant(
         "rows of before the checks on them",
         "outboxq/migrations/step_08_validated.py",
-        "{REPAIR}\n    ALTER TABLE @schema@.job\n      VALIDATE",
+        "{REPAIR_ALL}\n    ALTER TABLE @schema@.job\n      VALIDATE",
         "    ALTER TABLE @schema@.job\n      VALIDATE",
         ("tests/migrations/test_row_checks.py",),
     ),

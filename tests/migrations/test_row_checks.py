@@ -11,11 +11,13 @@ from sqlalchemy import Engine
 
 from outboxq.migrations import LATEST
 from outboxq.migrations.runner import migrate, migrate_committing
+from outboxq.migrations.step_07_checks import CHECKS as CHECKS_SQL
 from outboxq.postgres import Database
 from tests.migrations.catalog import libpq_url
 from tests.migrations.project import run_psql
 from tests.support.cli import call, command, environment
-from tests.support.row_checks import CHECKS
+from tests.support.own_server import own_server
+from tests.support.row_checks import CHECKS, drop_checks
 from tests.support.waiting import PATIENCE, wait_until
 
 BEFORE = 6
@@ -187,7 +189,8 @@ def test_while_transactions_are_open_the_step_waits_and_lets_others_through(
     with migrating(database, "--json") as process, holder:
         assert process.stderr is not None
         said = process.stderr.readline()
-        assert said == 'waiting for a moment without an open transaction on "outboxq".job\n'
+        assert said.startswith('waiting for a moment without an open transaction on "outboxq".job, which is in use by ')
+        assert f"pid {holder.info.backend_pid}" in said
         # Never for as long as this, were the lock waited for without an end.
         admin.execute("SET statement_timeout = '20s'")
         for _ in range(3):
@@ -201,15 +204,57 @@ def test_while_transactions_are_open_the_step_waits_and_lets_others_through(
 
 
 @pytest.mark.usefixtures("before")
-def test_the_table_is_read_while_others_write(
-    database: Database, empty_engine: Engine, admin: psycopg.Connection
+def test_for_a_row_that_is_held_the_first_of_the_two_steps_does_not_wait(
+    database: Database, admin: psycopg.Connection
 ) -> None:
-    """The lock of step 7 is given up before step 8 looks at the rows: for a row that is held no producer waits."""
-    with empty_engine.begin() as connection:
-        migrate(connection, to=BEFORE + 1)
-    admin.execute("ALTER TABLE outboxq.job DROP CONSTRAINT job_numbers")
+    """A handler may hold its row for minutes: the row is left to the step that waits beside the work."""
     insert(admin, "attempt", "-5")
-    admin.execute("ALTER TABLE outboxq.job ADD CONSTRAINT job_numbers CHECK (attempt >= 0) NOT VALID")
+    insert(admin, "unique_key", "repeat('x', 1025)")
+    holder = psycopg.connect(libpq_url(database.url))
+    # Ends the test, were the row waited for.
+    holder.execute("SET idle_in_transaction_session_timeout = '20s'")
+    holder.execute("SELECT FROM outboxq.job FOR UPDATE")
+    with migrating(database) as process, holder:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting for a moment without an open transaction")
+        holder.rollback()
+        assert process.wait(PATIENCE) == 0
+    assert admin.execute("SELECT attempt FROM outboxq.job").fetchall() == [(0,)]
+    assert admin.execute("SELECT count(*) FROM outboxq.dead_job").fetchone() == (1,)
+    assert validated(admin) == [True] * 3
+
+
+def insert_between(engine: Engine, admin: psycopg.Connection, values: dict[str, str]) -> None:
+    """A row that came between the repair of step 7 and its lock."""
+    with engine.begin() as connection:
+        migrate(connection, to=BEFORE + 1)
+    drop_checks(engine)
+    values = {"id": "gen_random_uuid()", "queue": "'q'", "kind": "'k'", "args": "'{}'"} | values
+    admin.execute(f"INSERT INTO outboxq.job ({', '.join(values)}) VALUES ({', '.join(values.values())})")
+    admin.execute(f"ALTER TABLE outboxq.job {CHECKS_SQL}")
+
+
+@pytest.mark.usefixtures("before")
+def test_a_row_that_breaks_two_checks_does_not_stop_the_second_step(
+    empty_engine: Engine, admin: psycopg.Connection
+) -> None:
+    """An UPDATE of its numbers would be refused for its length: it becomes a dead letter first, with numbers mended."""
+    args = LONG_JSON.format(LONG["args"] + 1)
+    insert_between(empty_engine, admin, {"attempt": "-5", "crashes": "32767", "args": args})
+    assert upgrade(empty_engine) == (BEFORE + 1, LATEST)
+    assert admin.execute("SELECT attempt, crashes FROM outboxq.dead_job").fetchall() == [(0, 32766)]
+    assert admin.execute("SELECT count(*) FROM outboxq.job").fetchone() == (0,)
+
+
+@pytest.mark.usefixtures("before")
+@pytest.mark.parametrize(
+    ("column", "value", "left"), [("attempt", "-5", [(0,), (0,)]), ("unique_key", "repeat('x', 1025)", [(0,)])]
+)
+def test_the_table_is_read_while_others_write(
+    database: Database, empty_engine: Engine, admin: psycopg.Connection, column: str, value: str, left: list[object]
+) -> None:
+    """The lock of step 7 is given up before step 8 waits for a row that is held, and says so: no producer waits."""
+    insert_between(empty_engine, admin, {column: value})
     holder = psycopg.connect(libpq_url(database.url))
     holder.execute("SELECT FROM outboxq.job FOR UPDATE")
     with migrating(database) as process, holder:
@@ -218,9 +263,66 @@ def test_the_table_is_read_while_others_write(
         admin.execute("SET lock_timeout = '20s'")
         insert(admin, "kind", "'meanwhile'")
         holder.rollback()
-        assert process.wait(PATIENCE) == 0
-    assert admin.execute("SELECT attempt FROM outboxq.job ORDER BY seq").fetchall() == [(0,), (0,)]
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert said == ('waiting for the end of a transaction that holds a row of "outboxq".job which must be repaired\n')
+    assert admin.execute("SELECT attempt FROM outboxq.job ORDER BY seq").fetchall() == left
     assert validated(admin) == [True] * 3
+
+
+@pytest.mark.parametrize("to", [BEFORE, BEFORE + 1])
+def test_on_the_way_down_the_lock_is_asked_for_a_moment_at_a_time(
+    database: Database, empty_engine: Engine, admin: psycopg.Connection, to: int
+) -> None:
+    """While a transaction is open, producers go on in both directions."""
+    with empty_engine.begin() as connection:
+        migrate(connection, to=to + 1)
+    holder = psycopg.connect(libpq_url(database.url))
+    # Ends the test, were the lock waited for without a word.
+    holder.execute("SET idle_in_transaction_session_timeout = '20s'")
+    insert(holder, "kind", "'held'")
+    with migrating(database, "--to", str(to)) as process, holder:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting for a moment without an open transaction")
+        admin.execute("SET lock_timeout = '20s'")
+        insert(admin, "kind", "'meanwhile'")
+        holder.commit()
+        assert process.wait(PATIENCE) == 0
+    assert admin.execute("SELECT max(step) FROM outboxq.migration").fetchone() == (to,)
+
+
+@pytest.mark.large
+def test_a_vacuum_of_the_servers_own_gives_way() -> None:
+    """It does so only for a session that waits for as long as deadlock_timeout."""
+    settings = {"autovacuum": "on", "autovacuum_naptime": "1s", "track_counts": "on"}
+    with (
+        own_server(settings) as server,
+        server.create_database() as database,
+        psycopg.connect(libpq_url(database.url), autocommit=True) as admin,
+    ):
+        admin.execute(call("migrate", "--sql", "--to", BEFORE).ok().stdout)
+        # Minutes of work: a page takes a tenth of a second.
+        admin.execute(
+            "ALTER TABLE outboxq.job SET (autovacuum_vacuum_cost_delay = 100, autovacuum_vacuum_cost_limit = 1)"
+        )
+        admin.execute(
+            "INSERT INTO outboxq.job (id, queue, kind, args) "
+            "SELECT gen_random_uuid(), 'q', 'k', '{}' FROM generate_series(1, 100000)"
+        )
+        admin.execute("DELETE FROM outboxq.job")
+        at_work = (
+            "SELECT count(*) FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted "
+            "AND backend_type = 'autovacuum worker' AND relation = 'outboxq.job'::regclass"
+        )
+        wait_until(lambda: admin.execute(at_work).fetchone() == (1,), "the server to look after the table")
+        with migrating(database) as process:
+            try:
+                _, said = process.communicate(timeout=PATIENCE)
+            finally:
+                process.kill()
+        assert process.returncode == 0, said
+        assert "waiting for a moment" in said
+        assert validated(admin) == [True] * 3
 
 
 @pytest.mark.usefixtures("before")

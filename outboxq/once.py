@@ -345,22 +345,18 @@ def record(
         EffectNotRecorded: the database was away all the time, or refused that too.
     """
 
-    def write(result: str | None, error: str | None) -> Steps[Row[Any] | None]:
+    def write(result: str | None, error: str | None) -> Callable[[Connection], Row[Any] | None]:
         statement = statements.record(
             request.scope, request.key, request.token, status,
             in_doubt=in_doubt, result=result, error=error, keep=keep, unlock=unlock,
         )  # fmt: skip
-        return insist(
-            lambda connection: connection.execute(statement).one_or_none(), seconds=request.lease.total_seconds()
-        )
+        return lambda connection: connection.execute(statement).one_or_none()
+
+    def write_less(refused: Exception) -> Callable[[Connection], Row[Any] | None]:
+        return write(None, _refused_as(refused) if result is not None else _in_ascii(error))
 
     try:
-        try:
-            recorded = yield from write(result, error)
-        except Exception as refused:
-            if is_outage(refused):
-                raise
-            recorded = yield from write(None, _refused_as(refused) if result is not None else _in_ascii(error))
+        recorded = yield from insist(write(result, error), seconds=request.lease.total_seconds(), instead=write_less)
     except Exception as lost:
         raise EffectNotRecorded(request.scope, request.key) from lost
     if recorded is None:
@@ -390,10 +386,16 @@ def _try_twice(run: Callable[[Connection], T]) -> Steps[T]:
     return answer
 
 
-def insist(run: Callable[[Connection], T], *, seconds: float) -> Steps[T]:
+def insist(
+    run: Callable[[Connection], T],
+    *,
+    seconds: float,
+    instead: Callable[[Exception], Callable[[Connection], T]] | None = None,
+) -> Steps[T]:
     """Write what is known, again and again while the database is away; a record may be repeated.
 
-    An interruption (KeyboardInterrupt, SystemExit) goes on only when that is done; a second one at once.
+    What the database refuses for its data is written once more, as `instead` makes it of the error.
+    An interruption (KeyboardInterrupt, SystemExit) goes on only when all that is done; a second one at once.
     """
     deadline = time.monotonic() + seconds
     pause_seconds = _FIRST_PAUSE_SECONDS
@@ -406,12 +408,16 @@ def insist(run: Callable[[Connection], T], *, seconds: float) -> Steps[T]:
         except GeneratorExit:
             raise
         except Exception as error:
-            if time.monotonic() + pause_seconds > deadline or not is_outage(error):
-                if interruption is not None:
-                    raise interruption from error
+            if instead is not None and not is_outage(error):
+                step = write = Transact(instead(error), settles=True)
+                instead = None
+            elif is_outage(error) and time.monotonic() + pause_seconds <= deadline:
+                step = Pause(pause_seconds, settles=True)
+                pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
+            elif interruption is not None:
+                raise interruption from error
+            else:
                 raise
-            step = Pause(pause_seconds, settles=True)
-            pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
         except BaseException as error:
             if interruption is not None:
                 raise

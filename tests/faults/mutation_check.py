@@ -322,8 +322,8 @@ MUTANTS = (
     Mutant(
         "the record without a result that the database refuses",
         "outboxq/once.py",
-        "            if is_outage(refused):\n",
-        "            if refused is not None:\n",
+        "            if instead is not None and not is_outage(error):\n",
+        "            if instead is None and not is_outage(error):\n",
         ("tests/integration/test_once_refused_data.py",),
     ),
     Mutant(

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
 
 from outboxq import CallNotApplied, CallRefused
 from outboxq.errors import EffectFailed, EffectNotRecorded, EffectUnknown, ResultNotStorable
@@ -115,6 +115,27 @@ def test_an_interruption_while_a_result_is_encoded_does_not_lose_that_it_is_done
     with pytest.raises(KeyboardInterrupt):
         once("charge", key="1", call=call)
     raised(ResultNotStorable, lambda: once("charge", key="1", call=call))
+    once.dispose()
+    assert call.count == 1
+
+
+def test_an_interruption_before_the_database_refuses_a_result_does_not_lose_that_it_is_done(engine: Engine) -> None:
+    """Recorded without its result, though the interruption came first; then that goes on."""
+    once, call = SyncOnce(engine), Counted(msgspec.Raw(b"{"))
+    interruptions = [KeyboardInterrupt()]
+
+    def interrupt(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if interruptions and statement.startswith("UPDATE outboxq.effect"):
+            raise interruptions.pop()
+
+    event.listen(Engine, "before_cursor_execute", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            once("charge", key="1", call=call)
+    finally:
+        event.remove(Engine, "before_cursor_execute", interrupt)
+    assert row(engine, "1") | {"status": "done", "result": None} == row(engine, "1")
+    assert raised(ResultNotStorable, lambda: once("charge", key="1", call=call)).reason.endswith("SQLSTATE 22P02")
     once.dispose()
     assert call.count == 1
 

@@ -39,8 +39,10 @@ from outboxq.statements.effects import Seen, Status
 
 T = TypeVar("T")
 
-# A standby that is being promoted, the role's own lock_timeout, and what the server ended for the sake of others.
-_PASSING = ("25006", "55P03", "40001", "40P01")
+# Of the role, or of a claim.
+_LOCK_TIMEOUT = "55P03"
+# A standby that is being promoted, a lock_timeout, and what the server ended for the sake of others.
+_PASSING = ("25006", _LOCK_TIMEOUT, "40001", "40P01")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
@@ -375,15 +377,32 @@ def _in_ascii(text: str | None) -> str | None:
 
 
 def _try_twice(run: Callable[[Connection], T]) -> Steps[T]:
-    """Run a transaction, and once more where the database was away: a claim may be repeated."""
-    try:
-        answer: T = yield Transact(run)
-    except Exception as error:
-        if not is_outage(error):
-            raise
+    """Run a transaction, and once more where the database was away: a claim may be repeated.
+
+    A row that another transaction holds is waited for as long as the session would wait, in tries of a second.
+    """
+    was_away = False
+    while True:
+        try:
+            answer: T = yield Transact(run)
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            still_waits = _is_lock_timeout(error) and (yield Transact(_waits_without_end))
+            if was_away and not still_waits:
+                raise
+            was_away = was_away or not still_waits
+        else:
+            return answer
         yield Pause(_FIRST_PAUSE_SECONDS)
-        answer = yield Transact(run)
-    return answer
+
+
+def _is_lock_timeout(error: Exception) -> bool:
+    return isinstance(error, DBAPIError) and sqlstate_of(error) == _LOCK_TIMEOUT
+
+
+def _waits_without_end(connection: Connection) -> bool:
+    return bool(connection.execute(statements.select_waits_without_end()).scalar_one())
 
 
 def insist(

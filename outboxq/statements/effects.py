@@ -39,6 +39,9 @@ _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
+# How long one try of a claim waits for a row where the session would wait without end.
+_TRY = "1s"
+
 _now = pg.clock_timestamp
 
 
@@ -69,7 +72,9 @@ def claim(
 
     None only where somebody else claimed it after this statement's snapshot: look again.
     Index: the primary key. Locks: the effect's row, and only to take it: what is under way, or came to an end, is
-    neither locked nor waited for, also where its record is just being committed.
+    neither locked nor waited for, also where its record is just being committed. A row that is to be taken is
+    waited for a second long where the session would wait without end (`select_waits_without_end`; 55P03), so that the
+    caller can be cancelled between two tries.
     A repetition of a claim whose COMMIT was not answered finds its own token.
     """
     # Cast: without, a driver would have to guess the type of a NULL.
@@ -92,11 +97,14 @@ def claim(
         "lock_token": literal(token, effect.c.lock_token.type),
         "locked_until": _now() + literal(lease),
     }
+    # Read by the insert, so it is set before a row is waited for.
+    patience = select(_shorten_wait().label("value")).cte("patience").prefix_with("MATERIALIZED")
+    is_wanted = and_(patience.c.value.is_not(None), ~exists(select(standing.c.claimed).where(~standing.c.is_free)))
     claimed = (
         insert(effect)
         .from_select(
             list(new),
-            select(*new.values()).where(~exists(select(standing.c.claimed).where(~standing.c.is_free))),
+            select(*new.values()).where(is_wanted),
             include_defaults=False,
         )
         .on_conflict_do_update(
@@ -138,6 +146,20 @@ def _seen(
         _seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
         _seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
     ]
+
+
+def _shorten_wait() -> ColumnElement[str]:
+    set_now = pg.set_config("lock_timeout", _TRY, True, type_=StoredText())
+    return case((_waits_without_end(), set_now), else_="as it was")
+
+
+def _waits_without_end() -> ColumnElement[bool]:
+    return pg.current_setting("lock_timeout", type_=StoredText()) == "0"
+
+
+def select_waits_without_end() -> Select[Any]:
+    """Whether the session's own lock_timeout is none. One row; no locks."""
+    return select(_waits_without_end())
 
 
 def _durably() -> ColumnElement[str | None]:

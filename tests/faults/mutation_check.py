@@ -341,6 +341,13 @@ MUTANTS = (
         ("tests/faults/test_once_cancelled.py",),
     ),
     Mutant(
+        "the cancellation of a claim that waits for a row",
+        "outboxq/statements/effects.py",
+        '_TRY = "1s"\n',
+        '_TRY = "1h"\n',
+        ("tests/faults/test_once_cancelled.py",),
+    ),
+    Mutant(
         "the connections that are kept for records",
         "outboxq/effect_transactions.py",
         "        with self._transaction(self._pools.records if settles else self._pools.claims) as connection:\n",

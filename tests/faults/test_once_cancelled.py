@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outboxq import AsyncEffects
+from outboxq import AsyncEffects, CallNotApplied
 from outboxq.errors import EffectUnknown
 from outboxq.postgres import Database
 from outboxq.statements import effects as statements
@@ -240,6 +241,58 @@ def test_a_cancellation_is_not_forgotten_where_the_claim_fails(outboxq_database:
 
     asyncio.run(main())
     assert calls == []
+
+
+@pytest.mark.parametrize("in_threads", [False, True], ids=["async engine", "sync engine"])
+def test_a_claim_that_waits_for_a_row_can_be_cancelled(
+    outboxq_database: Database, engine: Engine, in_threads: bool
+) -> None:
+    """The cancellation goes on while another transaction holds the row; nothing is called, and the doubt stands."""
+    leave_in_doubt(engine)
+
+    async def main() -> None:
+        async with opened(outboxq_database) as of_async:
+            effects = AsyncEffects(engine) if in_threads else of_async
+            with engine.connect() as holder:
+                holder.execute(text("SELECT FROM outboxq.effect FOR UPDATE"))
+                task = asyncio.ensure_future(effects.once("charge", key="1", call=lambda _: asyncio.sleep(0)))
+                await until_it_waits(engine)
+                task.cancel()
+                done, _ = await asyncio.wait((task,), timeout=30)
+                assert done, "it waits for the other transaction"
+                assert task.cancelled()
+            if in_threads:
+                await effects.dispose()
+
+    asyncio.run(main())
+    assert row(engine, "1") | {"status": "started", "in_doubt": False, "attempts": 1} == row(engine, "1")
+
+
+def raise_not_applied(_provider_key: str) -> None:
+    raise CallNotApplied("busy")
+
+
+def test_a_row_that_another_transaction_holds_is_waited_for(engine: Engine) -> None:
+    """In tries of a second, for as long as it takes where no lock_timeout is set."""
+    once, failures = SyncOnce(engine), []
+
+    def count(failure: object) -> None:
+        failures.append(failure)
+
+    with pytest.raises(CallNotApplied):
+        once("charge", key="1", call=raise_not_applied)
+    event.listen(Engine, "handle_error", count)
+    try:
+        with engine.connect() as holder, ThreadPoolExecutor(1) as threads:
+            holder.execute(text("SELECT FROM outboxq.effect FOR UPDATE"))
+            caller = threads.submit(once, "charge", key="1", call=lambda _: "done")
+            wait_until(lambda: len(failures) >= 2, "two tries to have waited in vain")
+            assert not caller.done()
+            holder.rollback()
+            assert caller.result() == "done"
+    finally:
+        event.remove(Engine, "handle_error", count)
+    once.dispose()
 
 
 def leave_in_doubt(engine: Engine) -> None:

@@ -33,10 +33,11 @@ class NewInstallation:
 def renew_installation(connection: Connection) -> NewInstallation:
     """Give the installation another id, in the caller's transaction: no call is made with a key of the former one.
 
-    Processes read the id once: those that call effects outside of relays must be stopped before, and started again.
+    Processes read the id once and go on with it: all must be stopped before, and started again. Relays in transaction
+    mode, and other processes between two calls, are not seen.
 
     Raises:
-        InstallationInUse: a relay is alive, or a call is under way.
+        InstallationInUse: a relay in lease mode is alive, or a call is under way.
     """
     former_id: UUID = connection.execute(statements.lock_installation()).scalar_one()
     used = connection.execute(statements.select_use()).one()

@@ -45,8 +45,8 @@ def list_effects(
     """List effects, the latest change first, without their results.
 
     started: a call is under way, or its caller died. done and failed: what came of it is replayed. retryable: the next
-    caller calls again; in doubt where an earlier call may have been applied. unknown: nobody can know, and nobody calls
-    until you resolve it.
+    caller calls again; in doubt where an earlier call may have been applied. unknown: whether the call was applied
+    cannot be found out, and it is not made again until you resolve the effect.
 
     \b
     Examples:
@@ -119,13 +119,13 @@ def resolve_effect(
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Say what became of a call that nobody knows about.
+    """Say what became of a call that has no known outcome.
 
-    It is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that `outboxq
-    effects show` prints; of an HTTP request (a scope such as 'POST /orders') look at the rows that it writes. After
-    --applied nobody calls again, and callers get the result that you give as JSON; give null where the handler
-    does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied the next
-    caller calls again: if that was wrong, the call is made twice.
+    The effect is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that
+    `outboxq effects show` prints; of an HTTP request (a scope such as 'POST /orders') look at the rows that it writes.
+    After --applied the call is not made again, and callers get the result that you give as JSON; give null where the
+    handler does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied
+    the next caller calls again: if that was wrong, the call is made twice.
 
     One that is done without a result can be given its result in the same way. Otherwise an effect that is settled, or
     that is being called, is not changed: the exit code is 1.
@@ -167,13 +167,15 @@ def new_installation(
     one of them with the result of the other, and does nothing. Run this in the copy (staging, a test) and not in the
     original, as the owner of the tables, before anything runs there.
 
-    What was settled stays and is replayed. What may have been called (started, retryable and in doubt) becomes
-    unknown, so that nobody calls with a key of the original; what surely was not (retryable) is forgotten, and called
-    with a new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a --result.
+    What was settled stays and is replayed. What may have been called (started, retryable and in doubt) becomes unknown,
+    so that no call is made with a key of the original; what surely was not (retryable) is forgotten, and called with a
+    new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a --result.
 
-    While a relay is alive or a call is under way nothing is done, and the exit code is 1. Processes read the id once:
-    stop web processes too that call effects. Jobs are not touched: relays of the copy run those that were copied, with
-    the new keys. docs/operating.md has the whole way of a copy.
+    While a relay in lease mode is alive or a call is under way nothing is done, and the exit code is 1. Relays in
+    transaction mode, and other processes between two calls, are not seen. Every process reads the id once and calls
+    with keys of the id that it read: stop all of them before, and start them again after the command. Jobs are not
+    touched: relays of the copy run those that were copied, with the new keys. docs/operating.md has the whole way of a
+    copy.
 
     \b
     Examples:
@@ -185,7 +187,7 @@ def new_installation(
 
     if not yes:
         if not sys.stdin.isatty():
-            raise WrongUsage("new-installation asks first, and nobody can answer here: add --yes")
+            raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
         typer.confirm(
             "Give this installation a new id? Calls of the former one are not repeated.", abort=True, err=True
         )
@@ -200,7 +202,7 @@ def new_installation(
 def _print_installation(renewed: "NewInstallation") -> None:
     typer.echo(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
     typer.echo(f"{renewed.forgotten:,} effects that were not applied are forgotten: they get a key of the new id")
-    typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: nobody calls them")
+    typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: they are not called")
     if renewed.unknown:
         notice(
             f"{renewed.unknown:,} effects are unknown, with keys of the former id: `outboxq effects list --status "

@@ -130,6 +130,13 @@ def test_it_asks_first_and_says_what_to_do_where_nobody_can_answer(
     assert id_of(engine) == copied
 
 
+def test_its_help_says_which_processes_it_does_not_see() -> None:
+    """They would go on with keys of the former id: stopping them is left to the operator."""
+    words = " ".join(call("effects", "new-installation", "--help").ok().stdout.split())
+    assert "Relays in transaction mode, and other processes between two calls, are not seen." in words
+    assert "stop all of them before, and start them again after the command" in words
+
+
 def answered(database: Database, answer: str) -> int:
     """The exit code after this answer at a terminal."""
     ours, theirs = pty.openpty()

@@ -773,6 +773,15 @@ MUTANTS = (
         ("tests/migrations/test_row_checks.py",),
     ),
     Mutant(
+        "what is too long goes before its numbers are set",
+        "outboxq/migrations/repair.py",
+        """{_BURY.format(held=_SAY_HELD)}
+{_SET_FREE_NUMBERS}""",
+        """{_SET_FREE_NUMBERS}
+{_BURY.format(held=_SAY_HELD)}""",
+        ("tests/migrations/test_row_checks.py",),
+    ),
+    Mutant(
         "a row of a leased job that another transaction holds",
         "outboxq/settle.py",
         "sqlstate_of(error) in _GAVE_UP_WAITING:",

@@ -213,7 +213,7 @@ class EffectConflict(EffectError, PermanentError):
 
 
 class EffectLockLost(EffectError):
-    """The call took longer than its lock lasted, and somebody took over, or its row is gone: nothing was recorded."""
+    """The call outlasted its lock and another caller took over, or its row is gone: nothing was recorded."""
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(

@@ -7,7 +7,7 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     """Count what waits, runs and died, per queue.
 
     The states are those of `outboxq jobs list`. "parked" jobs, a part of scheduled and due, were put off because no
-    relay that saw them knows their kind: start one that does. Effects whose outcome nobody knows are counted too. The
+    relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted too. The
     counts read the whole table of jobs.
 
     \b

@@ -184,7 +184,7 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Executable:
-    """Write what a call came to; one row with the result and the error as stored, or none where somebody took over.
+    """Write what a call came to; one row with the result and the error as stored, or none if another caller took over.
 
     May be repeated: the token stays.
 

@@ -150,7 +150,7 @@ class Unreadable(CallRefused):
         Exception.__init__(self)
 
     @property
-    def reason(self) -> str:  # type: ignore[override]
+    def reason(self) -> str:
         raise RuntimeError
 
 
@@ -186,7 +186,7 @@ def test_a_refusal_outside_the_connections_encoding_is_recorded_in_ascii(latin: 
 
 def odd_errors() -> dict[str, type[Exception]]:
     nameless = type("Nameless", (Exception,), {})
-    nameless.__module__ = None  # type: ignore[assignment]
+    nameless.__module__ = None
     return {
         # A class cannot be made with such a name, but it can be given one.
         "a NUL": renamed("Odd\0Error"),

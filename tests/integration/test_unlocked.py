@@ -72,7 +72,7 @@ def handlers(sort: str, act: Callable[[Any, Any], object], annotation: Any) -> t
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
     return [
-        (record.outboxq_kind, record.outboxq_entity, record.outboxq_attributes)  # type: ignore[attr-defined]
+        (record.outboxq_kind, record.outboxq_entity, record.outboxq_attributes)
         for record in caplog.records
         if "row it has not locked" in record.getMessage()
     ]

@@ -17,21 +17,21 @@ from tests.soak.slopes import in_lines
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 if something grows, or a job did not come to what it was to come to."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=str(__doc__).splitlines()[0])
     for field in dataclasses.fields(SoakOptions):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=field.type, default=field.default, help=f"[{field.default}]")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and no lines on the way")
     order = vars(parser.parse_args(arguments))
     as_json = order.pop("json")
-    report = soak(SoakOptions(**order), (lambda _: None) if as_json else (lambda line: print(line, flush=True)))  # noqa: T201
+    report = soak(SoakOptions(**order), (lambda _: None) if as_json else (lambda line: print(line, flush=True)))
     if as_json:
-        print(json.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
+        print(json.dumps(dataclasses.asdict(report), indent=2))
         return 1 if report.problems else 0
-    print("\n".join(in_lines(report.slopes)))  # noqa: T201
+    print("\n".join(in_lines(report.slopes)))
     figures = {name: value for name, value in dataclasses.asdict(report).items() if name not in ("slopes", "problems")}
-    print(", ".join(f"{name} {value}" for name, value in figures.items()))  # noqa: T201
-    print("\n".join(report.problems) or "nothing grows, and each job came to its end once")  # noqa: T201
+    print(", ".join(f"{name} {value}" for name, value in figures.items()))
+    print("\n".join(report.problems) or "nothing grows, and each job came to its end once")
     return 1 if report.problems else 0
 
 

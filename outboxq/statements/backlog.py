@@ -178,7 +178,7 @@ def select_job(job_id: UUID) -> Executable:
 
 
 def count_matching(wanted: JobFilter) -> Executable:
-    """How many jobs match, by queue and kind. See `count_kinds`."""
+    """How many jobs match, by queue and kind. Reads the table once; no locks."""
     return count_kinds(job, wanted.conditions())
 
 

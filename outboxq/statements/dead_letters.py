@@ -86,7 +86,7 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
 
 
 def count_matching(wanted: DeadFilter, *, to_retry: bool) -> Executable:
-    """How many match, by queue and kind; `to_retry`: without those that `retry_page` leaves. See `count_kinds`."""
+    """How many match, by queue and kind; `to_retry`: without those that `retry_page` leaves."""
     return count_kinds(dead_job, [*wanted.conditions(), *(_can_be_jobs() if to_retry else ())])
 
 

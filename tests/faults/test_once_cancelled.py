@@ -107,7 +107,7 @@ def tries(engine: Engine) -> int:
 def test_cancellations_while_a_result_waits_for_the_database_do_not_lose_it(
     outboxq_database: Database, engine: Engine, times: int
 ) -> None:
-    """It is tried again for as long as its lock lasts, whoever cancels between two tries; then they go on."""
+    """It is tried again for as long as its lock lasts; a cancellation between two tries goes on after that."""
     go_away(engine)
 
     async def main() -> None:

@@ -35,7 +35,7 @@ def left(engine: Engine, noun: str) -> int:
 
 @EVERY_COMMAND
 def test_more_than_a_hundred_are_asked_about(noun: str, outboxq_database: Database, engine: Engine) -> None:
-    """A filter that finds more changes nothing where nobody can answer, and says with which words it would."""
+    """A filter that finds more changes nothing if the input is no terminal, and says with which words it would."""
     fill(engine, noun, 101)
     refused = call(*noun.split(), "--queue", "many", url=outboxq_database.url)
     assert refused.exit_code == 2

@@ -220,7 +220,7 @@ def test_a_schema_of_the_search_path_that_is_open_to_others_is_told(
 def test_the_search_path_of_another_role_that_could_be_a_relays_counts(
     outboxq_database: Database, role: AnotherRole
 ) -> None:
-    """Its own setting, with the schema that has its name; what that role itself may do harms nobody."""
+    """Its own setting, with the schema that has its name; what that role itself may do is its own affair."""
     name, url = role
     execute(
         outboxq_database.url,

@@ -151,7 +151,7 @@ def test_a_renamed_schema_is_found_and_can_be_mended(outboxq_database: Database)
 
 
 def test_a_function_that_was_changed_is_named(outboxq_database: Database) -> None:
-    """Whoever changed it: what runs at each producer's INSERT is what the migrations wrote."""
+    """What runs at each producer's INSERT is what the migrations wrote, or the doctor names it."""
     url = outboxq_database.url
     execute(
         url,

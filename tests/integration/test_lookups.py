@@ -212,7 +212,7 @@ def operate(engine: Engine) -> None:
 
 
 def kept_from_public(connection: Connection) -> list[str]:
-    """What defaults, indexes, checks and triggers have of `public`, to be called by whoever writes a row."""
+    """What defaults, indexes, checks and triggers have of `public`, to be called with each row that is written."""
     connection.execute(text("SET LOCAL search_path = pg_catalog"))
     kept = text(
         "SELECT pg_describe_object(classid, objid, objsubid) || ': ' || pg_describe_object(refclassid, refobjid, 0) "

@@ -91,7 +91,7 @@ def test_a_row_that_is_older_than_the_call_is_asked_for_too(once, engine: Engine
 
 
 def test_a_look_up_that_cannot_tell_before_the_first_call_leaves_it_to_an_operator(once, engine: Engine) -> None:
-    """Also where the provider honours keys: nobody knows since when it would have to."""
+    """Also where the provider honours keys: since when it would have to is unknown."""
     provider = Provider()
     options = provider.options(ask_first=True, already_applied=lambda _: Unknown(), provider_remembers=DAY)
     for _ in range(2):

@@ -145,7 +145,7 @@ def test_a_producer_enqueues_and_does_nothing_else(roles: Cast, engine: Engine) 
 
 
 def test_a_producer_copies_and_inserts_by_hand_into_its_columns_alone(roles: Cast) -> None:
-    """COPY and INSERT by their names; without a list both mean every column, and the identity is nobody's to choose."""
+    """COPY and INSERT by their names; without a list both mean every column, and the identity cannot be chosen."""
     columns = "(id, queue, kind, args, headers, priority, max_attempts, state, run_at)"
     row = (secrets.token_hex(16), "ledger", "record", "{}", "{}", 0, None, "ready", "now")
     with psycopg.connect(libpq_url(roles.url("producer")), autocommit=True) as connection:

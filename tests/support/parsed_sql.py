@@ -39,29 +39,29 @@ class Names(Visitor):
         # What only a keyword says, such as EXTRACT, comes with its schema.
         self.calls.add((tuple(part.sval for part in node.funcname), len(node.args or ())))
 
-    def visit_A_Expr(self, _: Any, node: ast.A_Expr) -> None:  # noqa: N802
+    def visit_A_Expr(self, _: Any, node: ast.A_Expr) -> None:  # noqa: N802  # the parser's names
         name = tuple(part.sval for part in node.name)
         if len(name) == 1:
             self.operators |= {">=", "<="} if "BETWEEN" in name[0] else {name[0]}
 
-    def visit_JoinExpr(self, _: Any, node: ast.JoinExpr) -> None:  # noqa: N802
+    def visit_JoinExpr(self, _: Any, node: ast.JoinExpr) -> None:  # noqa: N802  # the parser's names
         if node.usingClause:
             self.operators.add("=")
 
-    def visit_SubLink(self, _: Any, node: ast.SubLink) -> None:  # noqa: N802
+    def visit_SubLink(self, _: Any, node: ast.SubLink) -> None:  # noqa: N802  # the parser's names
         if node.testexpr is not None:
             self.operators |= {part.sval for part in node.operName or ()} or {"="}
 
-    def visit_CaseExpr(self, _: Any, node: ast.CaseExpr) -> None:  # noqa: N802
+    def visit_CaseExpr(self, _: Any, node: ast.CaseExpr) -> None:  # noqa: N802  # the parser's names
         if node.arg is not None:
             self.operators.add("=")
 
-    def visit_CommonTableExpr(self, _: Any, node: ast.CommonTableExpr) -> None:  # noqa: N802
+    def visit_CommonTableExpr(self, _: Any, node: ast.CommonTableExpr) -> None:  # noqa: N802  # the parser's names
         self._ctes.add(node.ctename)
 
-    def visit_LockingClause(self, _ancestors: Any, _node: ast.LockingClause) -> object:  # noqa: N802
+    def visit_LockingClause(self, _ancestors: Any, _node: ast.LockingClause) -> object:  # noqa: N802  # the parser's names
         # FOR UPDATE OF names what FROM has named.
         return Skip
 
-    def visit_RangeVar(self, _: Any, node: ast.RangeVar) -> None:  # noqa: N802
+    def visit_RangeVar(self, _: Any, node: ast.RangeVar) -> None:  # noqa: N802  # the parser's names
         self.tables.add((node.schemaname, node.relname))

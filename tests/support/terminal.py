@@ -1,4 +1,4 @@
-"""The command line with somebody at its terminal, who answers once."""
+"""The command line at a terminal, with one answer typed into it."""
 
 import os
 import pty

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from outboxq.postgres_binaries import SourceFailed, embedded_binaries
+from outboxq.postgres.binaries import SourceFailed, embedded_binaries
 
 _TRANSACTIONS_A_SECOND = re.compile(r"^tps = ([0-9.]+) \(without initial connection time\)", re.MULTILINE)
 _TIMEOUT_SECONDS = 600.0

@@ -9,94 +9,94 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from outboxq.codec.entities import Locked as Locked
     from outboxq.config import RelayConfig as RelayConfig
     from outboxq.config import SlotGroup as SlotGroup
-    from outboxq.context import AsyncBatchContext as AsyncBatchContext
-    from outboxq.context import AsyncContext as AsyncContext
-    from outboxq.context import BatchContext as BatchContext
-    from outboxq.context import BatchItem as BatchItem
-    from outboxq.context import Context as Context
-    from outboxq.effects import Applied as Applied
-    from outboxq.effects import AsyncEffects as AsyncEffects
-    from outboxq.effects import Effects as Effects
-    from outboxq.effects import NotApplied as NotApplied
-    from outboxq.effects import Unknown as Unknown
-    from outboxq.enqueue import AsyncOutboxSession as AsyncOutboxSession
-    from outboxq.enqueue import OutboxSession as OutboxSession
-    from outboxq.enqueue import add_job as add_job
-    from outboxq.enqueue import add_jobs as add_jobs
-    from outboxq.entities import Locked as Locked
+    from outboxq.effects.api import Applied as Applied
+    from outboxq.effects.api import AsyncEffects as AsyncEffects
+    from outboxq.effects.api import Effects as Effects
+    from outboxq.effects.api import NotApplied as NotApplied
+    from outboxq.effects.api import Unknown as Unknown
     from outboxq.errors import CallNotApplied as CallNotApplied
     from outboxq.errors import CallRefused as CallRefused
     from outboxq.errors import OutboxqError as OutboxqError
     from outboxq.errors import PermanentError as PermanentError
-    from outboxq.find import FoundJob as FoundJob
-    from outboxq.find import find_job as find_job
-    from outboxq.handlers import BatchHandler as BatchHandler
-    from outboxq.handlers import Handler as Handler
+    from outboxq.handlers.context import AsyncBatchContext as AsyncBatchContext
+    from outboxq.handlers.context import AsyncContext as AsyncContext
+    from outboxq.handlers.context import BatchContext as BatchContext
+    from outboxq.handlers.context import BatchItem as BatchItem
+    from outboxq.handlers.context import Context as Context
+    from outboxq.handlers.handler import BatchHandler as BatchHandler
+    from outboxq.handlers.handler import Handler as Handler
+    from outboxq.handlers.registry import Jobs as Jobs
     from outboxq.inbox import Acceptance as Acceptance
     from outboxq.inbox import AcceptedBatch as AcceptedBatch
     from outboxq.inbox import Inbox as Inbox
     from outboxq.job import Job as Job
-    from outboxq.kinds import JobHandle as JobHandle
-    from outboxq.kinds import JobKind as JobKind
-    from outboxq.kinds import NewJob as NewJob
-    from outboxq.kinds import external as external
-    from outboxq.registry import Jobs as Jobs
-    from outboxq.relay import Relay as Relay
-    from outboxq.relay_run import RelayReport as RelayReport
-    from outboxq.retry import Backoff as Backoff
-    from outboxq.retry import DeadLetter as DeadLetter
-    from outboxq.retry import Discard as Discard
-    from outboxq.retry import Done as Done
-    from outboxq.retry import Outcome as Outcome
-    from outboxq.retry import Retry as Retry
-    from outboxq.retry import Snooze as Snooze
+    from outboxq.outbox.find import FoundJob as FoundJob
+    from outboxq.outbox.find import find_job as find_job
+    from outboxq.outbox.kinds import JobHandle as JobHandle
+    from outboxq.outbox.kinds import JobKind as JobKind
+    from outboxq.outbox.kinds import NewJob as NewJob
+    from outboxq.outbox.kinds import external as external
+    from outboxq.outbox.session import AsyncOutboxSession as AsyncOutboxSession
+    from outboxq.outbox.session import OutboxSession as OutboxSession
+    from outboxq.outbox.session import add_job as add_job
+    from outboxq.outbox.session import add_jobs as add_jobs
+    from outboxq.outcomes import Backoff as Backoff
+    from outboxq.outcomes import DeadLetter as DeadLetter
+    from outboxq.outcomes import Discard as Discard
+    from outboxq.outcomes import Done as Done
+    from outboxq.outcomes import Outcome as Outcome
+    from outboxq.outcomes import Retry as Retry
+    from outboxq.outcomes import Snooze as Snooze
+    from outboxq.relay.relay import Relay as Relay
+    from outboxq.relay.run import RelayReport as RelayReport
 
 _HOMES = {
     "Acceptance": "inbox",
     "AcceptedBatch": "inbox",
-    "Applied": "effects",
-    "AsyncBatchContext": "context",
-    "AsyncContext": "context",
-    "AsyncEffects": "effects",
-    "AsyncOutboxSession": "enqueue",
-    "Backoff": "retry",
-    "BatchContext": "context",
-    "BatchHandler": "handlers",
-    "BatchItem": "context",
+    "Applied": "effects.api",
+    "AsyncBatchContext": "handlers.context",
+    "AsyncContext": "handlers.context",
+    "AsyncEffects": "effects.api",
+    "AsyncOutboxSession": "outbox.session",
+    "Backoff": "outcomes",
+    "BatchContext": "handlers.context",
+    "BatchHandler": "handlers.handler",
+    "BatchItem": "handlers.context",
     "CallNotApplied": "errors",
     "CallRefused": "errors",
-    "Context": "context",
-    "DeadLetter": "retry",
-    "Discard": "retry",
-    "Done": "retry",
-    "Effects": "effects",
-    "FoundJob": "find",
-    "Handler": "handlers",
+    "Context": "handlers.context",
+    "DeadLetter": "outcomes",
+    "Discard": "outcomes",
+    "Done": "outcomes",
+    "Effects": "effects.api",
+    "FoundJob": "outbox.find",
+    "Handler": "handlers.handler",
     "Inbox": "inbox",
     "Job": "job",
-    "JobHandle": "kinds",
-    "JobKind": "kinds",
-    "Jobs": "registry",
-    "Locked": "entities",
-    "NewJob": "kinds",
-    "NotApplied": "effects",
-    "OutboxSession": "enqueue",
+    "JobHandle": "outbox.kinds",
+    "JobKind": "outbox.kinds",
+    "Jobs": "handlers.registry",
+    "Locked": "codec.entities",
+    "NewJob": "outbox.kinds",
+    "NotApplied": "effects.api",
+    "OutboxSession": "outbox.session",
     "OutboxqError": "errors",
-    "Outcome": "retry",
+    "Outcome": "outcomes",
     "PermanentError": "errors",
-    "Relay": "relay",
+    "Relay": "relay.relay",
     "RelayConfig": "config",
-    "RelayReport": "relay_run",
-    "Retry": "retry",
+    "RelayReport": "relay.run",
+    "Retry": "outcomes",
     "SlotGroup": "config",
-    "Snooze": "retry",
-    "Unknown": "effects",
-    "add_job": "enqueue",
-    "add_jobs": "enqueue",
-    "external": "kinds",
-    "find_job": "find",
+    "Snooze": "outcomes",
+    "Unknown": "effects.api",
+    "add_job": "outbox.session",
+    "add_jobs": "outbox.session",
+    "external": "outbox.kinds",
+    "find_job": "outbox.find",
 }
 
 __all__ = [

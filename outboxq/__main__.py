@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from outboxq.signals import end_in_order_until_begun
+from outboxq.relay.signals import end_in_order_until_begun
 
 # What Python does at its end, the application's own last steps among it, has so long.
 _END_SECONDS = 10.0
@@ -48,8 +48,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     if missing:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: install outboxq[cli]")
     from outboxq.cli.app import app
-    from outboxq.cli.failures import check_encoding, explain
-    from outboxq.printable import printable
+    from outboxq.cli.errors import check_encoding, explain
+    from outboxq.codec.text import printable
 
     try:
         check_encoding(sys.argv[1:] if arguments is None else arguments)

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError as SQLAlchemyArgumentError
 
-from outboxq.codec import check_name
+from outboxq.codec.values import check_name
 from outboxq.errors import ArgumentError, ConfigError
 
 DATABASE_URL_VARIABLE = "OUTBOXQ_DATABASE_URL"

@@ -17,12 +17,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
-from outboxq.codec import check_key, fingerprint
+from outboxq.codec.values import check_key, fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.enqueue import add_jobs
+from outboxq.database.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
-from outboxq.kinds import JobHandle, NewJob
-from outboxq.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
+from outboxq.outbox.kinds import JobHandle, NewJob
+from outboxq.outbox.session import add_jobs
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from outboxq.cli.failures import DatabaseUnreachable
+from outboxq.cli.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
@@ -26,9 +26,9 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
         SchemaError: the tables are missing or too old.
     """
     from outboxq import config
-    from outboxq.driver import run_script
-    from outboxq.relay_run import check_version
-    from outboxq.server import check_server
+    from outboxq.database.driver import run_script
+    from outboxq.migrations.server import check_server
+    from outboxq.relay.run import check_version
     from outboxq.statements.version import schema_version
     from outboxq.tables import SCHEMA
 
@@ -59,7 +59,7 @@ def connect(url: "URL") -> "Iterator[Connection]":
     """
     from sqlalchemy.exc import DBAPIError
 
-    from outboxq.engines import is_refused, make_engine
+    from outboxq.database.engines import is_refused, make_engine
     from outboxq.errors import ConfigError
 
     engine = make_engine(url, application_name="outboxq cli")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.changes import Total, check_selection, confirm, in_groups, report_dry_run, sweep
+from outboxq.cli.bulk import Total, check_selection, confirm, in_groups, report_dry_run, sweep
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
+    from outboxq.admin.dead_letters import DeadFilter
     from outboxq.cli.database import Begin
-    from outboxq.dead_letters import DeadFilter
     from outboxq.statements.paging import KindCount, Page
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ def list_dead(
       outboxq dead list --queue accounts
       outboxq dead list --reason timeout --json
     """
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
     from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
@@ -85,7 +85,7 @@ def show_dead(
     Example:
       outboxq dead show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:
@@ -120,7 +120,7 @@ def retry_dead(
       outboxq dead retry --queue accounts --reason OperationalError --dry-run
       outboxq dead retry --queue accounts --reason OperationalError --yes
     """
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
     from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
@@ -155,7 +155,7 @@ def discard_dead(
       outboxq dead discard 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
       outboxq dead discard --kind send_welcome --dry-run
     """
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
     from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
@@ -178,7 +178,7 @@ def _select(
     begin: "Begin", ids: Ids, wanted: "DeadFilter", *, to_retry: bool = False
 ) -> "tuple[DeadFilter, tuple[KindCount, ...]]":
     """What the command is about, without what dies from now on, and how many that are."""
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
     from outboxq.statements.paging import database_clock
 
     with begin() as connection:
@@ -188,7 +188,7 @@ def _select(
 
 def _missing(begin: "Begin", ids: Ids) -> int:
     """How many of the ids are no dead letters."""
-    from outboxq import dead_letters
+    from outboxq.admin import dead_letters
 
     distinct = tuple(set(ids or ()))
     with begin() as connection:
@@ -208,7 +208,7 @@ def _change(begin: "Begin", ids: Ids, bounded: "DeadFilter", run_page: "Callable
 
 
 def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> Total:
-    from outboxq.dead_letters import DeadFilter
+    from outboxq.admin.dead_letters import DeadFilter
 
     total = Total()
     for some in in_groups(ids or ()):

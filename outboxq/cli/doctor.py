@@ -10,9 +10,9 @@ from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outboxq.admin.roles import Part
     from outboxq.doctor import Finding, Limits
-    from outboxq.registry import Registry
-    from outboxq.roles import Part
+    from outboxq.handlers.registry import Registry
 
 
 class Purpose(StrEnum):
@@ -130,7 +130,7 @@ def _examine(
 ) -> "list[Finding]":
     from outboxq import config
     from outboxq.cli.database import connect
-    from outboxq.cli.failures import DatabaseUnreachable
+    from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.doctor import examine, unreachable
 
     url = config.database_url(given_url)
@@ -151,7 +151,7 @@ def _examine(
 
 def _print_findings(found: "Sequence[Finding]") -> None:
     from outboxq.cli.output import count
-    from outboxq.printable import printable
+    from outboxq.codec.text import printable
 
     if not found:
         typer.echo("Nothing found: all is well.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.failures import WrongUsage
+from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
@@ -20,8 +20,8 @@ from outboxq.cli.options import (
 from outboxq.cli.output import notice, print_detail, print_json, print_rows
 
 if TYPE_CHECKING:
-    from outboxq.effect_records import Verdict
-    from outboxq.installation import NewInstallation
+    from outboxq.admin.effects import Verdict
+    from outboxq.admin.installation import NewInstallation
 
 app = typer.Typer(
     help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.",
@@ -53,13 +53,13 @@ def list_effects(
       outboxq effects list --status unknown
       outboxq effects list --scope payments --limit 10 --json
     """
-    from outboxq import effect_records
+    from outboxq.admin import effects
     from outboxq.cli.database import open_database
 
-    wanted = effect_records.EffectFilter(scope=scope, status=status.value if status else None)
+    wanted = effects.EffectFilter(scope=scope, status=status.value if status else None)
     with open_database(database_url, schema) as begin, begin() as connection:
         # One more than shown, to know whether there are more.
-        found = effect_records.list_effects(connection, wanted, limit=limit + 1)
+        found = effects.list_effects(connection, wanted, limit=limit + 1)
     shown, more = found[:limit], len(found) > limit
     if as_json:
         print_json({"effects": shown, "more": more})
@@ -86,11 +86,11 @@ def show_effect(
     Example:
       outboxq effects show payments order-1001
     """
-    from outboxq import effect_records
+    from outboxq.admin import effects
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:
-        detail = effect_records.show_effect(connection, scope, key)
+        detail = effects.show_effect(connection, scope, key)
     fields = asdict(detail.effect) | {"is_locked": detail.is_locked, "fingerprint": detail.fingerprint}
     print_detail(fields, {"result": detail.result}, as_json=as_json)
 
@@ -138,12 +138,12 @@ def resolve_effect(
     """
     from datetime import timedelta
 
-    from outboxq import effect_records
+    from outboxq.admin import effects
     from outboxq.cli.database import open_database
 
     verdict = _verdict(applied=applied, not_applied=not_applied, result=result)
     with open_database(database_url, schema) as begin, begin() as connection:
-        found = effect_records.resolve_effect(connection, scope, key, verdict, keep=timedelta(days=retention_days))
+        found = effects.resolve_effect(connection, scope, key, verdict, keep=timedelta(days=retention_days))
     if as_json:
         print_json({"resolved": found})
         return
@@ -182,8 +182,8 @@ def new_installation(
       outboxq effects new-installation
       outboxq effects new-installation --yes --json
     """
+    from outboxq.admin.installation import renew_installation
     from outboxq.cli.database import open_database
-    from outboxq.installation import renew_installation
 
     if not yes:
         if not sys.stdin.isatty():
@@ -211,7 +211,7 @@ def _print_installation(renewed: "NewInstallation") -> None:
 
 
 def _verdict(*, applied: bool, not_applied: bool, result: str | None) -> "Verdict":
-    from outboxq.effect_records import WasApplied, WasNotApplied
+    from outboxq.admin.effects import WasApplied, WasNotApplied
 
     if applied == not_applied:
         raise WrongUsage("what became of the call? Give --applied or --not-applied, and not both")

@@ -26,7 +26,7 @@ def health(
       outboxq health /tmp/relay.json
       outboxq health /tmp/relay.json --max-age-seconds 10 --json
     """
-    from outboxq.health import judge
+    from outboxq.relay.health import judge
 
     verdict = judge(path, max_age_seconds)
     if as_json:

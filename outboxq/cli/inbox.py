@@ -34,7 +34,7 @@ def list_messages(
       outboxq inbox list --consumer payments
       outboxq inbox list --since 2026-01-31T08:00:00 --json
     """
-    from outboxq import inbox_messages
+    from outboxq.admin import messages as inbox_messages
     from outboxq.cli.database import open_database
 
     wanted = inbox_messages.MessageFilter(consumer=consumer, since=since)
@@ -66,7 +66,7 @@ def show_message(
     """
     from dataclasses import asdict
 
-    from outboxq import inbox_messages
+    from outboxq.admin import messages as inbox_messages
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:
@@ -95,7 +95,7 @@ def forget_messages(
       outboxq inbox forget payments evt_1Nq2
       outboxq inbox forget payments evt_1Nq2 evt_1Nq3 --json
     """
-    from outboxq import inbox_messages
+    from outboxq.admin import messages as inbox_messages
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:

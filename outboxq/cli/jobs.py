@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.changes import Total, check_selection, confirm, in_groups, report_dry_run, sweep, unmarked
+from outboxq.cli.bulk import Total, check_selection, confirm, in_groups, report_dry_run, sweep, unmarked
 from outboxq.cli.options import (
     DEFAULT_SCHEMA,
     AsJson,
@@ -27,7 +27,7 @@ from outboxq.cli.output import count, notice, print_detail, print_json, print_ro
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outboxq.backlog import JobFilter
+    from outboxq.admin.jobs import JobFilter
     from outboxq.cli.database import Begin
     from outboxq.statements.paging import KindCount, Page
 
@@ -58,13 +58,13 @@ def list_jobs(
       outboxq jobs list --queue accounts --limit 10
       outboxq jobs list --running
     """
-    from outboxq import backlog
+    from outboxq.admin import jobs
     from outboxq.cli.database import open_database
 
     wanted = _filter(queue, kind, state)
     with open_database(database_url, schema) as begin, begin() as connection:
         # One more than shown, to know whether there are more.
-        found = backlog.list_jobs(connection, wanted, running=running, limit=limit + 1)
+        found = jobs.list_jobs(connection, wanted, running=running, limit=limit + 1)
     shown, more = found[:limit], len(found) > limit
     if as_json:
         print_json({"jobs": shown, "more": more})
@@ -85,14 +85,14 @@ def show_job(
     Example:
       outboxq jobs show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
-    from outboxq import backlog, dead_letters
+    from outboxq.admin import dead_letters, jobs
     from outboxq.cli.database import open_database
-    from outboxq.cli.failures import CommandFailed
+    from outboxq.cli.errors import CommandFailed
     from outboxq.errors import JobNotFound
 
     with open_database(database_url, schema) as begin, begin() as connection:
         try:
-            detail = backlog.show_job(connection, job_id)
+            detail = jobs.show_job(connection, job_id)
         except JobNotFound as missing:
             if dead_letters.is_dead(connection, job_id):
                 raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
@@ -156,21 +156,21 @@ def _select(begin: "Begin", ids: Ids, wanted: "JobFilter") -> "tuple[JobFilter, 
     """What the command is about, without what is added from now on, and how many that are."""
     from dataclasses import replace
 
-    from outboxq import backlog
+    from outboxq.admin import jobs
     from outboxq.statements.paging import database_clock
 
     with begin() as connection:
         bounded = replace(wanted, ids=tuple(ids) if ids else None, created_before=database_clock(connection))
-        return bounded, backlog.count_matching(connection, bounded)
+        return bounded, jobs.count_matching(connection, bounded)
 
 
 def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
-    from outboxq import backlog
+    from outboxq.admin import jobs
 
     total = Total()
     for some in in_groups(ids or ()):
         with unmarked(begin, some), begin() as connection:
-            result = backlog.cancel_jobs(connection, some)
+            result = jobs.cancel_jobs(connection, some)
         total.changed += len(result.cancelled)
         total.held += result.running
         total.not_found += result.not_found
@@ -180,20 +180,20 @@ def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
 def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
     from dataclasses import replace
 
-    from outboxq import backlog
+    from outboxq.admin import jobs
 
     def cancel(after: "UUID | None") -> "Page":
         # Known before they are locked: whatever happens from there on, it is known whose marks there are to be cleared.
         with begin() as connection:
-            ids = backlog.find_ids(connection, wanted, after=after)
+            ids = jobs.find_ids(connection, wanted, after=after)
         with unmarked(begin, ids), begin() as connection:
-            page = backlog.cancel_page(connection, replace(wanted, ids=ids))
+            page = jobs.cancel_page(connection, replace(wanted, ids=ids))
         return replace(page, last=ids[-1] if ids else None)
 
     return sweep(cancel, "cancelled")
 
 
 def _filter(queue: str | None, kind: str | None, state: State | None) -> "JobFilter":
-    from outboxq.backlog import JobFilter
+    from outboxq.admin.jobs import JobFilter
 
     return JobFilter(queue=queue, kind=kind, state=state.value if state else None)

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from outboxq.errors import ConfigError
-from outboxq.signals import StoppedEarly
+from outboxq.relay.signals import StoppedEarly
 
 if TYPE_CHECKING:
-    from outboxq.registry import Jobs
+    from outboxq.handlers.registry import Jobs
 
 _MAX_MESSAGE_CHARACTERS = 300
 
@@ -22,7 +22,7 @@ def load_jobs(target: str) -> "Jobs":
     Raises:
         ConfigError: no such module, one that fails while it is imported, or something else than a `Jobs`.
     """
-    from outboxq.registry import Jobs
+    from outboxq.handlers.registry import Jobs
 
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
@@ -75,7 +75,7 @@ def _at(error: BaseException) -> str:
 
 
 def _offer(module: ModuleType, name: str) -> str:
-    from outboxq.registry import Jobs
+    from outboxq.handlers.registry import Jobs
 
     found = sorted(attribute for attribute, value in vars(module).items() if isinstance(value, Jobs))
     return f" (registries there: {', '.join(f'{name}:{attribute}' for attribute in found)})" if found else ""

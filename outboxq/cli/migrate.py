@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.failures import WrongUsage
+from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def migrate(
 def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, int]:
     from outboxq import config
     from outboxq.cli.database import connect
-    from outboxq.driver import dbapi_connection
+    from outboxq.database.driver import dbapi_connection
     from outboxq.migrations.runner import migrate_committing
 
     url = config.database_url(database_url)

@@ -67,7 +67,7 @@ DEFAULT_SCHEMA = "outboxq"
 
 
 class State(StrEnum):
-    """What a job is at; the names of `outboxq.backlog.STATES`."""
+    """What a job is at; the names of `outboxq.admin.jobs.STATES`."""
 
     ready = "ready"
     running = "running"

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import msgspec
 import typer
 
-from outboxq.printable import printable
+from outboxq.codec.text import printable
 
 # Nothing is cut off where no terminal sets a width: ids are there to be copied and grepped.
 _WIDTH_WITHOUT_TERMINAL = 1_000

@@ -23,7 +23,7 @@ def list_queues(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, databa
     Example:
       outboxq queues list
     """
-    from outboxq import queues
+    from outboxq.admin import queues
     from outboxq.cli.database import open_database
     from outboxq.cli.output import print_json, print_rows
 
@@ -48,7 +48,7 @@ def pause(
     Example:
       outboxq queues pause accounts mail
     """
-    from outboxq import queues
+    from outboxq.admin import queues
 
     _change(queues.pause, names, "paused", "paused already", database_url, schema, as_json=as_json)
 
@@ -65,7 +65,7 @@ def resume(
     Example:
       outboxq queues resume accounts mail
     """
-    from outboxq import queues
+    from outboxq.admin import queues
 
     _change(queues.resume, names, "resumed", "not paused", database_url, schema, as_json=as_json)
 
@@ -81,7 +81,7 @@ def _change(
     as_json: bool,
 ) -> None:
     """Pause or resume queues, and say of each what it is now, or was already."""
-    from outboxq import queues
+    from outboxq.admin import queues
     from outboxq.cli.database import open_database
     from outboxq.cli.output import notice, print_json
 

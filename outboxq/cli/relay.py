@@ -180,12 +180,13 @@ def _run(
     target: str, url: "URL", settings: "RelayConfig", *, drain: bool, level: str, health_file: Path | None
 ) -> None:
     """One relay, in this process."""
-    from outboxq import config, health
+    from outboxq import config
     from outboxq.cli.loading import load_jobs
     from outboxq.errors import ConfigError, RelayStuck, SchemaError
-    from outboxq.logs import log_event
-    from outboxq.relay import Relay, resolve_groups
-    from outboxq.signals import stop_signals, stop_when_parent_dies
+    from outboxq.observability.logging import log_event
+    from outboxq.relay import health
+    from outboxq.relay.relay import Relay, resolve_groups
+    from outboxq.relay.signals import stop_signals, stop_when_parent_dies
 
     # Before the application's code, which may start processes of its own.
     parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
@@ -227,10 +228,10 @@ def _say_what_is_left(url: "URL", schema: str, queues: Sequence[str]) -> None:
     """How many jobs of each sort a drain leaves, if any."""
     from sqlalchemy.exc import DBAPIError
 
+    from outboxq.admin.stats import count_left
     from outboxq.cli.database import open_database
-    from outboxq.cli.failures import DatabaseUnreachable
+    from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.cli.output import notice
-    from outboxq.stats import count_left
 
     try:
         with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
@@ -250,7 +251,7 @@ def _end_stuck(error: Exception) -> "NoReturn":
     import os
     import threading
 
-    from outboxq.supervisor import EXIT_STUCK
+    from outboxq.relay.supervisor import EXIT_STUCK
 
     def say() -> None:
         logging.getLogger("outboxq.relay").critical("%s", error)
@@ -291,8 +292,8 @@ def _supervise(
     """Several relays, a process each."""
     from outboxq import config
     from outboxq.events import Emitter
-    from outboxq.logs import log_event
-    from outboxq.supervisor import supervise
+    from outboxq.observability.logging import log_event
+    from outboxq.relay.supervisor import supervise
 
     exit_code = supervise(
         command,
@@ -328,11 +329,11 @@ def _look_at_database(url: "URL", settings: "RelayConfig") -> None:
     from sqlalchemy.exc import DBAPIError
 
     from outboxq.cli.database import connect
-    from outboxq.cli.failures import DatabaseUnreachable
-    from outboxq.engines import check_durability
+    from outboxq.cli.errors import DatabaseUnreachable
+    from outboxq.database.engines import check_durability
     from outboxq.errors import ConfigError, SchemaError
-    from outboxq.relay_run import check_version
-    from outboxq.server import check_server
+    from outboxq.migrations.server import check_server
+    from outboxq.relay.run import check_version
     from outboxq.statements.version import schema_version
 
     try:
@@ -355,7 +356,7 @@ def _set_up_logging(level: str) -> None:
     """Standard error, unless the application has set up its own; the level is ours either way."""
     import logging
 
-    from outboxq.logs import LineFormatter
+    from outboxq.observability.logging import LineFormatter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s [%(process)d] %(message)s"))

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.failures import WrongUsage
+from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, Schema
 
 if TYPE_CHECKING:
-    from outboxq.roles import Part
+    from outboxq.admin.roles import Part
 
 
 def roles(
@@ -56,7 +56,7 @@ def roles(
       outboxq roles --sql | psql mydb
       outboxq roles --sql --producer web --relay worker
     """
-    from outboxq.roles import PARTS, default_names, roles_sql
+    from outboxq.admin.roles import PARTS, default_names, roles_sql
 
     if sql and as_json:
         raise WrongUsage("--sql prints SQL: leave --json out")
@@ -72,8 +72,8 @@ def roles(
 
 
 def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
+    from outboxq.admin.roles import RIGHTS
     from outboxq.cli.output import print_json, print_table
-    from outboxq.roles import RIGHTS
 
     found = [
         {
@@ -97,7 +97,7 @@ def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
 
 
 def _rights_in_words(part: "Part") -> str:
-    from outboxq.roles import RIGHTS
+    from outboxq.admin.roles import RIGHTS
 
     rights = RIGHTS[part]
     words = ["SELECT on all tables"] if rights.reads_all else []

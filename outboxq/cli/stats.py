@@ -14,10 +14,10 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     Example:
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
-    from outboxq.backlog import STATES
+    from outboxq.admin.jobs import STATES
+    from outboxq.admin.stats import collect_stats
     from outboxq.cli.database import open_database
     from outboxq.cli.output import count, notice, print_json, print_rows
-    from outboxq.stats import collect_stats
 
     with open_database(database_url, schema) as begin, begin() as connection:
         found = collect_stats(connection)

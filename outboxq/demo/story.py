@@ -18,7 +18,7 @@ from outboxq.demo.show import Show, open_show
 from outboxq.errors import ConfigError, OutboxqError
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Server, start_embedded
-from outboxq.signals import stop_signals
+from outboxq.relay.signals import stop_signals
 
 FEWEST_JOBS = 100
 _LIMIT_SECONDS = 300.0

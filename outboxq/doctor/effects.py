@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from outboxq.doctor.findings import Check, Examination, Finding, detail_of
-from outboxq.doctor.words import age, several, size
-from outboxq.statements import doctor_effects as statements
+from outboxq.doctor.formatting import age, several, size
+from outboxq.statements.doctor import effects as statements
 
 # Retries of a handler come back sooner than this, as a rule.
 _ABANDONED_SECONDS = 3_600.0

@@ -8,16 +8,17 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.doctor import effects, pooler, rights, server, sessions, structure, upkeep, work
+from outboxq.admin.roles import Part
+from outboxq.database.driver import driver_connection, is_lost, run_script
+from outboxq.doctor import effects, pooler, rights, server, sessions, vacuum, work
+from outboxq.doctor import schema as structure
 from outboxq.doctor.findings import Check, Connect, Examination, Finding, Limits
-from outboxq.driver import driver_connection, is_lost, run_script
-from outboxq.registry import Registry
-from outboxq.roles import Part
+from outboxq.handlers.registry import Registry
 from outboxq.tables import SCHEMA
 
 CHECKS: tuple[Check, ...] = (
     *structure.CHECKS,
-    *upkeep.CHECKS,
+    *vacuum.CHECKS,
     *work.CHECKS,
     *effects.CHECKS,
     *sessions.CHECKS,

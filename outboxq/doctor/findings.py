@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Connection, Row
 
-from outboxq.registry import Registry
-from outboxq.roles import Part
+from outboxq.admin.roles import Part
+from outboxq.handlers.registry import Registry
 
 Severity: TypeAlias = Literal["problem", "warning", "info"]
 Value: TypeAlias = str | int | float | bool | list[str] | None

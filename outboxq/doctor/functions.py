@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from outboxq.doctor.findings import Examination, Finding
 from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.migrations.quoting import quote_identifier
-from outboxq.statements import doctor_tables as statements
+from outboxq.statements.doctor import tables as statements
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from sqlalchemy import Connection
 
+from outboxq.database.driver import driver_connection
 from outboxq.doctor.findings import Connect, Finding
-from outboxq.driver import driver_connection
 from outboxq.errors import OutboxqError
-from outboxq.statements import doctor as statements
+from outboxq.statements.doctor import sessions as statements
 
 # A pooler hands out the backend that was given back last, unless another client was quicker.
 _ROUNDS = 5

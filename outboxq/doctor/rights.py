@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from outboxq.admin.roles import RIGHTS, Part
 from outboxq.doctor.findings import Check, Examination, Finding
-from outboxq.doctor.words import identifier, shell_word
-from outboxq.roles import RIGHTS, Part
-from outboxq.statements import doctor_tables as statements
-from outboxq.statements.doctor import role_settings
+from outboxq.doctor.formatting import identifier, shell_word
+from outboxq.statements.doctor import tables as statements
+from outboxq.statements.doctor.sessions import role_settings
 
 # An identifier of a search path: in quotes, or as it is.
 _SCHEMA = re.compile(r'"((?:[^"]|"")+)"|([^",\s]+)')

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from outboxq.doctor.findings import Check, Examination, Finding
-from outboxq.doctor.words import age
-from outboxq.server import unsupported
-from outboxq.statements import doctor as statements
+from outboxq.doctor.formatting import age
+from outboxq.migrations.server import unsupported
+from outboxq.statements.doctor import sessions as statements
 
 _HOUR_SECONDS = 3_600.0
 _LOCK_TIMEOUT_SECONDS = 1.0

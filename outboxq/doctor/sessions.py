@@ -7,8 +7,8 @@ from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.doctor.findings import Check, Examination, Finding, Value, detail_of
-from outboxq.doctor.words import age, several, size
-from outboxq.statements import doctor as statements
+from outboxq.doctor.formatting import age, several, size
+from outboxq.statements.doctor import sessions as statements
 
 # A lock on a whole table stops all work, so less is too long.
 _TABLE_LOCK_SECONDS = 10.0

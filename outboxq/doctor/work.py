@@ -6,8 +6,8 @@ from typing import Any
 from sqlalchemy import Row
 
 from outboxq.doctor.findings import Check, Examination, Finding, detail_of
-from outboxq.doctor.words import age, several, shell_word
-from outboxq.statements import doctor_work as statements
+from outboxq.doctor.formatting import age, several, shell_word
+from outboxq.statements.doctor import work as statements
 
 # A living relay extends its lease, and takes over those of dead ones, several times within this.
 _LEASE_GRACE_SECONDS = 30.0

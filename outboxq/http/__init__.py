@@ -3,10 +3,10 @@
 Nothing here needs a web framework; `outboxq.http.starlette` has the dependency for Starlette and FastAPI.
 """
 
+from outboxq.http.endpoint import Idempotency as Idempotency
+from outboxq.http.endpoint import idempotency_of as idempotency_of
 from outboxq.http.keys import by_authorization as by_authorization
 from outboxq.http.keys import nobody as nobody
 from outboxq.http.middleware import IdempotencyMiddleware as IdempotencyMiddleware
-from outboxq.http.recording import Idempotency as Idempotency
-from outboxq.http.recording import idempotency_of as idempotency_of
 
 __all__ = ["Idempotency", "IdempotencyMiddleware", "by_authorization", "idempotency_of", "nobody"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, overload
 from urllib.parse import quote
 
-from outboxq.codec import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
+from outboxq.codec.values import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
 from outboxq.errors import ConfigError, InvalidKey
 
 # As ASGI has them: https://asgi.readthedocs.io/en/latest/specs/www.html

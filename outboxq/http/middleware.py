@@ -18,15 +18,17 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import check_retention
-from outboxq.effect_calls import AsyncCaller
-from outboxq.effect_request import Request
-from outboxq.effect_transactions import async_transactions, schema_of
-from outboxq.effects import DEFAULT_LEASE_SECONDS
+from outboxq.database.sessions import explain_missing_tables
+from outboxq.effects.api import DEFAULT_LEASE_SECONDS
+from outboxq.effects.protocol import Hold
+from outboxq.effects.protocol import claim as claim
+from outboxq.effects.protocol import is_outage as is_outage
+from outboxq.effects.request import Request
+from outboxq.effects.runners import AsyncCaller
+from outboxq.effects.transactions import async_transactions, schema_of
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
-from outboxq.http.answers import KEY_IGNORED, Answer, Problems
 from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, given_whole, read_body
-from outboxq.http.exchange import Exchange, Send
-from outboxq.http.guards import Guard, RecordingGuard, standing_answer
+from outboxq.http.endpoint import Claimed, Idempotency, is_guarded, put_idempotency
 from outboxq.http.keys import (
     Principal,
     Scope,
@@ -36,13 +38,11 @@ from outboxq.http.keys import (
     read_key,
     request_fingerprint,
 )
-from outboxq.http.recording import Claimed, Idempotency, is_guarded, put_idempotency
+from outboxq.http.response_recorder import Exchange, Send
+from outboxq.http.responses import KEY_IGNORED, Answer, Problems
 from outboxq.http.routing import was_not_routed
-from outboxq.http.undisturbed import Undisturbed
-from outboxq.once import Hold
-from outboxq.once import claim as claim
-from outboxq.once import is_outage as is_outage
-from outboxq.sessions import explain_missing_tables
+from outboxq.http.settlement import Guard, RecordingGuard, standing_answer
+from outboxq.http.shielding import Undisturbed
 from outboxq.statements.effects import Seen
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]

@@ -2,7 +2,7 @@
 
 from starlette.requests import Request
 
-from outboxq.http.recording import Idempotency, idempotency_of
+from outboxq.http.endpoint import Idempotency, idempotency_of
 
 
 def idempotency(request: Request) -> Idempotency:

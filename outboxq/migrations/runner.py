@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from outboxq import migrations
 from outboxq.config import check_schema
 from outboxq.errors import SchemaError
-from outboxq.server import check_server
+from outboxq.migrations.server import check_server
 from outboxq.statements.version import lock_version, schema_version, try_lock_version, version_lock_holders
 
 

@@ -6,7 +6,7 @@ from uuid import UUID
 from sqlalchemy import Select, case, literal, or_, select, union_all
 from sqlalchemy.sql.elements import ColumnElement
 
-from outboxq.statements.backlog import listed, running_transactions, xmax
+from outboxq.statements.jobs import listed, running_transactions, xmax
 from outboxq.tables import dead_job
 
 

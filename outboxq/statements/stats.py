@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import ColumnElement, Executable, Float, and_, case, cast, extract, not_, select
 
-from outboxq.statements.backlog import STATES, listed, running_transactions, state, xmax
 from outboxq.statements.builtin import count, pg
+from outboxq.statements.jobs import STATES, listed, running_transactions, state, xmax
 from outboxq.tables import dead_job, effect, queue
 
 

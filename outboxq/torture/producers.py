@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq import OutboxSession
-from outboxq.kinds import JobKind
+from outboxq.outbox.kinds import JobKind
 from outboxq.torture.faults import PlannedTransaction
 from outboxq.torture.history import SCHEMA
 

@@ -13,14 +13,14 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.config import RelayConfig
-from outboxq.engines import make_engine
+from outboxq.database.engines import make_engine
 from outboxq.errors import OutboxqError
-from outboxq.kinds import JobKind
 from outboxq.migrations.runner import migrate
+from outboxq.outbox.kinds import JobKind
 from outboxq.postgres import Server, start_embedded
-from outboxq.signals import stop_signals
-from outboxq.testing_faults import RelayProcess
-from outboxq.testing_proxy import CommitProxy, Trap
+from outboxq.relay.signals import stop_signals
+from outboxq.testing.crashes import RelayProcess
+from outboxq.testing.proxy import CommitProxy, Trap
 from outboxq.torture import Mode, TortureOptions, TortureReport
 from outboxq.torture.app import EXIT_CODE, MAX_ATTEMPTS
 from outboxq.torture.faults import Fault, Plan, plan_run, plan_transactions

@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.engines import check_durability, make_engine, outage_reason
+from outboxq.database.engines import check_durability, make_engine, outage_reason
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, JobRetried
 from outboxq.postgres import Database, Server

@@ -14,12 +14,10 @@ import pytest
 from sqlalchemy import Engine, QueuePool, create_engine, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.claims as claims_module
-import outboxq.watch
+import outboxq.relay.claim_planner as claims_module
+import outboxq.relay.deadlines
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.config import SlotGroup
-from outboxq.context import BatchContext, BatchItem
-from outboxq.cursors import Sweeps
 from outboxq.errors import RegistryError, RelayStuck
 from outboxq.events import (
     DatabaseBack,
@@ -33,11 +31,13 @@ from outboxq.events import (
     JobsSuspected,
     RelayStopped,
 )
+from outboxq.execution.batch_state import Progress
 from outboxq.fault_points import FaultPoint, fault_action
-from outboxq.handlers import DEFAULT_TIMEOUT_SECONDS
+from outboxq.handlers.context import BatchContext, BatchItem
+from outboxq.handlers.handler import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
-from outboxq.progress import Progress
-from outboxq.watch import Runner, Watch
+from outboxq.relay.cursors import Sweeps
+from outboxq.relay.deadlines import Runner, Watch
 from tests.conftest import StartRelay
 from tests.integration.test_raised import Named
 from tests.support.app import Account, Effect
@@ -57,14 +57,14 @@ LONG = 10 * PATIENCE
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cancelled has all the time to end in order: nothing is cut off because a machine is busy."""
-    monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", LONG)
-    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", LONG)
+    monkeypatch.setattr(outboxq.relay.deadlines, "CUT_AFTER_SECONDS", LONG)
+    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", LONG)
 
 
 @pytest.fixture
 def cut_soon(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not end when it is cancelled is cut off soon."""
-    monkeypatch.setattr(outboxq.watch, "CUT_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(outboxq.relay.deadlines, "CUT_AFTER_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_who_waits_for_a_row_lock_gives_up(
     """By lock_timeout, before the server's own deadline, and the error says so."""
     jobs = Jobs()
     # The relay's comes a tenth of a second later, in which a busy machine does nothing.
-    monkeypatch.setattr(outboxq.watch, "end_other_transaction", lambda *_arguments, **_named: None)
+    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
     def wait(ctx: Context) -> None:
@@ -328,7 +328,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         for _ in range(20):
             ctx.session.execute(text("SELECT pg_sleep(0.02)"))
 
-    cancel, original = Watch._cancel, outboxq.watch.end_other_transaction
+    cancel, original = Watch._cancel, outboxq.relay.deadlines.end_other_transaction
 
     def decide(watch: Watch, progress: Progress, deadline: float) -> None:
         cancel(watch, progress, deadline)
@@ -340,7 +340,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         original(*arguments, **named)
 
     monkeypatch.setattr(Watch, "_cancel", decide)
-    monkeypatch.setattr(outboxq.watch, "end_other_transaction", end_too_late)
+    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", end_too_late)
     add(sessions, jobs, "late", "busy")
     events = drain(jobs, batch_size=2, slots_per_queue=1)
     assert [event.job.kind for event in of(events, JobDone)] == ["late", "busy"]
@@ -359,7 +359,7 @@ def test_a_cancellation_never_hits_the_certificate(
         ctx.session.add(Effect(name="late"))
         cancelling.wait(PATIENCE)
 
-    original = outboxq.watch.end_other_transaction
+    original = outboxq.relay.deadlines.end_other_transaction
 
     def end_too_late(*arguments: object, **named: object) -> None:
         cancelling.set()
@@ -384,7 +384,7 @@ def test_a_cancellation_never_hits_the_certificate(
                 "FOR EACH ROW EXECUTE FUNCTION slowly()"
             )
         )
-    monkeypatch.setattr(outboxq.watch, "end_other_transaction", end_too_late)
+    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", end_too_late)
     add(sessions, jobs, "late")
     with fault_action(arrived):
         events = drain(jobs, slots_per_queue=1)
@@ -820,7 +820,7 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who blocks it pays, who is held up by it does not; then the process must be replaced, and says so."""
-    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", 0.5)
     jobs, waits = recording(in_the_loop), asyncio.Event()
 
     @jobs.handler(queue="async", retry=ONCE, timeout_seconds=2)
@@ -860,7 +860,7 @@ def test_a_thread_that_never_ends_ends_its_relay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not at once: the slots beside it work on until the time to notice is over, and finish what they run."""
-    monkeypatch.setattr(outboxq.watch, "FREE_AFTER_SECONDS", 5.0)
+    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", 5.0)
     jobs = recording()
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
@@ -881,12 +881,12 @@ def test_a_thread_that_never_ends_ends_its_relay(
 
 # Blocks the loop of its process.
 SPINNING = """
-import outboxq.watch
+import outboxq.relay.deadlines
 from outboxq import AsyncContext, Backoff, Jobs
 from tests.support.app import Effect
 
-outboxq.watch.CUT_AFTER_SECONDS = 0.3
-outboxq.watch.FREE_AFTER_SECONDS = 0.5
+outboxq.relay.deadlines.CUT_AFTER_SECONDS = 0.3
+outboxq.relay.deadlines.FREE_AFTER_SECONDS = 0.5
 jobs = Jobs()
 
 @jobs.handler(queue="async", retry=Backoff(first_seconds=0.0), timeout_seconds=1.0)

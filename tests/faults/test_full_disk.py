@@ -17,7 +17,7 @@ from sqlalchemy.orm import Mapped, mapped_column, sessionmaker
 from outboxq import Backoff, Context, JobKind, Jobs, OutboxSession, RelayConfig
 from outboxq.events import DatabaseLost, JobRetried
 from outboxq.postgres import Database, Server
-from outboxq.postgres_binaries import embedded_binaries
+from outboxq.postgres.binaries import embedded_binaries
 from tests.conftest import StartRelay
 from tests.support.app import Base, Effect
 from tests.support.ledger import dead, ledger, waiting

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, make_url, text
 
-from outboxq import RelayConfig, driver, listener
+from outboxq import RelayConfig
+from outboxq.database import driver
 from outboxq.postgres import Database
+from outboxq.relay import listener
 from tests.conftest import StartRelay
 from tests.support.ledger import enqueue, ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until

@@ -25,8 +25,8 @@ COMPLETION = "WITH oq_held"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `tests/support/held_app_patient.py`, for the relays of this process."""
-    monkeypatch.setattr("outboxq.held.AIM_SECONDS", 3600.0)
-    monkeypatch.setattr("outboxq.held.HELD_SECONDS", 3600.0)
+    monkeypatch.setattr("outboxq.execution.lease_mode.AIM_SECONDS", 3600.0)
+    monkeypatch.setattr("outboxq.execution.lease_mode.HELD_SECONDS", 3600.0)
 
 
 def config(queue: str = "held", **settings: object) -> RelayConfig:

@@ -18,9 +18,9 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
+from outboxq.database.sessions import sqlstate_of
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
-from outboxq.sessions import sqlstate_of
 from outboxq.testing import CommitProxy
 from tests.support.app import Effect
 from tests.support.inbox_targets import waiting_for_a_transaction

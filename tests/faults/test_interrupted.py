@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.watch
+import outboxq.relay.deadlines
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import (
     Event,
@@ -21,9 +21,9 @@ from outboxq.events import (
     JobsSuspected,
     RelayStopped,
 )
+from outboxq.execution.batch_state import Progress
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
-from outboxq.progress import Progress
 from tests.support.app import Effect
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -37,7 +37,7 @@ LONG = 10 * PATIENCE
 @pytest.fixture(autouse=True)
 def time_to_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay that takes all the time that it may have does not end within a test."""
-    monkeypatch.setattr(outboxq.watch, "INTERRUPT_SECONDS", LONG)
+    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", LONG)
 
 
 @pytest.fixture
@@ -295,9 +295,9 @@ def test_a_batch_that_was_taken_away_is_not_committed(
             assert go_on.wait(PATIENCE)
 
     # As if the server had not got round to it.
-    monkeypatch.setattr(outboxq.watch, "end_other_transaction", lambda *_arguments, **_named: None)
-    monkeypatch.setattr(outboxq.watch, "INTERRUPT_SECONDS", 1.0)
-    monkeypatch.setattr(outboxq.watch, "_RESOLVE_SECONDS", 0.3)
+    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
+    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", 1.0)
+    monkeypatch.setattr(outboxq.relay.deadlines, "_RESOLVE_SECONDS", 0.3)
     hanging.enqueue(sessions, "late")
     with fault_action(stop_here), running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
         assert at_commit.wait(PATIENCE)
@@ -348,7 +348,7 @@ def test_a_relay_that_cannot_reach_the_database_ends_all_the_same(
 ) -> None:
     """Nothing can be taken back: the job's claim dies with its thread, and the job runs alone after that."""
     hanging = Hanging("sync", "transaction", release)
-    monkeypatch.setattr(outboxq.watch, "INTERRUPT_SECONDS", 1.0)
+    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", 1.0)
 
     def connect(*_arguments: object) -> None:
         raise OSError("no way to the database")
@@ -356,7 +356,7 @@ def test_a_relay_that_cannot_reach_the_database_ends_all_the_same(
     hanging.enqueue(sessions, "hang")
     with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
         assert hanging.entered.wait(PATIENCE)
-        monkeypatch.setattr(outboxq.watch, "connection_options", connect)
+        monkeypatch.setattr(outboxq.relay.deadlines, "connection_options", connect)
         relay.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()

@@ -15,13 +15,13 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Effects, Jobs, OutboxSession, RelayConfig
-from outboxq.effect_calls import Caller
-from outboxq.effect_lock import Keeper
-from outboxq.effect_request import Request, make_request
-from outboxq.effect_transactions import EngineTransactions
+from outboxq.effects.lock_keeper import Keeper
+from outboxq.effects.protocol import Hold, Transact, claim, clock, once
+from outboxq.effects.request import Request, make_request
+from outboxq.effects.runners import Caller
+from outboxq.effects.transactions import EngineTransactions
 from outboxq.errors import EffectInProgress
 from outboxq.events import JobDone, JobRetried
-from outboxq.once import Hold, Transact, claim, clock, once
 from outboxq.postgres import Database
 from outboxq.statements import effects as statements
 from outboxq.testing import CommitProxy, fault_action

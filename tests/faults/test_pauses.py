@@ -150,7 +150,7 @@ def test_an_answer_in_pieces_holds_up_no_other_thread(outboxq_database: Database
     """The lease's thread never waits inside libpq, where it would keep the interpreter's lock from everybody."""
     script = (
         "import sys, psycopg\n"
-        "from outboxq.driver import run_on_libpq\n"
+        "from outboxq.database.driver import run_on_libpq\n"
         "from outboxq.testing import CommitProxy\n"
         # The proxy's threads, of this same interpreter, hand each message on by itself.
         "with CommitProxy(sys.argv[1]) as proxy:\n"

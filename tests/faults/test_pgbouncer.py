@@ -12,10 +12,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig
-from outboxq.claim import PreparedClaims
-from outboxq.engines import make_engine
+from outboxq.database.engines import make_engine
 from outboxq.events import DatabaseLost, JobDied, JobRetried
-from outboxq.handlers import AnyHandler
+from outboxq.execution.claim import PreparedClaims
+from outboxq.handlers.handler import AnyHandler
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support import faulty

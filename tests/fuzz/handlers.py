@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from sqlalchemy.orm import make_transient_to_detached
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, Locked, Retry, Snooze
-from outboxq.enqueue import add_job
-from outboxq.handlers import AnyHandler
+from outboxq.handlers.handler import AnyHandler
+from outboxq.outbox.session import add_job
 from tests.fuzz import steps_changing, steps_reading, steps_sending, steps_session  # noqa: F401  # they register
 from tests.fuzz.frame import STEPS, Frame, new_row, seen
 from tests.fuzz.models import CLASSES

@@ -12,9 +12,10 @@ from unittest import mock
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from outboxq import Relay, RelayConfig, set_based
+from outboxq import Relay, RelayConfig
 from outboxq.config import SlotGroup
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
+from outboxq.handlers import set_based
 from outboxq.postgres import Server
 from tests.fuzz.handlers import Handlers, Ledger
 from tests.fuzz.program import Batch

@@ -15,13 +15,14 @@ from unittest import mock
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq import changes, deferred, preload, set_based, table_facts, write_buffer
-from outboxq.changes import _Writable
-from outboxq.enqueue import insert_all
-from outboxq.preload import Preloaded
-from outboxq.shared import _SharedRun
-from outboxq.table_facts import TableFacts
-from outboxq.write_buffer import WriteBuffer, _Deferred
+from outboxq.execution import changes, preload, write_buffer
+from outboxq.execution.changes import _Writable
+from outboxq.execution.preload import Preloaded
+from outboxq.execution.shared_batch import _SharedRun
+from outboxq.execution.write_buffer import WriteBuffer, _Deferred
+from outboxq.handlers import deferred, set_based, table_facts
+from outboxq.handlers.table_facts import TableFacts
+from outboxq.outbox.session import insert_all
 
 Planting: TypeAlias = Callable[[], AbstractContextManager[object]]
 

@@ -6,7 +6,7 @@ from sqlalchemy import event, insert
 from sqlalchemy.orm import Session
 
 from outboxq import external
-from outboxq.enqueue import add_job, add_jobs
+from outboxq.outbox.session import add_job, add_jobs
 from tests.fuzz.frame import Frame, on_held, step_function
 from tests.fuzz.models import Note
 from tests.fuzz.program import Task

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from outboxq import table_facts
+from outboxq.handlers import table_facts
 from outboxq.postgres import Server
 from tests.fuzz import program
 from tests.fuzz.compare import Differs

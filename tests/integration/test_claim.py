@@ -9,9 +9,9 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq.claim import ClaimRequest, claim, park_unknown
-from outboxq.driver import run_script
-from outboxq.lines import connection_options
+from outboxq.database.driver import run_script
+from outboxq.execution.claim import ClaimRequest, claim, park_unknown
+from outboxq.relay.connections import connection_options
 from outboxq.statements.claim import ClaimStatements
 from tests.support.waiting import wait_until
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, external
-from outboxq.backlog import STATES
+from outboxq.admin.jobs import STATES
 from outboxq.cli.options import EffectStatus, State
 from outboxq.events import Event
 from outboxq.postgres import Database

@@ -12,14 +12,14 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only
 
-import outboxq.effect_transactions as effects_module
-import outboxq.lines as lines_module
+import outboxq.effects.transactions as effects_module
+import outboxq.relay.connections as lines_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
-from outboxq.effect_transactions import AsyncEngineTransactions, EngineTransactions
-from outboxq.engines import EFFECTS_NAME, make_async_engine, make_engine
+from outboxq.database.engines import EFFECTS_NAME, make_async_engine, make_engine
+from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
-from outboxq.slot import Slot
+from outboxq.relay.slot import Slot
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.waiting import wait_until

@@ -12,13 +12,13 @@ from sqlalchemy import Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.claims as claims_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
-from outboxq.claim import ClaimRequest, claim
-from outboxq.driver import run_script
+from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
-from outboxq.progress import Progress
-from outboxq.recover import COMMITTED_BY_HANDLER, resolve
+from outboxq.execution.batch_state import Progress
+from outboxq.execution.claim import ClaimRequest, claim
+from outboxq.execution.recovery import COMMITTED_BY_HANDLER, resolve
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import reap

@@ -9,9 +9,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.deferred import checked_write, defer
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDied, JobDone
+from outboxq.handlers.deferred import checked_write, defer
 from tests.conftest import StartRelay
 from tests.support.app import Account, Child, Effect
 from tests.support.shared_app import ADD_TO_ROW, statements

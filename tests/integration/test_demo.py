@@ -17,9 +17,9 @@ from outboxq.demo import customers, run_demo, shop
 from outboxq.demo.proof import prove
 from outboxq.demo.relays import Kill
 from outboxq.demo.show import as_object, open_show
-from outboxq.enqueue import OutboxSession
 from outboxq.errors import ConfigError
 from outboxq.migrations.runner import migrate
+from outboxq.outbox.session import OutboxSession
 from outboxq.postgres import Server
 
 LIMIT_SECONDS = 120

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import Connection, make_url
 
 from outboxq import doctor
-from outboxq.engines import make_engine
+from outboxq.admin.roles import roles_sql
+from outboxq.database.engines import make_engine
 from outboxq.postgres import Database
-from outboxq.roles import roles_sql
 from tests.support.cli import call
 from tests.support.doctor import examine, execute, libpq_url, named, only, open_session
 from tests.support.pgbouncer import pgbouncer

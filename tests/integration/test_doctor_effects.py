@@ -3,7 +3,7 @@
 import pytest
 
 from outboxq.postgres import Database
-from outboxq.statements import doctor_effects
+from outboxq.statements.doctor import effects
 from tests.support.doctor import execute, named, only
 
 
@@ -59,11 +59,11 @@ def test_a_large_table_is_not_read(outboxq_database: Database, monkeypatch: pyte
     """No index leads to abandoned calls: from a size on it is said that nobody looked, and unknown ones still count."""
     url = outboxq_database.url
     execute(url, add("started"), add("unknown"))
-    monkeypatch.setattr(doctor_effects, "MAX_READ_BYTES", 8_191)
+    monkeypatch.setattr(effects, "MAX_READ_BYTES", 8_191)
     assert only(url, "effects-not-read")["severity"] == "info"
     assert named(url, "effects-abandoned") == []
     only(url, "effects-unknown")
-    monkeypatch.setattr(doctor_effects, "MAX_READ_BYTES", 8_192)
+    monkeypatch.setattr(effects, "MAX_READ_BYTES", 8_192)
     only(url, "effects-abandoned")
 
 
@@ -71,7 +71,7 @@ def test_what_is_not_counted_to_the_end_says_so(outboxq_database: Database, monk
     """The look at the unknown stops at a bound."""
     url = outboxq_database.url
     execute(url, add("unknown", number=3))
-    monkeypatch.setattr(doctor_effects, "MAX_EFFECTS", 2)
+    monkeypatch.setattr(effects, "MAX_EFFECTS", 2)
     found = only(url, "effects-unknown")
     assert found["detail"]["effects"] == 2
     assert found["title"].startswith("2 or more effects are unknown")

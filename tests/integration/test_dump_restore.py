@@ -15,7 +15,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, Relay, RelayConfig
 from outboxq.postgres import Database, Server
-from outboxq.postgres_binaries import SourceFailed, embedded_binaries
+from outboxq.postgres.binaries import SourceFailed, embedded_binaries
 from tests.support import app
 from tests.support.cli import REPOSITORY, call
 from tests.support.effects import SyncOnce

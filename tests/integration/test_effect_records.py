@@ -7,8 +7,8 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq import effect_records
-from outboxq.effect_records import EffectFilter, WasApplied, WasNotApplied
+from outboxq.admin import effects
+from outboxq.admin.effects import EffectFilter, WasApplied, WasNotApplied
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.statements import effects as protocol
@@ -50,14 +50,14 @@ def added(engine: Engine, status: str, key: str = "k", **options: object) -> UUI
         return add(connection, status, key, **options)  # type: ignore[arg-type]
 
 
-def shown(engine: Engine, key: str = "k") -> effect_records.EffectDetail:
+def shown(engine: Engine, key: str = "k") -> effects.EffectDetail:
     with engine.connect() as connection:
-        return effect_records.show_effect(connection, "pay", key)
+        return effects.show_effect(connection, "pay", key)
 
 
-def resolve(engine: Engine, verdict: effect_records.Verdict, **options: timedelta) -> effect_records.EffectRecord:
+def resolve(engine: Engine, verdict: effects.Verdict, **options: timedelta) -> effects.EffectRecord:
     with engine.begin() as connection:
-        return effect_records.resolve_effect(connection, "pay", "k", verdict, **options)
+        return effects.resolve_effect(connection, "pay", "k", verdict, **options)
 
 
 def row_of(engine: Engine) -> dict[str, object]:
@@ -81,7 +81,7 @@ def test_the_list_has_the_latest_change_first_and_takes_filters(engine: Engine) 
 
     def keys(wanted: EffectFilter | None = None, **options: int) -> list[str]:
         with engine.connect() as connection:
-            return [found.key for found in effect_records.list_effects(connection, wanted, **options)]
+            return [found.key for found in effects.list_effects(connection, wanted, **options)]
 
     assert keys() == ["k2", "k1", "k0"]
     assert keys(limit=2) == ["k2", "k1"]
@@ -103,7 +103,7 @@ def test_the_list_of_the_unknown_reads_the_index_of_the_unknown(engine: Engine) 
         )
         connection.execute(text("ANALYZE outboxq.effect"))
     with engine.connect() as connection:
-        statement = effect_records.statements.select_effects(EffectFilter(status="unknown"), limit=10)
+        statement = effects.statements.select_effects(EffectFilter(status="unknown"), limit=10)
         compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
         plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {compiled}".replace("%%", "%")).scalars())
     assert "effect_unknown" in plan
@@ -133,8 +133,8 @@ def test_what_is_not_there_is_an_error_with_its_name(engine: Engine) -> None:
     """Looking and resolving say the same."""
     with engine.begin() as connection:
         for look in (
-            lambda: effect_records.show_effect(connection, "pay", "k"),
-            lambda: effect_records.resolve_effect(connection, "pay", "k", WasNotApplied()),
+            lambda: effects.show_effect(connection, "pay", "k"),
+            lambda: effects.resolve_effect(connection, "pay", "k", WasNotApplied()),
         ):
             with pytest.raises(EffectNotFound, match="no effect of scope 'pay' with key 'k'") as missing:
                 look()
@@ -205,7 +205,7 @@ def test_what_is_done_is_never_made_undone(engine: Engine) -> None:
 @pytest.mark.parametrize("verdict", [WasApplied('"mine"'), WasNotApplied()], ids=["applied", "not applied"])
 @open_effects
 def test_a_caller_that_wakes_afterwards_cannot_record(
-    engine: Engine, lies: dict[str, object], verdict: effect_records.Verdict
+    engine: Engine, lies: dict[str, object], verdict: effects.Verdict
 ) -> None:
     """Its token is not the row's any more: neither its result nor its sign of life changes anything."""
     token = added(engine, **lies)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_a_caller_that_wakes_afterwards_cannot_record(
 )
 @pytest.mark.parametrize("verdict", [WasApplied("1"), WasNotApplied()], ids=["applied", "not applied"])
 def test_what_is_settled_or_under_way_is_left_alone(
-    engine: Engine, lies: dict[str, object], said: str, verdict: effect_records.Verdict
+    engine: Engine, lies: dict[str, object], said: str, verdict: effects.Verdict
 ) -> None:
     """An operator does not overrule what is known; the message names the present status."""
     added(engine, **lies)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_a_row_that_somebody_holds_is_reported_and_not_waited_for(engine: Engine
         assert taken.claimed
         operator.execute(text("SET LOCAL lock_timeout = '10ms'"))
         with pytest.raises(EffectError, match="another transaction has it at this moment"):
-            effect_records.resolve_effect(operator, "pay", "k", WasNotApplied())
+            effects.resolve_effect(operator, "pay", "k", WasNotApplied())
         caller.commit()
     with pytest.raises(EffectError, match="a call is under way"):
         resolve(engine, WasNotApplied())
@@ -288,7 +288,7 @@ def test_a_rolled_back_verdict_was_never_given(engine: Engine) -> None:
     """The module commits nothing itself."""
     added(engine, "unknown")
     with engine.connect() as connection:
-        effect_records.resolve_effect(connection, "pay", "k", WasApplied("1"))
+        effects.resolve_effect(connection, "pay", "k", WasApplied("1"))
         connection.rollback()
     assert shown(engine).effect.status == "unknown"
 
@@ -303,7 +303,7 @@ def test_every_operation_works_in_a_schema_of_another_name(engine: Engine) -> No
     assert resolve(elsewhere, WasApplied("1")).status == "done"
     assert shown(elsewhere).result == "1"
     with elsewhere.connect() as connection:
-        assert [found.key for found in effect_records.list_effects(connection)] == ["k"]
+        assert [found.key for found in effects.list_effects(connection)] == ["k"]
     assert shown(elsewhere).effect.changed_at < datetime.now(UTC) + MINUTE
     with pytest.raises(EffectNotFound):
         shown(engine)

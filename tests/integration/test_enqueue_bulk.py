@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from outboxq import AsyncOutboxSession, Context, Jobs, NewJob, OutboxSession, add_job, add_jobs, external
-from outboxq.codec import MAX_ARGS_BYTES
+from outboxq.codec.values import MAX_ARGS_BYTES
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 from outboxq.postgres import Database, Server
 from outboxq.tables import job as job_table

@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from outboxq.failure import describe_failure
+from outboxq.execution.failure import describe_failure
 from outboxq.job import Job
 from outboxq.postgres import Database, Server
 

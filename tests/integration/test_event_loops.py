@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.relay_run as relay_run_module
-import outboxq.watch as watch_module
+import outboxq.relay.deadlines as watch_module
+import outboxq.relay.run as relay_run_module
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.errors import RelayStuck
 from outboxq.events import Event, JobDied, JobDone, RelayStopped
 from outboxq.postgres import Database
-from outboxq.relay_run import RelayReport
+from outboxq.relay.run import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.waiting import wait_until

@@ -9,8 +9,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.claims import Claims
 from outboxq.events import DatabaseLost, Event, JobDone, JobsSuspected
+from outboxq.relay.claim_planner import Claims
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.waiting import wait_until

@@ -13,23 +13,23 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.batch as batch_module
-import outboxq.claims as claims_module
-import outboxq.cursors as cursors_module
+import outboxq.execution.transaction_mode as batch_module
+import outboxq.relay.claim_planner as claims_module
+import outboxq.relay.cursors as cursors_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.claim import ClaimRequest
-from outboxq.claims import Claims
-from outboxq.cursors import Position, Sweeps
-from outboxq.driver import ScriptResult, run_script
+from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
-from outboxq.lease import Suspects
-from outboxq.lookout import Order
+from outboxq.execution.batch_state import Progress
+from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
-from outboxq.progress import Progress
-from outboxq.slot import Slot
+from outboxq.relay.claim_planner import Claims
+from outboxq.relay.cursors import Position, Sweeps
+from outboxq.relay.lease import Suspects
+from outboxq.relay.poller import Order
+from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
-from outboxq.statements.listen import calls_away
-from outboxq.statements.session import BEGIN
+from outboxq.statements.transaction import BEGIN
+from outboxq.statements.wake import calls_away
 from outboxq.testing import _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app

@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.batch as batch_module
+import outboxq.execution.transaction_mode as batch_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.driver import ScriptResult
+from outboxq.database.driver import ScriptResult
 from outboxq.events import Event, JobDone
 from outboxq.postgres import Database
-from outboxq.testing_relay import on_passing, terminate_backends
+from outboxq.testing.relay_process import on_passing, terminate_backends
 from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting

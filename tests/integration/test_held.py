@@ -12,10 +12,10 @@ import pytest
 from sqlalchemy import Connection, Engine, event, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.claims as claims_module
-import outboxq.held as held_module
+import outboxq.execution.lease_mode as held_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, Relay, RelayConfig, Snooze
-from outboxq.driver import ScriptResult, run_script
+from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import (
     Event,
     JobCrashed,
@@ -28,12 +28,12 @@ from outboxq.events import (
     JobSnoozed,
     JobsParked,
 )
-from outboxq.held import Held, Rest
+from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.lease_mode import Held, Rest
 from outboxq.job import Job
-from outboxq.lease import Lease
 from outboxq.postgres import Database
-from outboxq.progress import BatchReport
-from outboxq.slot import Slot
+from outboxq.relay.lease import Lease
+from outboxq.relay.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
 from tests.support.waiting import PATIENCE, wait_until
@@ -499,7 +499,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
         ctx.session.flush()
         ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
 
-    monkeypatch.setattr("outboxq.slot.relieve", failing)
+    monkeypatch.setattr("outboxq.relay.slot.relieve", failing)
     work.tasks = {"escapes": escape}
     work.enqueue("escapes", "behind", "last")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)

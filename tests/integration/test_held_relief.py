@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Connection, Engine, NullPool, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-import outboxq.claims as claims_module
-import outboxq.held as held_module
+import outboxq.execution.lease_mode as held_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event, JobCrashed, JobDone
 from outboxq.fault_points import FaultPoint, fault_action

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, text
 
-from outboxq.effect_records import WasApplied, WasNotApplied, resolve_effect
+from outboxq.admin.effects import WasApplied, WasNotApplied, resolve_effect
 from outboxq.postgres import Database
 from tests.support.http_app import make_app
 from tests.support.http_server import closed_gate, is_replay, problem, seen, serve, wait_at_gate

@@ -10,11 +10,11 @@ from sqlalchemy import Engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from starlette.responses import JSONResponse
 
-from outboxq.effect_records import WasApplied, resolve_effect
-from outboxq.effect_transactions import AsyncEngineTransactions
+from outboxq.admin.effects import WasApplied, resolve_effect
+from outboxq.effects.transactions import AsyncEngineTransactions
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.http import IdempotencyMiddleware, idempotency_of, nobody
-from outboxq.http.answers import NOT_REPLAYABLE
+from outboxq.http.responses import NOT_REPLAYABLE
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy
 from tests.support.app import Effect

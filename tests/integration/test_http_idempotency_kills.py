@@ -10,7 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, text
 
-from outboxq.effect_records import WasNotApplied, resolve_effect
+from outboxq.admin.effects import WasNotApplied, resolve_effect
 from outboxq.postgres import Database
 from tests.support.http_server import (
     ServerProcess,

@@ -12,18 +12,18 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.lookout as lookout_module
+import outboxq.relay.poller as lookout_module
 from benchmarks.proxy import RunningProxy, running_proxy
 from benchmarks.relays import RelayOptions, running_relay
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
-from outboxq.driver import run_alone
+from outboxq.database.driver import run_alone
 from outboxq.events import JobDone, RelayStarted
-from outboxq.listener import Listener, Sleeper
-from outboxq.lookout import Lookout
 from outboxq.postgres import Database
-from outboxq.rest import FIRST_PAUSE_SECONDS, Rest
-from outboxq.slot import Slot
-from outboxq.statements.listen import look
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, Rest
+from outboxq.relay.listener import Listener, Sleeper
+from outboxq.relay.poller import Lookout
+from outboxq.relay.slot import Slot
+from outboxq.statements.wake import look
 from tests.conftest import RunningRelay, StartRelay
 from tests.integration.test_wake import wait_until_asleep
 from tests.support import app

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from outboxq.codec import fingerprint
+from outboxq.codec.values import fingerprint
 from outboxq.errors import EnqueueError, MessageConflict, SchemaError
 from outboxq.inbox import AcceptedBatch, Inbox
 from outboxq.migrations.runner import migrate

@@ -10,11 +10,11 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from outboxq.codec import fingerprint
+from outboxq.codec.values import fingerprint
+from outboxq.database.sessions import sqlstate_of
 from outboxq.errors import MessageConflict
 from outboxq.inbox import Acceptance, AcceptedBatch
 from outboxq.postgres import Database
-from outboxq.sessions import sqlstate_of
 from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored, targets, waiting_for_a_transaction
 from tests.support.waiting import PATIENCE, wait_until
 

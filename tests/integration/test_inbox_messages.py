@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
-from outboxq.codec import fingerprint
+from outboxq.admin.messages import Forgotten, MessageFilter, forget_messages, list_messages, show_message
+from outboxq.codec.values import fingerprint
 from outboxq.errors import InvalidKey, MessageNotFound
 from outboxq.inbox import Inbox
-from outboxq.inbox_messages import Forgotten, MessageFilter, forget_messages, list_messages, show_message
 
 orders, mails = Inbox("orders"), Inbox("mails", retention=timedelta(hours=1))
 

@@ -12,17 +12,17 @@ from sqlalchemy import Connection, Engine, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.batch as batch_module
-import outboxq.claims as claims_module
-import outboxq.held as held_module
+import outboxq.execution.lease_mode as held_module
+import outboxq.execution.transaction_mode as batch_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.claim import ClaimRequest
+from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDone, JobRetried
-from outboxq.execute import Abandoned
+from outboxq.execution.attempt import Abandoned
+from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.lease_mode import Rest
 from outboxq.fault_points import FaultPoint, fault_action
-from outboxq.guard import Guard
-from outboxq.held import Rest
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting

@@ -14,10 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, RelayConfig, Retry, Snooze
-from outboxq.driver import run_script
+from outboxq.database.driver import run_script
 from outboxq.errors import RegistryError
 from outboxq.events import Event, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, RelayStarted
-from outboxq.lease import REAP_LIMIT
+from outboxq.relay.lease import REAP_LIMIT
 from outboxq.statements.lease import reap
 from tests.conftest import StartRelay
 from tests.support.app import Effect

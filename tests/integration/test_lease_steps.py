@@ -11,11 +11,11 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession
-from outboxq.claim import ClaimRequest, claim
-from outboxq.driver import run_script
+from outboxq.database.driver import run_script
 from outboxq.events import Emitter, JobCrashed
+from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.job import Job
-from outboxq.lease import Lease, Suspects
+from outboxq.relay.lease import Lease, Suspects
 from outboxq.statements import lease
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from tests.support import app

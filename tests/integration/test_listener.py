@@ -7,8 +7,8 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from outboxq.listener import Listener, Sleeper
 from outboxq.postgres import Database
+from outboxq.relay.listener import Listener, Sleeper
 from outboxq.tables import SCHEMA
 
 ANSWER_SECONDS = 30.0

@@ -24,17 +24,17 @@ from outboxq import (
     doctor,
     external,
     find_job,
-    queues,
 )
-from outboxq.backlog import JobFilter, cancel_jobs, list_jobs
-from outboxq.dead_letters import DeadFilter, discard_page, list_dead, retry_page
-from outboxq.driver import run_script
-from outboxq.effect_records import EffectFilter, list_effects, show_effect
+from outboxq.admin import queues
+from outboxq.admin.dead_letters import DeadFilter, discard_page, list_dead, retry_page
+from outboxq.admin.effects import EffectFilter, list_effects, show_effect
+from outboxq.admin.jobs import JobFilter, cancel_jobs, list_jobs
+from outboxq.admin.messages import MessageFilter, forget_messages, list_messages
+from outboxq.admin.stats import collect_stats
+from outboxq.database.driver import run_script
 from outboxq.events import JobsParked, Pruned
-from outboxq.inbox_messages import MessageFilter, forget_messages, list_messages
 from outboxq.migrations.runner import migrate, migrate_committing, migration_sql
 from outboxq.postgres import Server
-from outboxq.stats import collect_stats
 from tests.conftest import StartRelay
 from tests.migrations.catalog import libpq_url
 from tests.support import app

@@ -9,14 +9,14 @@ import pytest
 from psycopg.sql import Identifier
 from sqlalchemy import Connection, Engine, text
 
-from outboxq import backlog, dead_letters, queues
-from outboxq.backlog import JobFilter
-from outboxq.dead_letters import DeadFilter
+from outboxq.admin import dead_letters, jobs, queues
+from outboxq.admin.dead_letters import DeadFilter
+from outboxq.admin.jobs import JobFilter
+from outboxq.admin.stats import collect_stats
 from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.statements.paging import database_clock
-from outboxq.stats import collect_stats
 from tests.support.leases import lease
 from tests.support.waiting import PATIENCE
 
@@ -55,17 +55,17 @@ def test_every_operation_works_in_a_schema_of_another_name(elsewhere: Engine) ->
         first, second = add(connection, 2)
         (dead,) = add(connection, 1, table="dead_job")
     with elsewhere.begin() as connection:
-        assert [found.id for found in backlog.list_jobs(connection)] == [first, second]
-        assert backlog.list_jobs(connection, running=True) == []
-        assert backlog.show_job(connection, first).job.queue == "q"
+        assert [found.id for found in jobs.list_jobs(connection)] == [first, second]
+        assert jobs.list_jobs(connection, running=True) == []
+        assert jobs.show_job(connection, first).job.queue == "q"
         assert [found.id for found in dead_letters.list_dead(connection)] == [dead]
         assert dead_letters.show_dead(connection, dead).dead.reason == "tired"
         assert collect_stats(connection).queues[0].ready == 2
         assert queues.pause(connection, ["q"]) == ("q",)
         assert [found.queue for found in queues.list_queues(connection)] == ["q"]
         assert dead_letters.retry_page(connection, DeadFilter()).changed == (dead,)
-        assert backlog.cancel_jobs(connection, [first]).cancelled == (first,)
-        assert set(backlog.cancel_page(connection, JobFilter()).changed) == {second, dead}
+        assert jobs.cancel_jobs(connection, [first]).cancelled == (first,)
+        assert set(jobs.cancel_page(connection, JobFilter()).changed) == {second, dead}
     with elsewhere.begin() as connection:
         add(connection, 1, table="dead_job")
         assert len(dead_letters.discard_page(connection, DeadFilter(queue="q")).changed) == 1
@@ -93,12 +93,12 @@ def test_a_rolled_back_change_never_happened(engine: Engine) -> None:
         (waiting,) = add(connection, 1)
         (dead,) = add(connection, 1, table="dead_job")
     with engine.connect() as connection:
-        assert backlog.cancel_jobs(connection, [waiting]).cancelled == (waiting,)
+        assert jobs.cancel_jobs(connection, [waiting]).cancelled == (waiting,)
         assert dead_letters.retry_page(connection, DeadFilter(ids=(dead,))).changed == (dead,)
         queues.pause(connection, ["q"])
         connection.rollback()
     with engine.connect() as connection:
-        assert [found.id for found in backlog.list_jobs(connection)] == [waiting]
+        assert [found.id for found in jobs.list_jobs(connection)] == [waiting]
         assert [found.id for found in dead_letters.list_dead(connection)] == [dead]
         assert queues.list_queues(connection) == [queues.Queue("q", None)]
 
@@ -109,10 +109,10 @@ def test_pages_go_on_behind_the_last_row_that_was_seen(engine: Engine) -> None:
         ids = sorted(add(connection, 5))
     with engine.connect() as holder, engine.begin() as connection:
         holder.execute(text("SELECT id FROM outboxq.job WHERE id = :id FOR UPDATE"), {"id": ids[1]})
-        first = backlog.cancel_page(connection, JobFilter(queue="q"), limit=2)
-        second = backlog.cancel_page(connection, JobFilter(queue="q"), after=first.last, limit=2)
-        third = backlog.cancel_page(connection, JobFilter(queue="q"), after=second.last, limit=2)
-        end = backlog.cancel_page(connection, JobFilter(queue="q"), after=third.last, limit=2)
+        first = jobs.cancel_page(connection, JobFilter(queue="q"), limit=2)
+        second = jobs.cancel_page(connection, JobFilter(queue="q"), after=first.last, limit=2)
+        third = jobs.cancel_page(connection, JobFilter(queue="q"), after=second.last, limit=2)
+        end = jobs.cancel_page(connection, JobFilter(queue="q"), after=third.last, limit=2)
         holder.rollback()
     assert (first.changed, first.held) == ((ids[0],), (ids[1],))
     assert (second.changed, second.held) == ((ids[2], ids[3]), ())
@@ -129,7 +129,7 @@ def test_a_sweep_leaves_alone_what_came_after_it_began(engine: Engine) -> None:
         connection.commit()
         add(connection, 3)
         add(connection, 3, table="dead_job")
-        assert len(backlog.cancel_page(connection, JobFilter(created_before=began)).changed) == 2
+        assert len(jobs.cancel_page(connection, JobFilter(created_before=began)).changed) == 2
         assert dead_letters.discard_page(connection, DeadFilter(died_before=began)).changed == ()
         connection.rollback()
 
@@ -142,7 +142,7 @@ def test_a_cancel_with_stale_statistics_takes_one_page(engine: Engine) -> None:
         add(connection, 200)
         for setting in ("enable_hashjoin", "enable_mergejoin", "enable_material"):
             connection.execute(text(f"SET LOCAL {setting} = off"))
-        assert len(backlog.cancel_page(connection, JobFilter(queue="q"), limit=3).changed) == 3
+        assert len(jobs.cancel_page(connection, JobFilter(queue="q"), limit=3).changed) == 3
 
 
 def test_a_job_that_is_retried_meanwhile_is_cancelled_all_the_same(
@@ -153,7 +153,7 @@ def test_a_job_that_is_retried_meanwhile_is_cancelled_all_the_same(
         (job_id,) = add(connection, 1)
     relay = engine.connect()
     relay.execute(text("DELETE FROM outboxq.job"))
-    real, looks = backlog.cancel_page, list[object]()
+    real, looks = jobs.cancel_page, list[object]()
 
     def look_then_retry(*arguments: object, **options: object) -> object:
         page = real(*arguments, **options)  # type: ignore[arg-type]
@@ -165,9 +165,9 @@ def test_a_job_that_is_retried_meanwhile_is_cancelled_all_the_same(
         looks.append(page)
         return page
 
-    monkeypatch.setattr(backlog, "cancel_page", look_then_retry)
+    monkeypatch.setattr(jobs, "cancel_page", look_then_retry)
     with engine.begin() as connection:
-        found = backlog.cancel_jobs(connection, [job_id])
+        found = jobs.cancel_jobs(connection, [job_id])
     relay.close()
     assert (found.cancelled, found.running, found.not_found) == ((job_id,), (), ())
 
@@ -179,11 +179,11 @@ def test_a_leased_job_is_listed_as_running_and_can_be_cancelled(engine: Engine) 
         lease(connection, leased, "1 hour")
         lease(connection, orphaned, "-1 second")
     with engine.begin() as connection:
-        found = backlog.list_jobs(connection, running=True)
+        found = jobs.list_jobs(connection, running=True)
         assert [(job.id, job.state, job.pid) for job in found] == [(leased, "leased", None)]
-        assert [job.id for job in backlog.list_jobs(connection, JobFilter(state="orphaned"))] == [orphaned]
-        assert backlog.show_job(connection, orphaned).job.state == "orphaned"
-        assert backlog.cancel_jobs(connection, [leased]).cancelled == (leased,)
+        assert [job.id for job in jobs.list_jobs(connection, JobFilter(state="orphaned"))] == [orphaned]
+        assert jobs.show_job(connection, orphaned).job.state == "orphaned"
+        assert jobs.cancel_jobs(connection, [leased]).cancelled == (leased,)
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -204,7 +204,7 @@ def test_a_dead_letter_whose_job_exists_again_stays_and_the_others_are_retried(e
     with engine.connect() as connection:
         assert dead_letters.is_dead(connection, dead)
         assert not dead_letters.is_dead(connection, other)
-        assert {found.id for found in backlog.list_jobs(connection)} == {dead, other}
+        assert {found.id for found in jobs.list_jobs(connection)} == {dead, other}
 
 
 def test_a_dead_letter_comes_back_with_what_it_had(engine: Engine) -> None:
@@ -218,7 +218,7 @@ def test_a_dead_letter_comes_back_with_what_it_had(engine: Engine) -> None:
             )
         )
         dead_letters.retry_page(connection, DeadFilter())
-        detail = backlog.show_job(connection, dead)
+        detail = jobs.show_job(connection, dead)
     assert (detail.args, detail.headers, detail.errors) == ('{"a": [1.50, "x"]}', '{"h": "y"}', '[{"e": 1}]')
     assert (detail.unique_key, detail.group_key, detail.job.priority, detail.job.max_attempts) == ("u", "g", 7, 3)
     assert (detail.job.attempt, detail.job.crashes, detail.job.state) == (0, 0, "ready")
@@ -242,9 +242,9 @@ def test_jobs_of_one_millisecond_are_listed_as_they_came(engine: Engine) -> None
             ),
             {"id": "01929e1c-5a7c-7000-8000-000000000000", "later": "01929e1c-5a7e-7000-8000-000000000000"},
         )
-        kinds = [found.kind for found in backlog.list_jobs(connection, limit=200)]
-        oldest = [found.kind for found in backlog.list_jobs(connection, limit=10)]
-        few = [found.kind for found in backlog.list_jobs(connection, JobFilter(kind="7"), limit=10)]
+        kinds = [found.kind for found in jobs.list_jobs(connection, limit=200)]
+        oldest = [found.kind for found in jobs.list_jobs(connection, limit=10)]
+        few = [found.kind for found in jobs.list_jobs(connection, JobFilter(kind="7"), limit=10)]
     assert kinds == [*map(str, range(1, 101)), "older", "l"]
     assert oldest == [*map(str, range(1, 10)), "older"]
     assert few == ["7"]
@@ -256,10 +256,10 @@ def test_a_rolled_back_cancellation_can_be_cleared(engine: Engine) -> None:
         ids = add(connection, 3)
     marked = text("SELECT count(*) FROM outboxq.job WHERE pg_xact_status(xmax::text::xid8) = 'aborted'")
     with engine.connect() as connection:
-        assert backlog.cancel_jobs(connection, ids).cancelled
+        assert jobs.cancel_jobs(connection, ids).cancelled
         connection.rollback()
         assert connection.execute(marked).scalar_one() == 3
-        assert backlog.clear_marks(connection, ids)
+        assert jobs.clear_marks(connection, ids)
         connection.commit()
         assert connection.execute(marked).scalar_one() == 0
 
@@ -281,7 +281,7 @@ def test_what_is_not_there_is_an_error_with_its_id(engine: Engine) -> None:
     missing = uuid4()
     with engine.connect() as connection:
         with pytest.raises(JobNotFound) as error:
-            backlog.show_job(connection, missing)
+            jobs.show_job(connection, missing)
         assert error.value.job_id == missing
         with pytest.raises(JobNotFound, match="dead letter"):
             dead_letters.show_dead(connection, missing)
@@ -299,7 +299,7 @@ def test_listing_sorts_no_more_than_it_shows(engine: Engine) -> None:
         add(connection, 3000)
         connection.execute(text("ANALYZE outboxq.job"))
     with engine.connect() as connection:
-        statement = backlog.statements.select_jobs(JobFilter(), running=False, limit=10)
+        statement = jobs.statements.select_jobs(JobFilter(), running=False, limit=10)
         compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
         question = f"EXPLAIN (ANALYZE, TIMING off) {compiled}".replace("%%", "%")
         plan = list(connection.exec_driver_sql(question).scalars())

@@ -21,9 +21,8 @@ import pytest
 from sqlalchemy import make_url
 
 import outboxq
-from outboxq import postgres_binaries, postgres_cluster
-from outboxq.postgres import PostgresUnavailable, Server, _conninfo, find_server, start_embedded
-from outboxq.postgres_binaries import SourceFailed, embedded_binaries
+from outboxq.postgres import PostgresUnavailable, Server, _conninfo, binaries, cluster, find_server, start_embedded
+from outboxq.postgres.binaries import SourceFailed, embedded_binaries
 from tests.support.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(outboxq.__file__).parents[1]
@@ -92,7 +91,7 @@ def own_server() -> Iterator[Server]:
 @pytest.fixture
 def temp_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty temporary directory that every user can enter, in place of the system's."""
-    directory = Path(tempfile.mkdtemp(dir=postgres_binaries.shared_temp_directory(postgres_binaries._server_user(""))))
+    directory = Path(tempfile.mkdtemp(dir=binaries.shared_temp_directory(binaries._server_user(""))))
     directory.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     yield directory
@@ -166,8 +165,8 @@ def test_a_server_that_cannot_start_shows_its_log_and_leaves_nothing(temp_direct
 def test_another_port_is_taken_when_the_first_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is lost between the look and the start costs an attempt, not the server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        taken_port, free_port = taken.getsockname()[1], postgres_cluster._free_port()
-        monkeypatch.setattr(postgres_cluster, "_free_port", iter([taken_port, free_port]).__next__)
+        taken_port, free_port = taken.getsockname()[1], cluster._free_port()
+        monkeypatch.setattr(cluster, "_free_port", iter([taken_port, free_port]).__next__)
         with start_embedded() as server:
             assert f":{free_port}/" in server.url
 
@@ -433,7 +432,7 @@ def test_an_existing_database_is_never_dropped(server: Server) -> None:
 
 def test_a_configured_server_that_does_not_answer_is_an_error() -> None:
     """It is never replaced by another source, and the error keeps the password to itself."""
-    port = postgres_cluster._free_port()
+    port = cluster._free_port()
     with pytest.raises(PostgresUnavailable, match="OUTBOXQ_TEST_DATABASE_URL does not answer at") as raised:
         find_server(configured_url=f"postgresql://me:secret@127.0.0.1:{port}/postgres", binaries=None)
     assert f":{port}/postgres" in str(raised.value)

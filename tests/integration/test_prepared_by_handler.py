@@ -23,8 +23,8 @@ from outboxq import (
     RelayConfig,
 )
 from outboxq.events import DatabaseLost, Event, JobDied
+from outboxq.execution.recovery import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
-from outboxq.recover import COMMITTED_BY_HANDLER
 from tests.integration.test_raised import dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting

@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.batch as batch_module
-import outboxq.claim as claim_module
-import outboxq.claims as claims_module
+import outboxq.execution.claim as claim_module
+import outboxq.execution.transaction_mode as batch_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.claim import ClaimRequest, PreparedClaims
-from outboxq.driver import ScriptResult, run_script
+from outboxq.database.driver import ScriptResult, run_script
+from outboxq.execution.claim import ClaimRequest, PreparedClaims
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from tests.support.app import Effect

@@ -18,19 +18,19 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.pruner
+import outboxq.relay.maintenance.pruner
 from outboxq import OutboxSession, Relay, RelayConfig
-from outboxq.chores import draw_pause
+from outboxq.admin.roles import roles_sql
 from outboxq.config import SlotGroup
-from outboxq.driver import DriverConnection
-from outboxq.effects import Effects
-from outboxq.engines import RELAY_NAME, listen_connector, resolve_engines
+from outboxq.database.driver import DriverConnection
+from outboxq.database.engines import RELAY_NAME, listen_connector, resolve_engines
+from outboxq.effects.api import Effects
 from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
-from outboxq.pruner import BATCH_ROWS, Pruner
-from outboxq.roles import roles_sql
+from outboxq.relay.maintenance.pruner import BATCH_ROWS, Pruner
+from outboxq.relay.maintenance.task import draw_pause
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
 from tests.support import app
@@ -219,7 +219,7 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
     table: str,
 ) -> None:
     """The oldest ones refuse: all others, of several batches, go in the same round."""
-    monkeypatch.setattr(outboxq.pruner, "BATCH_ROWS", 10)
+    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "BATCH_ROWS", 10)
     column, fill = {"inbox": ("message_id", FILL_INBOX), "effect": ("key", FILL_EFFECT)}[table]
     more = {"status": "done", "in_doubt": False} if table == "effect" else {}
     with engine.begin() as connection:
@@ -241,7 +241,7 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
 
 def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when a round has taken its share waits for the next one."""
-    monkeypatch.setattr(outboxq.pruner, "MAX_BATCHES", 2)
+    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "MAX_BATCHES", 2)
     fill_inbox(engine, "old", 2 * BATCH_ROWS + 500)
     fill_effect(engine, "old", 1)
     pruner = make_pruner()
@@ -534,7 +534,7 @@ def test_a_pruner_that_was_stopped_has_ended(
     engine: Engine, make_pruner: MakePruner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No round of it goes on behind the back of whoever stopped it: its engine and its hooks may be gone by then."""
-    monkeypatch.setattr(outboxq.pruner, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "_FIRST_SECONDS", 0.01)
     telling, told = threading.Event(), threading.Event()
 
     class Slow(list[Event]):
@@ -567,7 +567,7 @@ def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(
     engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is deployed more often than that would never prune."""
-    monkeypatch.setattr(outboxq.pruner, "_FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "_FIRST_SECONDS", 0.2)
     fill_inbox(engine)
     with start_relay(config=RelayConfig(prune_seconds=86_400)):
         wait_until(lambda: keys(engine) == [], "the first round")

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.context import AsyncBatchContext, BatchContext, BatchItem
+from outboxq.handlers.context import AsyncBatchContext, BatchContext, BatchItem
 from outboxq.postgres import Database
 from outboxq.testing import RelayProcess
 from tests.support import faulty

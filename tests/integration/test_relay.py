@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.claims as claims_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
 from outboxq.errors import ConfigError, RegistryError, SchemaError
 from outboxq.events import (

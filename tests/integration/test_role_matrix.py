@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from outboxq.roles import PARTS, Part
+from outboxq.admin.roles import PARTS, Part
 from tests.integration.test_roles import Cast, libpq_url
 from tests.integration.test_roles import roles as roles
 

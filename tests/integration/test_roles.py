@@ -12,14 +12,14 @@ from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, Relay, RelayConfig, external
-from outboxq.effects import Effects
+from outboxq.admin.roles import PARTS, Part, roles_sql
+from outboxq.effects.api import Effects
 from outboxq.errors import CallRefused, EffectFailed
 from outboxq.events import Event, JobDied, JobDone, JobRetried, JobSnoozed, JobsParked
 from outboxq.inbox import Inbox
 from outboxq.migrations import LATEST
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database, Server
-from outboxq.roles import PARTS, Part, roles_sql
 from outboxq.statements.prune import delete_effects, delete_messages
 from tests.support import app
 from tests.support.cli import Outcome, call

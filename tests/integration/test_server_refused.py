@@ -12,8 +12,9 @@ from sqlalchemy import NullPool, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outboxq import AsyncContext, Context, Jobs, Relay, migrations, server
+from outboxq import AsyncContext, Context, Jobs, Relay, migrations
 from outboxq.errors import ConfigError
+from outboxq.migrations import server
 from outboxq.migrations.runner import migration_sql
 from outboxq.postgres import Database, Server
 from outboxq.statements import server as statements

@@ -34,7 +34,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
-import outboxq.held as held_module
+import outboxq.execution.lease_mode as held_module
 from outboxq import (
     AsyncBatchContext,
     AsyncContext,
@@ -48,9 +48,9 @@ from outboxq import (
     RelayConfig,
     external,
 )
-from outboxq.known_functions import HARMLESS as HARMLESS_FUNCTIONS
+from outboxq.database.known_functions import HARMLESS as HARMLESS_FUNCTIONS
+from outboxq.database.session_state import CALLABLE_WORDS, left_by
 from outboxq.postgres import Database
-from outboxq.session_state import CALLABLE_WORDS, left_by
 from outboxq.statements.functions import functions_without_side_effects
 from tests.support.app import Account, Effect
 

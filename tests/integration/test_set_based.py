@@ -48,11 +48,11 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session, registry, sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession
-from outboxq.deferred import Write
 from outboxq.events import Event, JobDied, JobDone
-from outboxq.set_based import executions
-from outboxq.table_facts import Catalog, TableFacts
-from outboxq.write_buffer import WriteBuffer
+from outboxq.execution.write_buffer import WriteBuffer
+from outboxq.handlers.deferred import Write
+from outboxq.handlers.set_based import executions
+from outboxq.handlers.table_facts import Catalog, TableFacts
 from tests.support.app import Account
 from tests.support.shared_app import statements
 from tests.support.waiting import wait_until

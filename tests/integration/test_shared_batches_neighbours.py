@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Engine, func, insert, select, text, update
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.groups as groups_module
-import outboxq.shared as shared_module
-import outboxq.shared_savepoint as savepoint_module
+import outboxq.execution.batch_call as groups_module
+import outboxq.execution.shared_batch as shared_module
+import outboxq.execution.shared_savepoint as savepoint_module
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.postgres import Database

@@ -34,7 +34,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 
 from outboxq import Backoff, Context, Jobs, Locked, OutboxSession, external
 from outboxq.events import Event
-from outboxq.statements.listen import ALL_QUEUES
+from outboxq.statements.wake import ALL_QUEUES
 from outboxq.testing import Database
 from tests.support.app import Account, Base, Effect
 from tests.support.notifications import notifications

@@ -12,8 +12,8 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.execution.recovery import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
-from outboxq.recover import COMMITTED_BY_HANDLER
 from tests.support.app import Account, Base, Effect
 from tests.support.ledger import ledger
 from tests.support.shared_app import ADD, ADD_TO_ROW

@@ -17,13 +17,13 @@ import pytest
 from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.health
+import outboxq.relay.health
 from outboxq import OutboxSession, config, external
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, RelayStarted, RelayStopping
-from outboxq.health import Health, StateHook, health_file, judge
 from outboxq.postgres import Database, Server
-from outboxq.signals import stop_signals
+from outboxq.relay.health import Health, StateHook, health_file, judge
+from outboxq.relay.signals import stop_signals
 from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
@@ -485,7 +485,7 @@ def test_a_health_file_that_shows_no_life(tmp_path: Path, content: object, expec
 
 def test_a_health_file_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it is read, it is whole, while it is being replaced all the time."""
-    monkeypatch.setattr(outboxq.health, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(outboxq.relay.health, "WRITE_SECONDS", 0.0)
     path = tmp_path / "health.json"
     with health_file(path, lambda: Health("serving")):
         seen: set[str] = set()
@@ -499,7 +499,7 @@ def test_a_health_file_that_cannot_be_written_for_a_while_is_no_reason_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A directory that goes and comes back: one warning, and the file is there again."""
-    monkeypatch.setattr(outboxq.health, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(outboxq.relay.health, "WRITE_SECONDS", 0.01)
     directory = tmp_path / "run"
     path = directory / "health.json"
     with pytest.raises(ConfigError, match="a directory that exists"), health_file(path, lambda: Health("serving")):

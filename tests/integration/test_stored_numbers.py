@@ -7,12 +7,12 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.driver import run_script
+from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDone
 from outboxq.job import Job
-from outboxq.kinds import JobKind
-from outboxq.statements.held import give_back_held
+from outboxq.outbox.kinds import JobKind
 from outboxq.statements.lease import NEVER, reap
+from outboxq.statements.lease_mode import give_back_held
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect

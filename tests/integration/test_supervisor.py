@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import outboxq.supervisor as supervisor_module
+import outboxq.relay.supervisor as supervisor_module
 from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildLingers, ChildStuck, Emitter, Event
-from outboxq.health import State, read_beats, send_beats
-from outboxq.supervisor import supervise
+from outboxq.relay.health import State, read_beats, send_beats
+from outboxq.relay.supervisor import supervise
 from tests.support.waiting import PATIENCE, wait_until
 
 # A child that notes its pid, tells of its life, and stops at SIGTERM or when its parent is gone, as a relay does.
@@ -27,7 +27,7 @@ CHILD = """
 import os, pathlib, sys, threading
 from outboxq import config
 from outboxq.health import send_beats
-from outboxq.signals import stop_signals, stop_when_parent_dies
+from outboxq.relay.signals import stop_signals, stop_when_parent_dies
 stop = threading.Event()
 stop_when_parent_dies(config.parent_pipe(), stop.set)
 directory, mute = map(pathlib.Path, sys.argv[1:])

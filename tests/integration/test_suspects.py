@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.claims as claims_module
+import outboxq.relay.claim_planner as claims_module
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.claim import ClaimRequest, claim
 from outboxq.events import Event, JobDone, JobsSuspected
+from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimStatements
 from tests.support import app

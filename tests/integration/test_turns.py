@@ -11,17 +11,17 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.batch as batch_module
-import outboxq.claim as claim_module
-import outboxq.claims as claims_module
-import outboxq.slot as slot_module
+import outboxq.execution.claim as claim_module
+import outboxq.execution.transaction_mode as batch_module
+import outboxq.relay.claim_planner as claims_module
+import outboxq.relay.slot as slot_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.claim import ClaimRequest
-from outboxq.driver import ScriptResult, run_script
+from outboxq.database.driver import ScriptResult, run_script
 from outboxq.errors import ConfigError
 from outboxq.events import JobDone
-from outboxq.lookout import Order
+from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
+from outboxq.relay.poller import Order
 from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
 from tests.integration.test_wake import wait_until_asleep

@@ -11,9 +11,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
-from outboxq.context import BatchContext, BatchItem
-from outboxq.driver import driver_connection
+from outboxq.database.driver import driver_connection
 from outboxq.events import DatabaseLost, Event, JobCrashed, JobLeaseLost
+from outboxq.handlers.context import BatchContext, BatchItem
 from tests.integration.test_raised import Named, dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting

@@ -13,14 +13,14 @@ import pytest
 from sqlalchemy import Engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.upkeep
+import outboxq.relay.maintenance.reindexer
 from outboxq import OutboxSession, Relay, RelayConfig
-from outboxq.driver import DriverConnection
-from outboxq.engines import listen_connector, resolve_engines
+from outboxq.admin.roles import roles_sql
+from outboxq.database.driver import DriverConnection
+from outboxq.database.engines import listen_connector, resolve_engines
 from outboxq.events import Emitter, Event, IndexRebuilt, JobDone
 from outboxq.postgres import Database
-from outboxq.roles import roles_sql
-from outboxq.upkeep import Upkeep
+from outboxq.relay.maintenance.reindexer import Upkeep
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.doctor import execute, libpq_url, open_session
@@ -239,7 +239,7 @@ def test_an_old_transaction_is_not_waited_for(
     drained: Database, make_upkeep: MakeUpkeep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """REINDEX CONCURRENTLY would wait for its end, so it is not begun."""
-    monkeypatch.setattr(outboxq.upkeep, "OLD_SECONDS", 0.0)
+    monkeypatch.setattr(outboxq.relay.maintenance.reindexer, "OLD_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "outboxq.upkeep")
     events: list[Event] = []
     pinned = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT count(*) FROM pg_class")
@@ -280,8 +280,10 @@ def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_a
     engine: Engine, drained: Database, make_upkeep: MakeUpkeep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A REINDEX that waits is cancelled; the invalid index that it leaves is dropped by the next look, and only it."""
-    patient = outboxq.upkeep.statements.settings().replace("'5s'", "'10min'").replace("'60s'", "'10min'")
-    monkeypatch.setattr(outboxq.upkeep.statements, "settings", lambda: patient)
+    patient = (
+        outboxq.relay.maintenance.reindexer.statements.settings().replace("'5s'", "'10min'").replace("'60s'", "'10min'")
+    )
+    monkeypatch.setattr(outboxq.relay.maintenance.reindexer.statements, "settings", lambda: patient)
     stopping = threading.Event()
     events: list[Event] = []
     # A writer whose transaction is young: the REINDEX begins, and waits for it.
@@ -308,8 +310,8 @@ def test_one_that_failed_is_not_tried_with_each_look(
 ) -> None:  # fmt: skip
     """A wait for a lock is bounded; after that it rests for hours, and says so once."""
     caplog.set_level(logging.INFO, "outboxq.upkeep")
-    impatient = outboxq.upkeep.statements.settings().replace("'5s'", "'200ms'")
-    monkeypatch.setattr(outboxq.upkeep.statements, "settings", lambda: impatient)
+    impatient = outboxq.relay.maintenance.reindexer.statements.settings().replace("'5s'", "'200ms'")
+    monkeypatch.setattr(outboxq.relay.maintenance.reindexer.statements, "settings", lambda: impatient)
     events: list[Event] = []
     upkeep = make_upkeep(events)
     with open_session(drained.url, "UPDATE outboxq.job SET kind = kind WHERE false"):
@@ -348,7 +350,7 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
             super().start()
             started.set()
 
-    monkeypatch.setattr("outboxq.relay_run.Upkeep", Watched)
+    monkeypatch.setattr("outboxq.relay.run.Upkeep", Watched)
     events: list[Event] = []
     relay = Relay(outboxq_database.url, app.jobs, RelayConfig(reindex=reindex), hooks=[events.append])
     thread = threading.Thread(target=relay.run)

@@ -14,14 +14,14 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup, external
-from outboxq.enqueue import QUEUES_ANNOUNCED
 from outboxq.events import JobDone, RelayStarted
-from outboxq.listener import Listener, Sleeper
-from outboxq.lookout import Lookout
+from outboxq.outbox.session import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
-from outboxq.rest import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
-from outboxq.slot import Slot
-from outboxq.statements.listen import ALL_QUEUES
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
+from outboxq.relay.listener import Listener, Sleeper
+from outboxq.relay.poller import Lookout
+from outboxq.relay.slot import Slot
+from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
 from tests.support.notifications import notifications

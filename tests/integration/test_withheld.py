@@ -25,7 +25,7 @@ from outboxq import (
 )
 from outboxq.errors import RegistryError
 from outboxq.events import Event
-from outboxq.logs import log_event
+from outboxq.observability.logging import log_event
 from outboxq.tables import dead_job, job
 
 Drain = Callable[..., list[Event]]

@@ -17,7 +17,7 @@ from outboxq import migrations
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.migrations.runner import migrate, migration_sql
 from outboxq.postgres import Database
-from outboxq.statements import listen
+from outboxq.statements import wake
 from outboxq.statements.version import schema_version
 from tests.migrations.catalog import is_empty, libpq_url, read_catalog, schema_exists
 from tests.migrations.project import run_psql
@@ -145,15 +145,15 @@ def test_a_schema_of_any_name_works_from_end_to_end(database: Database, empty_en
         assert migrate(connection, schema=schema) == (0, LATEST)
         assert schema_version(connection, schema) == LATEST
     with psycopg.connect(libpq_url(database.url), autocommit=True) as relay, relay.cursor() as cursor:
-        cursor.execute(listen.listen(schema).encode())
-        assert cursor.execute(listen.try_sleep_flags(schema, ["mail"]).encode()).fetchone() == ("mail", True)
+        cursor.execute(wake.listen(schema).encode())
+        assert cursor.execute(wake.try_sleep_flags(schema, ["mail"]).encode()).fetchone() == ("mail", True)
         with psycopg.connect(libpq_url(database.url)) as producer:
             call = psycopg.sql.SQL("SELECT {}('greet', queue => 'mail')").format(
                 psycopg.sql.Identifier(schema, "add_job")
             )
             producer.execute(call)
         heard = list(relay.notifies(timeout=PATIENCE, stop_after=1))
-        assert [(notice.channel, notice.payload) for notice in heard] == [(listen.channel_name(schema), "mail")]
+        assert [(notice.channel, notice.payload) for notice in heard] == [(wake.channel_name(schema), "mail")]
         cursor.execute(psycopg.sql.SQL("DELETE FROM {}").format(psycopg.sql.Identifier(schema, "job")))
     with empty_engine.begin() as connection:
         assert migrate(connection, to=0, schema=schema) == (LATEST, 0)

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from outboxq.postgres import Database
-from outboxq.statements import listen
+from outboxq.statements import wake
 from tests.migrations.catalog import libpq_url
 from tests.support.waiting import PATIENCE
 
@@ -23,19 +23,19 @@ class Relay:
 
     def __init__(self, connection: psycopg.Connection) -> None:
         self.connection = connection
-        connection.execute(listen.listen(SCHEMA).encode())
+        connection.execute(wake.listen(SCHEMA).encode())
 
     def falls_asleep(self, queue: str) -> bool:
-        row = self.connection.execute(listen.try_sleep_flags(SCHEMA, [queue]).encode()).fetchone()
+        row = self.connection.execute(wake.try_sleep_flags(SCHEMA, [queue]).encode()).fetchone()
         assert row is not None
         return bool(row[1])
 
     def wakes_up(self, queue: str) -> None:
-        self.connection.execute(listen.drop_sleep_flags(SCHEMA, [queue]).encode())
+        self.connection.execute(wake.drop_sleep_flags(SCHEMA, [queue]).encode())
 
     def heard(self) -> list[str]:
         """The queues notified since the last call, up to a notification of our own: they come in order."""
-        self.connection.execute("SELECT pg_notify(%s, %s)", [listen.channel_name(SCHEMA), SENTINEL])
+        self.connection.execute("SELECT pg_notify(%s, %s)", [wake.channel_name(SCHEMA), SENTINEL])
         payloads: list[str] = []
         while SENTINEL not in payloads:
             fresh = [notice.payload for notice in self.connection.notifies(timeout=PATIENCE, stop_after=1)]
@@ -89,8 +89,8 @@ def test_a_rolled_back_job_wakes_nobody(relay: Relay, producer: psycopg.Connecti
 
 def test_the_flags_of_other_installations_do_not_count(relay: Relay, producer: psycopg.Connection) -> None:
     """The schema's name is in the key: a relay of another schema sleeps undisturbed."""
-    relay.connection.execute(listen.listen("other").encode())
-    relay.connection.execute(listen.try_sleep_flags("other", ["mail"]).encode())
+    relay.connection.execute(wake.listen("other").encode())
+    relay.connection.execute(wake.try_sleep_flags("other", ["mail"]).encode())
     producer.execute(INSERT, [["mail"]])
     producer.commit()
     assert relay.heard() == []

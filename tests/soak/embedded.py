@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from outboxq import Relay, RelayConfig, config
-from outboxq.signals import stop_when_parent_dies
+from outboxq.relay.signals import stop_when_parent_dies
 from tests.soak.app import jobs
 
 COUNT_SECONDS = 5.0

@@ -1,7 +1,7 @@
 """`tests/support/faulty.py` for a relay process whose transactions the server ends soon. Named, never imported."""
 
-import outboxq.statements.session
+import outboxq.statements.transaction
 from tests.support.faulty import jobs as jobs
 
 # Instead of ten seconds.
-outboxq.statements.session.IDLE_GRACE_SECONDS = 0.5
+outboxq.statements.transaction.IDLE_GRACE_SECONDS = 0.5

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 SERVER_NAME = "fork server"
 
 _REPOSITORY = Path(__file__).parents[2]
-_MODULES = ("alembic", "outboxq", "outboxq.testing_relay", "tests.support.program", "uvicorn")
+_MODULES = ("alembic", "outboxq", "outboxq.testing.relay_process", "tests.support.program", "uvicorn")
 _IMPORTED = (
     "alembic.config",
     "outboxq.cli.app",

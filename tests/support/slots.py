@@ -5,15 +5,15 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Engine
 
-from outboxq.callers import make_callers
-from outboxq.cursors import Sweeps
-from outboxq.engines import Engines
+from outboxq.database.engines import Engines
 from outboxq.events import Emitter
-from outboxq.invoke import SyncInvoker
-from outboxq.lease import Lease, Suspects
-from outboxq.lines import Line, make_line
-from outboxq.lookout import Lookout
-from outboxq.relay_state import Shared, Tally
+from outboxq.execution.invoke import SyncInvoker
+from outboxq.relay.connections import Line, make_line
+from outboxq.relay.cursors import Sweeps
+from outboxq.relay.effect_runners import make_callers
+from outboxq.relay.lease import Lease, Suspects
+from outboxq.relay.poller import Lookout
+from outboxq.relay.state import Shared, Tally
 from tests.support import app
 
 

@@ -10,8 +10,8 @@ from sqlalchemy import make_url
 
 from outboxq.config import local_binaries as configured_binaries
 from outboxq.postgres import Server
-from outboxq.postgres_binaries import Binaries, embedded_binaries, local_binaries
-from outboxq.postgres_cluster import SUPERUSER, Cluster
+from outboxq.postgres.binaries import Binaries, embedded_binaries, local_binaries
+from outboxq.postgres.cluster import SUPERUSER, Cluster
 from tests.support.own_server import conninfo, own_server
 from tests.support.waiting import wait_until
 

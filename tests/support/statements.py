@@ -18,13 +18,13 @@ from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
 from outboxq.job import Job
-from outboxq.kinds import Envelope, NewJob
+from outboxq.outbox.kinds import Envelope, NewJob
 from outboxq.statements.aside import WAITS
-from outboxq.statements.backlog import JobFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
-from outboxq.statements.effect_records import EffectFilter
+from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.inbox import MessageFilter, accept_parameters
+from outboxq.statements.jobs import JobFilter
 
 DIALECT = psycopg.dialect()
 

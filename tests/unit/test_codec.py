@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, make_tran
 from sqlmodel import Field as SQLField
 from sqlmodel import SQLModel
 
-from outboxq.codec import (
+from outboxq.codec.values import (
     MAX_HEADERS_BYTES,
     EntityKey,
     Signature,

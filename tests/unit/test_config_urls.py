@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from outboxq.config import host_names, psycopg_url
-from outboxq.engines import connect_arguments
+from outboxq.database.engines import connect_arguments
 from outboxq.errors import ConfigError
 
 

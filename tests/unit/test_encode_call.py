@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
 
 from outboxq import Context, Jobs
-from outboxq.codec import Signature, encode_value, join_object
+from outboxq.codec.values import Signature, encode_value, join_object
 from outboxq.errors import ArgumentError
 
 

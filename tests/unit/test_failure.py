@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, StatementError
 
 from outboxq.errors import EntityGone, PayloadError, PermanentError
-from outboxq.failure import (
+from outboxq.execution.failure import (
     _READ_CHARACTERS,
     KEPT_ERRORS,
     MAX_MESSAGE_CHARACTERS,

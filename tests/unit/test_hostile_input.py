@@ -8,15 +8,15 @@ from contextlib import suppress
 
 import pytest
 
-from outboxq import testing_proxy as proxy
-from outboxq.codec import check_name, encode_value
+from outboxq.codec.values import check_name, encode_value
+from outboxq.doctor.formatting import identifier
 from outboxq.doctor.server import seconds_of
-from outboxq.doctor.words import identifier
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey
-from outboxq.failure import kept_errors
+from outboxq.execution.failure import kept_errors
 from outboxq.http.bodies import _declared_bytes
 from outboxq.http.keys import read_key
 from outboxq.http.middleware import _check_documentation
+from outboxq.testing import proxy
 from tests.support.growth import LINEAR, growth
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from outboxq import Context, JobHandle, Jobs, external
-from outboxq.codec import MAX_ARGS_BYTES
+from outboxq.codec.values import MAX_ARGS_BYTES
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
-from outboxq.kinds import JobOptions
+from outboxq.outbox.kinds import JobOptions
 
 jobs = Jobs()
 ship = external("ship", queue="depot")

@@ -9,7 +9,7 @@ import pytest
 
 from outboxq.events import JobDied, JobRetried, JobsParked
 from outboxq.job import Job
-from outboxq.logs import LineFormatter, log_event
+from outboxq.observability.logging import LineFormatter, log_event
 
 NASTY = [
     "a\nERROR",

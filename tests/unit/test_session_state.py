@@ -2,7 +2,7 @@
 
 import pytest
 
-from outboxq.session_state import CALLABLE_WORDS, Leavings, _read, left_by
+from outboxq.database.session_state import CALLABLE_WORDS, Leavings, _read, left_by
 from tests.support.growth import LINEAR, growth
 
 

@@ -29,7 +29,7 @@ assert _signal.getsignal(signal.SIGTERM) is None, "C's own"
 own = signal.default_int_handler
 signal.signal(signal.SIGINT, own)
 
-from outboxq.signals import stop_signals
+from outboxq.relay.signals import stop_signals
 
 stops = []
 with stop_signals(lambda: stops.append(1)):
@@ -100,7 +100,7 @@ def test_a_signal_behind_the_end_of_a_relay_is_the_programs_own_again() -> None:
     """What ended as it should is not asked to begin anew."""
     program = (
         "import os, signal\n"
-        "from outboxq.signals import end_in_order_until_begun, stop_signals\n"
+        "from outboxq.relay.signals import end_in_order_until_begun, stop_signals\n"
         "end_in_order_until_begun()\n"
         "with stop_signals(lambda: None): pass\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"

@@ -3,10 +3,10 @@
 import pytest
 from sqlalchemy import text
 
-from outboxq.deferred import checked_write
+from outboxq.database.guard import _refused_verb
+from outboxq.database.sql_words import first_word, leading_words, without_literals
 from outboxq.errors import DeferError
-from outboxq.guard import _refused_verb
-from outboxq.sql_words import first_word, leading_words, without_literals
+from outboxq.handlers.deferred import checked_write
 from tests.support.growth import LINEAR, growth
 
 HOSTILE = {

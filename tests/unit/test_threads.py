@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-import outboxq.threads as threads_module
-from outboxq.threads import BoundedStart
+import outboxq.relay.threads as threads_module
+from outboxq.relay.threads import BoundedStart
 
 
 def test_a_thread_runs_its_target() -> None:
@@ -23,7 +23,7 @@ def test_a_thread_runs_its_target() -> None:
 # The new thread fails before it has told whoever waits for it.
 DIES_ON_ITS_WAY = """
 import sys, threading
-from outboxq.threads import BoundedStart
+from outboxq.relay.threads import BoundedStart
 
 def dies(self):
     raise MemoryError
@@ -33,8 +33,8 @@ threading.excepthook = sys.unraisablehook = lambda _: None
 if sys.argv[1] == "threading":
     threading.Thread(target=print, daemon=True).start()
 else:
-    import outboxq.threads
-    outboxq.threads._UP_SECONDS = 0.2
+    import outboxq.relay.threads
+    outboxq.relay.threads._UP_SECONDS = 0.2
     try:
         BoundedStart(print, "outboxq-test").start()
     except RuntimeError as error:

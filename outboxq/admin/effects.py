@@ -1,0 +1,163 @@
+"""Effects, for operators: what was called, what it came to, and deciding what nobody could know.
+
+Every function is one look or one change in the caller's transaction, and none waits for a row lock.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection, Executable, Row
+
+from outboxq.codec.values import MAX_ARGS_BYTES, MAX_SCOPE_BYTES, check_key, encode_value
+from outboxq.config import DEFAULT_RETENTION
+from outboxq.errors import ArgumentError, EffectError, EffectNotFound
+from outboxq.statements import effect_admin as statements
+from outboxq.statements.effect_admin import EffectFilter as EffectFilter
+from outboxq.statements.effects import Status
+
+# What a caller reads where it asks for the result of a call that an operator has vouched for.
+_WITHOUT_RESULT = "resolved as applied by an operator, without a result"
+_NOT_APPLIED = "resolved as not applied by an operator"
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRecord:
+    """A call to the outside, and what is known of it.
+
+    `in_doubt`: an earlier call may have been applied. `provider_key`: what the other side was given as idempotency key.
+    `locked_until`: while it is `started`, nobody else calls before. `expires_at`: when it may be forgotten.
+    """
+
+    scope: str
+    key: str
+    status: Status
+    in_doubt: bool
+    provider_key: UUID
+    attempts: int
+    locked_until: datetime
+    first_called_at: datetime
+    changed_at: datetime
+    expires_at: datetime | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EffectDetail:
+    """Everything that is stored of an effect. `fingerprint` is hexadecimal, `result` JSON text.
+
+    `is_locked`: a caller holds it at this moment, by the database's clock.
+    """
+
+    effect: EffectRecord
+    is_locked: bool
+    fingerprint: str | None
+    result: str | None = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WasApplied:
+    """The other side has applied the call. Without `result`, JSON text, a caller that asks for one is refused."""
+
+    result: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WasNotApplied:
+    """The other side has not applied the call, and never will: the next caller calls again."""
+
+
+Verdict: TypeAlias = WasApplied | WasNotApplied
+
+
+def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, limit: int = 50) -> list[EffectRecord]:
+    """The effects that match, the latest change first; without their results, which are the users' data."""
+    rows = connection.execute(statements.select_effects(wanted or EffectFilter(), limit=limit))
+    return [EffectRecord(*row) for row in rows]
+
+
+def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
+    """One effect, its result included.
+
+    Raises:
+        EffectNotFound: never called, or forgotten.
+        InvalidKey: a scope or a key that no effect can have.
+    """
+    row = connection.execute(statements.select_effect(*_checked(scope, key))).one_or_none()
+    if row is None:
+        raise EffectNotFound(scope, key)
+    return EffectDetail(_record_of(row), row.is_locked, row.fingerprint, row.result)
+
+
+def resolve_effect(
+    connection: Connection, scope: str, key: str, verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
+) -> EffectRecord:
+    """Record what the other side says of a call that is unknown, in doubt, or whose caller died.
+
+    One that is done, and whose result was not kept, can be given its result.
+
+    A caller that stood still and wakes afterwards cannot record over it.
+
+    Args:
+        keep: How long it is remembered.
+
+    Returns:
+        The effect as it is now.
+
+    Raises:
+        EffectNotFound: never called, or forgotten.
+        EffectError: there is nothing to resolve, a call is under way, or another transaction has the row.
+        ArgumentError: a result that JSON, or jsonb, cannot hold.
+        InvalidKey: a scope or a key that no effect can have.
+    """
+    row = connection.execute(_resolution(*_checked(scope, key), verdict, keep)).one_or_none()
+    if row is None:
+        raise EffectNotFound(scope, key)
+    if row.scope is None:
+        raise EffectError(scope, key, _refusal(row))
+    return _record_of(row)
+
+
+def _checked(scope: str, key: str) -> tuple[str, str]:
+    return check_key("scope", scope, MAX_SCOPE_BYTES), check_key("key", key)
+
+
+def _resolution(scope: str, key: str, verdict: Verdict, keep: timedelta) -> Executable:
+    if isinstance(verdict, WasNotApplied):
+        return statements.resolve(scope, key, "retryable", result=None, error=_NOT_APPLIED, keep=keep)
+    result = None if verdict.result is None else _check_json(verdict.result)
+    error = _WITHOUT_RESULT if result is None else None
+    return statements.resolve(scope, key, "done", result=result, error=error, keep=keep)
+
+
+def _refusal(row: Row[Any]) -> str:
+    if row.was_open:
+        return "another transaction has it at this moment, or has just changed it: nothing was done, so look again"
+    if row.was_status == "started":
+        return f"a call is under way, and has {max(row.locked_seconds, 0):.0f} s left: ask again then"
+    return (
+        f"it is {row.was_status}, so there is nothing to resolve: only what is unknown, in doubt, was started by a "
+        "caller that never came back, or is done without a result and gets one"
+    )
+
+
+def _check_json(text: str) -> str:
+    """The text itself, which decoding could change, after a look at whether it can be stored and read again."""
+    try:
+        value = msgspec.json.decode(text.encode())
+    except (ValueError, RecursionError):
+        # Without its cause, whose text may quote the value.
+        raise ArgumentError(
+            "the result is not JSON: give what the call returned, such as '{\"id\": 7}', '\"abc\"' or 'null'"
+        ) from None
+    size_bytes = len(encode_value("result", value))
+    if size_bytes > MAX_ARGS_BYTES:
+        raise ArgumentError(f"the result takes {size_bytes:,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}")
+    return text
+
+
+def _record_of(row: Row[Any]) -> EffectRecord:
+    named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
+    return EffectRecord(*(named[name] for name in statements.SUMMARY_COLUMNS))

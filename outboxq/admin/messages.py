@@ -1,0 +1,84 @@
+"""Accepted messages, for operators to look at and to forget.
+
+Every function is one look or one change in the caller's transaction, and none waits for a row lock. A message that is
+forgotten is accepted again if it is delivered again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection
+
+from outboxq.codec.values import check_key
+from outboxq.errors import InvalidKey, MessageNotFound
+from outboxq.statements import inbox as statements
+from outboxq.statements.inbox import MessageFilter as MessageFilter
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that was accepted, and until when it is remembered at least.
+
+    `fingerprint` is the SHA-256 of its content in hex, or None where it was accepted without one.
+    """
+
+    consumer: str
+    message_id: str
+    fingerprint: str | None
+    seen_at: datetime
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What became of the ids, each in the order given: forgotten, held by another transaction, or not there."""
+
+    forgotten: tuple[str, ...]
+    held: tuple[str, ...]
+    not_found: tuple[str, ...]
+
+
+def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
+    """The messages that match, those first that are kept longest: of one consumer, the latest first."""
+    rows = connection.execute(statements.select_messages(wanted or MessageFilter(), limit=limit))
+    return [_message(*row) for row in rows]
+
+
+def show_message(connection: Connection, consumer: str, message_id: str) -> Message:
+    """One message.
+
+    Raises:
+        MessageNotFound: forgotten, expired and pruned, or never accepted.
+    """
+    row = connection.execute(statements.select_message(consumer, message_id)).one_or_none()
+    if row is None:
+        raise MessageNotFound(consumer, message_id)
+    return _message(*row)
+
+
+def forget_messages(connection: Connection, consumer: str, message_ids: Sequence[str]) -> Forgotten:
+    """Delete messages, so that they are accepted if they come again; those that another transaction holds stay.
+
+    A message that is only being accepted counts as not there.
+
+    Raises:
+        InvalidKey: an id that no message can have, or one id instead of a sequence; nothing was deleted.
+    """
+    if isinstance(message_ids, str):
+        raise InvalidKey("forget_messages takes a sequence of ids, got one str: [message_id]")
+    ids = list(dict.fromkeys(check_key("message id", message_id) for message_id in message_ids))
+    rows = connection.execute(statements.forget_messages(check_key("consumer", consumer), ids))
+    fate: dict[str, bool] = {row.message_id: row.forgotten for row in rows}
+    return Forgotten(
+        forgotten=tuple(message_id for message_id in ids if fate.get(message_id) is True),
+        held=tuple(message_id for message_id in ids if fate.get(message_id) is False),
+        not_found=tuple(message_id for message_id in ids if message_id not in fate),
+    )
+
+
+def _message(
+    consumer: str, message_id: str, fingerprint: bytes | None, seen_at: datetime, expires_at: datetime
+) -> Message:
+    digest = None if fingerprint is None else fingerprint.hex()
+    return Message(consumer, message_id, digest, seen_at, expires_at)

@@ -1,0 +1,166 @@
+"""Changing many rows: which are meant, asking first, and page after page with a transaction each."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+from uuid import UUID
+
+import typer
+
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.output import notice, print_json, print_rows
+
+if TYPE_CHECKING:
+    from outboxq.cli.database import Begin
+    from outboxq.statements.paging import KindCount, Page
+
+RunPage: TypeAlias = "Callable[[UUID | None], Page]"
+
+IDS_PER_TRANSACTION = 200
+# As many are changed by a filter without a question.
+_UNASKED = 100
+# A session that was cut off, or interrupted, is over for the server a moment later.
+_CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
+
+
+@dataclass(slots=True)
+class Total:
+    """What all pages came to."""
+
+    changed: int = 0
+    held: list[UUID] = field(default_factory=list)
+    refused: list[UUID] = field(default_factory=list)
+    not_found: list[UUID] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something was asked for that did not happen."""
+        return 1 if self.held or self.refused or self.not_found else 0
+
+
+def check_selection(
+    ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, asks: bool
+) -> None:
+    """Refuse a selection that is empty or ambiguous, or all there is if there is no terminal to ask at.
+
+    Raises:
+        WrongUsage: with what to do.
+    """
+    given = [option for option, value in filters.items() if value is not None]
+    options = ", ".join(filters)
+    if any(value == "" for value in filters.values()):
+        raise WrongUsage(f"an empty filter matches nothing or everything: give {options} a value")
+    if (ids and (given or everything)) or (given and everything):
+        raise WrongUsage(f"give ids, or filters ({options}), or --all, and not two of them")
+    if not ids and not given and not everything:
+        raise WrongUsage(f"which ones? Give ids, or filters ({options}), or --all")
+    if everything and asks and not sys.stdin.isatty():
+        raise WrongUsage("--all asks first, and there is no terminal to ask at: add --yes, or look with --dry-run")
+
+
+def confirm(verb: str, things: str, counted: "Sequence[KindCount]", *, everything: bool) -> None:
+    """Ask before all there are, or many, are changed.
+
+    Raises:
+        WrongUsage: there is no terminal to ask at.
+        typer.Abort: the answer was no.
+    """
+    number = sum(kind.count for kind in counted)
+    if number <= _UNASKED and not (everything and number):
+        return
+    if not sys.stdin.isatty():
+        raise WrongUsage(
+            f"{number:,} {things} match, more than {_UNASKED} are changed only after a question, and there is no "
+            "terminal to ask at: add --yes, or look with --dry-run"
+        )
+    typer.confirm(
+        f"{verb.capitalize()} {number:,} {things}{' of all queues' if everything else ''}?", abort=True, err=True
+    )
+
+
+def report_dry_run(done: str, things: str, counted: "Sequence[KindCount]", missing: int, *, as_json: bool) -> None:
+    """Say what would be done, of that many ids that are not there nothing; ends the command.
+
+    Raises:
+        typer.Exit: always; with 1 if ids are missing.
+    """
+    number = sum(kind.count for kind in counted)
+    if as_json:
+        print_json({"dry_run": True, f"would_be_{done}": number, "kinds": counted, "not_found": missing})
+    else:
+        if counted:
+            print_rows(("queue", "kind", "count"), counted)
+        typer.echo(f"dry run: {number:,} {things} would be {done}")
+    if missing:
+        notice(f"{missing:,} of the ids are not there")
+    raise typer.Exit(1 if missing else 0)
+
+
+def sweep(run_page: RunPage, verb: str) -> Total:
+    """Run pages until nothing matches, and show how far it is; each commits by itself.
+
+    An error or Ctrl-C leaves what was committed, and says so.
+    """
+    total = Total()
+    after: UUID | None = None
+    try:
+        with _progress(verb) as show:
+            while True:
+                page = run_page(after)
+                total.changed += len(page.changed)
+                total.held += page.held
+                total.refused += page.refused
+                show(total)
+                if page.last is None:
+                    return total
+                after = page.last
+    except BaseException:
+        if total.changed:
+            notice(f"stopped after {total.changed:,} {verb}: those stand")
+        raise
+
+
+@contextmanager
+def unmarked(begin: "Begin", ids: Sequence[UUID]) -> Iterator[None]:
+    """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT."""
+    try:
+        yield
+    except BaseException:
+        if not _clear_marks(begin, ids):
+            notice(f"up to {len(ids):,} of the jobs may run one at a time for once, or run already")
+        raise
+
+
+def _clear_marks(begin: "Begin", ids: Sequence[UUID]) -> bool:
+    from outboxq.admin import jobs
+
+    try:
+        for _ in range(_CLEARING_TRIES):
+            with begin() as connection:
+                if jobs.clear_marks(connection, ids):
+                    return True
+            time.sleep(_CLEARING_PAUSE_SECONDS)
+    except Exception:  # noqa: BLE001  # the server is gone, perhaps: what counts is the error before this one
+        return False
+    return False
+
+
+def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
+    """The ids, each once, in pieces that one transaction takes."""
+    distinct = list(dict.fromkeys(ids))
+    for start in range(0, len(distinct), IDS_PER_TRANSACTION):
+        yield distinct[start : start + IDS_PER_TRANSACTION]
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Callable[[Total], None]]:
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"0 {verb}") as status:
+        yield lambda total: status.update(f"{total.changed:,} {verb}, {len(total.held):,} held by others")

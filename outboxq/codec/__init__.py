@@ -1,0 +1,1 @@
+"""Values between Python and JSON: a handler's arguments, mapped objects, and texts from anywhere."""

@@ -1,0 +1,357 @@
+"""The engines that a relay works on: the user's own, or ones made from a URL."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.pq import Conninfo
+from sqlalchemy import URL, Connection, Dialect, Engine, NullPool, QueuePool, create_engine, event
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from outboxq.config import host_names, psycopg_url
+from outboxq.database.driver import DriverConnection
+from outboxq.errors import ConfigError
+from outboxq.statements.durability import synchronous_commit
+
+T = TypeVar("T")
+
+AnyEngine = str | URL | Engine | AsyncEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """A sync engine, an async one, or both, and which of them were made here."""
+
+    sync: Engine | None
+    asynchronous: AsyncEngine | None
+    owns_sync: bool
+    owns_asynchronous: bool
+
+    def dispose(self) -> None:
+        """Close the pools that we made; slots have closed their own connections."""
+        if self.owns_sync and self.sync is not None:
+            self.sync.dispose()
+
+
+# A connection whose other end vanished without a word is given up after 10 + 3 * 5 seconds, on both sides: the relay
+# stops waiting for a server that is gone, and the server frees the jobs of a relay that is gone.
+_IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
+_GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
+_CONNECT_SECONDS = 10
+RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
+# Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
+_POOLED = {"pool_size": 5, "max_overflow": -1}
+# Asked for hstore, psycopg would look its type up with an operator for which PostgreSQL has none of exactly its types:
+# another's, in a schema of the search path, would be called. SQLAlchemy reads the values without.
+_DIALECT = {"use_native_hstore": False}
+
+_CLIENT_SETTINGS: Mapping[str, str | int] = {
+    # psycopg gives the texts of an SQL_ASCII database as bytes, on which SQLAlchemy fails before we can say why.
+    "client_encoding": "UTF8",
+    "connect_timeout": _CONNECT_SECONDS,
+    "keepalives": 1,
+    "keepalives_idle": _IDLE_SECONDS,
+    "keepalives_interval": _INTERVAL_SECONDS,
+    "keepalives_count": _PROBES,
+    # The keepalives are silent while sent data waits for its acknowledgement; this is not.
+    "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
+}
+_SERVER_SETTINGS: Mapping[str, int | str] = {
+    "tcp_keepalives_idle": _IDLE_SECONDS,
+    "tcp_keepalives_interval": _INTERVAL_SECONDS,
+    "tcp_keepalives_count": _PROBES,
+    "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
+    # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
+    "client_connection_check_interval": _IDLE_SECONDS * 1000,
+}
+# What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
+# hold a host, a user or a value.
+_OUTAGE_REASONS = (
+    "too many connections",
+    "too many clients",
+    "remaining connection slots are reserved",
+    "no more connections allowed",
+    "starting up",
+    "shutting down",
+    "not yet accepting connections",
+    "in recovery mode",
+    "session is read-only",
+    "server is in hot standby mode",
+    "Connection refused",
+    "timeout expired",
+    "could not translate host name",
+    "closed the connection unexpectedly",
+    "No space left on device",
+    "No such file or directory",
+    "No route to host",
+    "Network is unreachable",
+)
+# What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
+# the words are left out.
+_REFUSALS = {
+    "database does not exist": r'database "[^"\n]*" does not exist',
+    "role does not exist": r'role "[^"\n]*" does not exist',
+    "authentication failed": r"authentication failed for user",
+    "no password supplied": r"no password supplied",
+    "no pg_hba.conf entry": r"no pg_hba\.conf entry|pg_hba\.conf rejects",
+    "role is not permitted to log in": r"is not permitted to log in",
+    "permission denied for database": r"permission denied for database",
+}
+# A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
+_RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
+# A plan that was made while the table was small would read all of it, for as long as the connection lives.
+_EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}
+_SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
+    RELAY_NAME: _RELAY_SETTINGS,
+    LISTENER_NAME: _RELAY_SETTINGS,
+    EFFECTS_NAME: _EFFECTS_SETTINGS,
+}
+
+
+def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> Engine:
+    """A psycopg engine that notices a vanished server and hides parameters from error texts; no pool unless `pooled`.
+
+    Raises:
+        ConfigError: not a PostgreSQL URL.
+    """
+    parsed = psycopg_url(url)
+    arguments = connect_arguments(parsed, application_name)
+    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
+    engine = create_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
+    _do_without_options_where_refused(engine, parsed)
+    return engine
+
+
+def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> AsyncEngine:
+    """As `make_engine`.
+
+    Raises:
+        ConfigError: not a PostgreSQL URL.
+    """
+    parsed = psycopg_url(url)
+    arguments = connect_arguments(parsed, application_name)
+    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
+    engine = create_async_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
+    _do_without_options_where_refused(engine.sync_engine, parsed)
+    return engine
+
+
+def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engines:
+    """Make sense of what a relay was given.
+
+    Raises:
+        ConfigError: a driver other than psycopg, or two async engines.
+    """
+    if isinstance(given, str | URL):
+        engines = Engines(
+            make_engine(given, application_name=RELAY_NAME),
+            async_engine or make_async_engine(given, application_name=RELAY_NAME),
+            owns_sync=True,
+            owns_asynchronous=async_engine is None,
+        )
+    elif isinstance(given, AsyncEngine):
+        if async_engine is not None:
+            raise ConfigError("Relay(...) got two async engines: give the sync one first, then async_engine=...")
+        engines = Engines(None, given, owns_sync=False, owns_asynchronous=False)
+    else:
+        engines = Engines(given, async_engine, owns_sync=False, owns_asynchronous=False)
+    for engine in (engines.sync, engines.asynchronous):
+        if engine is not None and engine.dialect.driver not in ("psycopg", "psycopg_async"):
+            raise ConfigError(
+                f"the relay needs psycopg, and this engine uses {engine.dialect.driver}: make one with "
+                "create_engine('postgresql+psycopg://...'). Producers may keep any driver"
+            )
+    return engines
+
+
+def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | None]:
+    """Our defaults for psycopg, without what the URL itself says: SQLAlchemy would let them win over it.
+
+    Raises:
+        ConfigError: a `prepare_threshold` that is neither a number nor "none".
+    """
+    defaults: dict[str, str | int | None] = {"application_name": application_name, **_CLIENT_SETTINGS}
+    if len(host_names(url)) > 1:
+        # Neither a claim nor LISTEN works on a standby.
+        defaults["target_session_attrs"] = "read-write"
+    chosen = {name: value for name, value in defaults.items() if name not in url.query}
+    if "prepare_threshold" in url.query:
+        # psycopg's own, and the only one that must not come as text.
+        chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
+    settings = _SETTINGS_BY_NAME.get(application_name, _SERVER_SETTINGS)
+    ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
+    # A service file may hold options of its own, which these would replace.
+    return chosen if "service" in url.query else {**chosen, "options": f"{ours} {_given_options(url)}".strip()}
+
+
+def _prepare_threshold(given: str | tuple[str, ...]) -> int | None:
+    if isinstance(given, str) and given.lower() == "none":
+        return None
+    if isinstance(given, str) and given.isdecimal():
+        return int(given)
+    raise ConfigError(f"prepare_threshold in the database URL takes a number, or none behind a pooler, got {given!r}")
+
+
+def _given_options(url: URL) -> str:
+    """The user's own startup options, which follow ours and therefore win: the URL's, else those of PGOPTIONS."""
+    in_url = url.query.get("options")
+    if in_url is not None:
+        return in_url if isinstance(in_url, str) else " ".join(in_url)
+    defaults = {option.keyword: option.val for option in Conninfo.get_defaults()}
+    return (defaults.get(b"options") or b"").decode()
+
+
+def _do_without_options_where_refused(engine: Engine, url: URL) -> None:
+    """Connect without our startup options where a pooler or an old server refuses them; the user's own stay."""
+    refused = threading.Event()
+
+    def connect(dialect: Dialect, _record: object, arguments: list[str], parameters: dict[str, Any]) -> object:
+        return _connect(lambda **given: dialect.connect(*arguments, **given), parameters, url, refused)
+
+    event.listen(engine, "do_connect", connect)
+
+
+def _connect(connect: Callable[..., T], parameters: Mapping[str, Any], url: URL, refused: threading.Event) -> T:
+    if not refused.is_set():
+        try:
+            return connect(**parameters)
+        except psycopg.OperationalError as error:
+            if not _refuses_options(error):
+                raise
+    # A pooler, most likely: behind one, a statement that was prepared on one connection is executed on another.
+    connection = connect(**{"prepare_threshold": None, **_without_our_options(parameters, url)})
+    refused.set()
+    return connection
+
+
+def _without_our_options(parameters: Mapping[str, Any], url: URL) -> dict[str, Any]:
+    kept = {name: value for name, value in parameters.items() if name != "options"}
+    theirs = _given_options(url)
+    return {**kept, "options": theirs} if theirs else kept
+
+
+def _refuses_options(error: psycopg.OperationalError) -> bool:
+    # A refused connection has no SQLSTATE in libpq. Names are not translated: pgbouncer says "unsupported startup
+    # parameter: options", PostgreSQL "unrecognized configuration parameter" and its name.
+    text = str(error)
+    return "options" in text or any(name in text for name in _RELAY_SETTINGS)
+
+
+def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
+    """Refuse a pool that could never serve all slots.
+
+    Raises:
+        ConfigError: the pool is too small.
+    """
+    pool = engine.pool
+    if isinstance(pool, QueuePool) and pool._max_overflow >= 0 and pool.size() + pool._max_overflow < connections:  # noqa: SLF001  # no public reading of max_overflow
+        raise ConfigError(
+            f"the relay's slots need {connections} connections at once, and the engine's pool holds "
+            f"{pool.size() + pool._max_overflow}: raise pool_size, or give the relay a URL"  # noqa: SLF001
+        )
+
+
+def listen_connector(
+    engines: Engines, listen_url: str | None, loop: Callable[[], asyncio.AbstractEventLoop | None]
+) -> Callable[[], DriverConnection]:
+    """How the listener opens its connection: by `listen_url`, else through whichever engine there is."""
+    if listen_url is not None:
+        return _url_connector(psycopg_url(listen_url))
+
+    def by_engine() -> DriverConnection:
+        assert engines.sync is not None
+        return _detached(engines.sync)
+
+    async def by_async_engine() -> DriverConnection:
+        assert engines.asynchronous is not None
+        raw = await engines.asynchronous.raw_connection()
+        driver = raw.driver_connection
+        raw.detach()
+        assert isinstance(driver, psycopg.AsyncConnection)
+        await driver.rollback()
+        return driver
+
+    def through_loop() -> DriverConnection:
+        running = loop()
+        if running is None:
+            raise OSError("the relay's event loop is not running yet")
+        return asyncio.run_coroutine_threadsafe(by_async_engine(), running).result(timeout=30)
+
+    return by_engine if engines.sync is not None else through_loop
+
+
+def _url_connector(url: URL) -> Callable[[], DriverConnection]:
+    """Without an engine, whose first questions to a new connection have no time limit."""
+    _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
+    parameters = {**in_url, **connect_arguments(url, LISTENER_NAME), "autocommit": True}
+    refused = threading.Event()
+    return lambda: _connect(psycopg.connect, parameters, url, refused)
+
+
+def _detached(engine: Engine) -> DriverConnection:
+    raw = engine.raw_connection()
+    driver = raw.driver_connection
+    raw.detach()
+    assert isinstance(driver, psycopg.Connection)
+    driver.rollback()
+    return driver
+
+
+def check_durability(connection: Connection, *, allowed: bool) -> None:
+    """Refuse sessions whose COMMIT answers before it is on the disk, unless `allowed`.
+
+    Raises:
+        ConfigError: `synchronous_commit` is off; the message says where and what to do.
+    """
+    if allowed:
+        return
+    setting, source = synchronous_commit(connection)
+    if setting == "off":
+        raise ConfigError(
+            f"synchronous_commit is off on the relay's sessions (set by: {source}), so a crash of the server could "
+            "undo jobs that were reported as done: ALTER ROLE <the relay's role> SET synchronous_commit = on, or "
+            "allow it by name with --allow-asynchronous-commit (RelayConfig(allow_asynchronous_commit=True))"
+        )
+
+
+class NoConnection(Exception):
+    """An engine gave no connection, for a reason that is its own: a token service, or a listener; the cause has it."""
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """While a connection is opened: whatever users' code in an engine raises is an outage, as the database's own are.
+
+    Raises:
+        NoConnection: it raised what no driver does.
+    """
+    try:
+        yield
+    except (psycopg.Error, SQLAlchemyError, OSError, ConfigError):
+        raise
+    except Exception as error:
+        raise NoConnection from error
+
+
+def outage_reason(error: BaseException) -> str | None:
+    """Why there is no way in, in words that are safe to log; None if the error says nothing that is known.
+
+    A refused connection has no SQLSTATE in libpq. If several hosts were tried, the first known reason of any.
+    """
+    return next((reason for reason in _OUTAGE_REASONS if reason in str(error)), None) or _refusal(error)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a server answered, and knows no such database, role or password; of several hosts, all of them."""
+    return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
+
+
+def _refusal(error: BaseException) -> str | None:
+    return next((words for words, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)

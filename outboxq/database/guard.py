@@ -1,0 +1,440 @@
+"""The guard on a relay's connection. All that a handler does with the connection passes here.
+
+While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
+own connection, is not seen; the certificate finds what it did to the transaction.
+
+Each job works with a connection that is lent to it and closed behind it: what it left behind, a thread perhaps, has
+none of the next job's. And the guard knows whether something of a handler's may outlive its transaction on the server:
+then the slot starts its next job on another connection.
+"""
+
+import sys
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from itertools import islice
+from threading import get_ident
+from typing import Any, Protocol
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, ExceptionContext, NestedTransaction, PoolProxiedConnection, event
+from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
+from sqlalchemy.exc import InvalidRequestError
+
+from outboxq.database.driver import driver_connection, run_script, transaction_status
+from outboxq.database.session_state import NOTHING, left_by
+from outboxq.database.sql_words import first_word, leading_words
+from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
+
+# What SQLAlchemy keeps in a connection that is closed for good, and in no transaction.
+_CLOSED = {
+    "_dbapi_connection": None,
+    "_Connection__can_reconnect": False,
+    "_transaction": None,
+    "_nested_transaction": None,
+    "outboxq_guard": None,
+}
+# SQLAlchemy asks whether it is true, and makes it so with each listener that is put on a connection.
+_HEARD_BY_US: Any = "outboxq"
+_FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
+_TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
+
+
+class Savepoint(NestedTransaction):
+    """A running job's own.
+
+    `is_released`: what lies behind it stands, and it cannot be gone back to any more.
+    """
+
+    __slots__ = ("is_released",)
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.is_released = False
+
+    @property
+    def name(self) -> str:
+        """What the server calls it."""
+        return self._savepoint
+
+    def undo(self) -> None:
+        """Go back to it, also where SQLAlchemy has been told to.
+
+        It says that it has also where nothing could be sent, and rows may have come behind it by the driver's cursor.
+
+        Raises:
+            psycopg.Error, SQLAlchemyError: it is not there.
+        """
+        if self.is_active:
+            self.rollback()
+        else:
+            run_script(self.connection, f"ROLLBACK TO SAVEPOINT {self.name}")
+
+    def _do_commit(self) -> None:
+        super()._do_commit()
+        self.is_released = True
+
+
+class _Seal(Savepoint):
+    """A savepoint that is there already, and that the certificate releases: neither costs a statement.
+
+    It shows no name that a handler could use to forge it.
+    """
+
+    __slots__ = ("_seal",)
+
+    def __init__(self, connection: Connection, seal: str) -> None:
+        # As SQLAlchemy's own, but for the SAVEPOINT.
+        self.connection = connection
+        self.is_active = True
+        self.is_released = False
+        self._savepoint = "outboxq_sealed"
+        self._seal = seal
+        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
+        connection._nested_transaction = self  # noqa: SLF001  # and leaves again
+
+    @property
+    def name(self) -> str:
+        return self._seal
+
+    def _close_impl(self, deactivate_from_connection: bool, warn_already_deactive: bool) -> None:
+        self._savepoint = self._seal
+        super()._close_impl(deactivate_from_connection, warn_already_deactive)
+
+    def _do_commit(self) -> None:
+        if not self.is_active:
+            super()._do_commit()
+        self.is_active = False
+        self._deactivate_from_connection()
+        self.is_released = True
+
+
+class Watcher(Protocol):
+    """Callbacks for everything that anybody sends on the connection through SQLAlchemy, or may send beside it.
+
+    The relay's own scripts (`run_script`) are not told of.
+    """
+
+    def sees(self, statement: str, context: ExecutionContext | None) -> None:
+        """A statement is about to be sent. What is raised here keeps it from being sent."""
+        ...
+
+    def hands_out(self) -> None:
+        """The driver's own connection or cursor is about to be taken or used, and then goes unseen."""
+        ...
+
+
+class _Watched(Connection):
+    """A connection that says when the driver's own is taken from it, also by way of a result.
+
+    `outboxq_guard` is None once it was lent and taken back.
+    """
+
+    outboxq_guard: "Guard | None"
+
+    @property
+    def connection(self) -> PoolProxiedConnection:
+        if self.outboxq_guard is not None:
+            self.outboxq_guard.hands_out()
+        return super().connection
+
+
+def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
+    """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
+
+    class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
+        @property
+        def connection(self) -> object:
+            if guard.is_handlers_turn and not _is_asked_by_driver():
+                guard.hands_out()
+            return super().connection
+
+        def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().execute(query, *args, **kwargs)
+
+        def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().executemany(query, *args, **kwargs)
+
+        def stream(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().stream(*args, **kwargs)
+
+        def copy(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().copy(*args, **kwargs)
+
+    return Watched
+
+
+def _is_asked_by_driver() -> bool:
+    # It asks its cursors for their connection too, for the types that it adapts.
+    caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
+    return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")
+
+
+class Guard:
+    """Watches one connection. `savepoint` is the running job's own, or None between jobs.
+
+    `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
+    connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
+    the driver's connection. `thread`: whose it is.
+
+    Args:
+        harmless: Functions that are known to leave nothing on the connection. Others add to it.
+    """
+
+    def __init__(self, connection: Connection, harmless: AbstractSet[str] = frozenset()) -> None:
+        self.savepoint: Savepoint | None = None
+        self.opener: Callable[[], None] | None = None
+        self.watcher: Watcher | None = None
+        # What of a handler's may outlive its transaction on this connection, in words that hold no value; then the
+        # functions that may do so, if it is they alone.
+        self.left: str | None = None
+        self.called: AbstractSet[str] = frozenset()
+        # Whether a name may mean something else, in the rest of the transaction, than it does on this connection: by a
+        # SET LOCAL search_path, or by what is not known.
+        self.is_altered = False
+        self._harmless = harmless
+        self._connection = connection
+        # A handler comes to the relay's own connection by its transactions; a thread that it left behind gets nowhere.
+        self.thread = get_ident()
+        self._lent: list[Connection] = []
+        # As SQLAlchemy gives it to the driver's cursor.
+        self._announced: str | None = None
+        # Of a test, around all of its jobs.
+        self._around = connection.get_nested_transaction()
+        self._options = connection.get_execution_options()
+        # Its events and its transaction are tied to the object: another one could not stand in for it.
+        self._class = type(connection)
+        connection.__class__ = _Watched
+        connection.__dict__["outboxq_guard"] = self
+        driver: Any = driver_connection(connection)
+        self._factories = driver.cursor_factory, driver.server_cursor_factory
+        driver.cursor_factory = _watched(driver.cursor_factory, self)
+        driver.server_cursor_factory = _watched(driver.server_cursor_factory, self)
+        # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
+        self._driver = driver
+        self._through = {name: getattr(driver, name) for name in _FACTORIES}
+        event.listen(connection, "before_cursor_execute", self._before_execute)
+        event.listen(connection, "commit", self._before_commit)
+        event.listen(connection, "rollback", self._before_rollback)
+        connection.__dict__["_has_events"] = _HEARD_BY_US
+
+    def remove(self) -> None:
+        """Stop watching a connection that others go on to use."""
+        self._connection.__class__ = self._class
+        del self._connection.__dict__["outboxq_guard"]
+        driver: Any = driver_connection(self._connection)
+        driver.cursor_factory, driver.server_cursor_factory = self._factories
+        event.remove(self._connection, "before_cursor_execute", self._before_execute)
+        event.remove(self._connection, "commit", self._before_commit)
+        event.remove(self._connection, "rollback", self._before_rollback)
+        self._connection.__dict__["_has_events"] = True
+
+    def begin_savepoint(self, seal: str | None) -> None:
+        """Begin the running job's own savepoint.
+
+        Args:
+            seal: The name of one that is there already, and stands for it: nothing is sent.
+        """
+        # A handler before may have left one of its own open: they would become a chain, for as long as claims follow.
+        self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
+        self.savepoint = Savepoint(self._connection) if seal is None else _Seal(self._connection, seal)
+
+    def lend(self) -> Connection:
+        """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
+        lent = object.__new__(type(self._connection))
+        # One state for both: SQLAlchemy keeps transaction and savepoints there.
+        lent.__dict__ = self._connection.__dict__
+        self._lent.append(lent)
+        return lent
+
+    def take_back(self) -> None:
+        """Close what was lent, for whatever of its job goes on, and undo what its job set on it."""
+        while self._lent:
+            self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
+        self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
+        if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001  # event.listen() sets it
+            self.left = "a listener on the connection"
+        if self.left is not None:
+            for name, factory in self._through.items():
+                setattr(self._driver, name, factory)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Send something of the relay's in the middle of a job: unwatched, by nothing that the job set."""
+        connection, watcher, self.watcher = self._connection, self.watcher, None
+        options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
+        try:
+            yield
+        finally:
+            self.watcher, connection._execution_options = watcher, options  # noqa: SLF001  # its setter merges
+
+    @property
+    def has_own_options(self) -> bool:
+        """Whether the running job has set nothing on its connection, such as a `schema_translate_map`."""
+        return self._connection._execution_options is self._options  # noqa: SLF001  # the getter's object, without a call
+
+    def hands_out(self) -> None:
+        """The driver's own connection is taken."""
+        if self.watcher is not None:
+            self.watcher.hands_out()
+        elif self.opener is not None:
+            # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
+            self.opener()
+        if self.is_handlers_turn:
+            self.left = "the driver's own connection"
+
+    def sends(self, query: object) -> None:
+        """One of the driver's cursors sends this: for SQLAlchemy, or by itself."""
+        announced, self._announced = self._announced, None
+        if query is not None and query is announced:
+            return
+        if self.watcher is not None:
+            self.watcher.hands_out()
+        if self.is_handlers_turn and isinstance(query, str):
+            self._note(query, {})
+        elif self.is_handlers_turn:
+            self.left = "the driver's own cursor"
+
+    def _before_execute(
+        self,
+        connection: Connection,
+        _cursor: object,
+        statement: str,
+        parameters: object,
+        context: ExecutionContext | None,
+        many: bool,
+    ) -> None:
+        if connection is self._connection and get_ident() != self.thread:
+            raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
+        if self.opener is not None:
+            self.opener()
+        if self.watcher is not None:
+            self.watcher.sees(statement, context)
+        if self.savepoint is not None:
+            self._admit(statement, self.savepoint)
+            self._note(_looked_at(statement, context), {} if many else parameters)
+        # Last: those above may have sent something themselves.
+        self._announced = statement
+
+    def _admit(self, statement: str, savepoint: Savepoint) -> None:
+        verb = _refused_verb(statement)
+        if verb:
+            raise TransactionVerbRefused(
+                f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
+            )
+        if not savepoint.is_active and not statement.startswith("ROLLBACK TO"):
+            # Its savepoint is gone: what it wrote now would survive its own failure.
+            raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
+
+    def _note(self, statement: str, parameters: object) -> None:
+        """Note what a handler's statement may leave on the connection."""
+        leavings = left_by(statement)
+        if leavings is NOTHING:
+            return
+        unknown = leavings.functions - self._harmless
+        self.is_altered = self.is_altered or leavings.sets_locally or leavings.what is not None or bool(unknown)
+        if self.left is not None:
+            return
+        given = parameters if isinstance(parameters, Mapping) else {}
+        if leavings.what is not None:
+            self.left = leavings.what
+        elif any(given.get(name) is not True for name in leavings.only_local):
+            self.left = "set_config()"
+        elif unknown:
+            self.left = f"{min(unknown)}()"
+            self.called = unknown
+
+    def _before_commit(self, _connection: object) -> None:
+        if self.is_handlers_turn:
+            raise TransactionVerbRefused("the handler committed the relay's connection: return, and the relay commits")
+
+    def _before_rollback(self, _connection: object) -> None:
+        if self.is_handlers_turn:
+            raise TransactionVerbRefused(
+                "the handler rolled back the relay's connection: raise, and the relay undoes it"
+            )
+
+    @property
+    def is_handlers_turn(self) -> bool:
+        """Whether a handler runs."""
+        return self.savepoint is not None or self.opener is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
+        return (self.opener is not None or not self._lent) and self.left is None
+
+    def let_go(self) -> None:
+        """No handler runs any more."""
+        self.savepoint = self.opener = self.watcher = None
+
+
+def lend(connection: Connection) -> Connection:
+    """The connection for one job: of its guard, if it has one."""
+    guard: Guard | None = connection.__dict__.get("outboxq_guard")
+    return connection if guard is None else guard.lend()
+
+
+def is_same(connection: Connection, other: Connection | None) -> bool:
+    """Whether one of them is the other, or lent from it."""
+    return other is not None and connection.__dict__ is other.__dict__
+
+
+def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
+    """For "handle_error": keep a connection of ours on which a coroutine is cancelled, which SQLAlchemy would give up.
+
+    By a timeout of the handler's own, perhaps: psycopg has cancelled its query in the server, and the savepoint
+    contains that as it does any error.
+    """
+    connection = context.connection
+    if connection is None or not is_same(connection, own):
+        return
+    if isinstance(context.original_exception, CancelledError) and transaction_status(connection) in (
+        TransactionStatus.INTRANS,
+        TransactionStatus.INERROR,
+    ):
+        context.is_disconnect = False
+
+
+def _looked_at(statement: str, context: ExecutionContext | None) -> str:
+    """The text that says what a statement does: as it was compiled, if it is that, without all of its values."""
+    compiled = None if context is None else context.compiled
+    if context is None or compiled is None or compiled.string is None:
+        return statement
+    if statement is context.statement:
+        return compiled.string
+    # Sent in pieces. Defaults that are read before an INSERT have its context too.
+    is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and statement.startswith("INSERT ")
+    return compiled.string if is_piece else statement
+
+
+def may_end_transaction(statement: str) -> bool:
+    """Whether there may be a transaction verb in a statement that was let through.
+
+    The server takes several statements at once where they come without parameters. One by one nothing but a verb ends
+    a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
+    begin with its verb may have one behind a comment that only the server can read.
+    """
+    return ";" in statement or not statement.lstrip()[:1].isalpha()
+
+
+def is_savepoint_verb(statement: str) -> bool:
+    """Whether it is about a savepoint, as SQLAlchemy's own transactions send it."""
+    return statement.startswith(("SAVEPOINT ", "RELEASE SAVEPOINT ", "ROLLBACK TO SAVEPOINT "))
+
+
+def _refused_verb(statement: str) -> str | None:
+    # Each statement passes here, and nearly all of them end at once.
+    verb = first_word(statement)
+    if verb not in _TRANSACTION_VERBS:
+        return None
+    following = tuple(islice(leading_words(statement), 1, 3))
+    if verb in ("START", "PREPARE"):
+        return f"{verb} TRANSACTION" if following[:1] == ("TRANSACTION",) else None
+    # ROLLBACK TO and the savepoint verbs stay allowed: SQLAlchemy's begin_nested() sends them.
+    return None if verb == "ROLLBACK" and "TO" in following else verb

@@ -1,0 +1,163 @@
+"""The sessions that callers bring: which they are, where they lead, and the ones that cannot hold anything of ours."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.ext.horizontal_shard import ShardedSession
+from sqlalchemy.orm import Session, scoped_session
+
+from outboxq.database.shards import shard_of_rows
+from outboxq.errors import EnqueueError, SchemaError
+from outboxq.tables import JobRow, job_mapper
+from outboxq.tables import metadata as ours
+
+_UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
+
+AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
+
+
+def plain_session(session: AnySession, what: str) -> Session:
+    """The sync session below whatever the caller has.
+
+    Raises:
+        EnqueueError: not a session; `what` names the call in its message.
+    """
+    if isinstance(session, scoped_session | async_scoped_session):
+        session = session()
+    if isinstance(session, AsyncSession):
+        return session.sync_session
+    if isinstance(session, Session):
+        return session
+    raise EnqueueError(f"{what} takes an SQLAlchemy session (Session, AsyncSession, ...), got {type_name(session)}")
+
+
+def type_name(value: object) -> str:
+    """How an error names what it was given."""
+    return type(value).__name__
+
+
+def outbox_bind(session: Session) -> Engine | Connection | None:
+    """Where the session's own rows of the outbox and the inbox go; None if a ShardedSession has to choose. No I/O.
+
+    Raises:
+        EnqueueError: nowhere, to another database than PostgreSQL, or where none of the session's own rows go.
+    """
+    if isinstance(session, ShardedSession):
+        return None
+    try:
+        # A handler's session begins its transaction where it is asked for its bind.
+        bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
+    except UnboundExecutionError as error:
+        raise EnqueueError(
+            "this session is not bound to a database for the outbox: give the session a bind, or add "
+            "`outboxq.tables.JobRow: engine` to its binds, with the engine that your business rows use"
+        ) from error
+    _check_dialect(bind)
+    _refuse_second_transaction(session, bind)
+    return bind
+
+
+def _check_dialect(bind: Engine | Connection) -> None:
+    if bind.dialect.name != "postgresql":
+        raise EnqueueError(f"the outbox needs PostgreSQL, but this session is bound to {bind.dialect.name}")
+
+
+def binds_of(session: Session) -> Mapping[Any, object]:
+    """What a session sends elsewhere than to its `bind`, by class, mapper or table."""
+    # Named differently in SQLAlchemy 2.0.
+    binds: Mapping[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
+    return binds
+
+
+def _refuse_second_transaction(session: Session, bind: Engine | Connection) -> None:
+    """Refuse `binds` by which jobs would have a transaction of their own; two-phase commit makes one of the two."""
+    binds = binds_of(session)
+    if not binds or session.twophase:
+        return
+    theirs = [other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours]
+    if session.bind is not None:
+        theirs.append(session.bind)
+    if theirs and bind not in theirs:
+        raise EnqueueError(
+            "this session's binds give jobs a transaction of their own, which may commit without your rows, or your "
+            "rows without it: bind outboxq.tables.JobRow to the very engine object that your business rows use"
+        )
+
+
+def transaction_connection(session: Session) -> Connection:
+    """The connection of the session's transaction for rows of ours.
+
+    Raises:
+        EnqueueError: it leads to another database than PostgreSQL, or no shard can be chosen.
+    """
+    arguments: dict[str, Any] = {"mapper": job_mapper()}
+    if isinstance(session, ShardedSession):
+        arguments["shard_id"] = shard_of_rows(session)
+    connection = session.connection(bind_arguments=arguments)
+    _check_dialect(connection)
+    return connection
+
+
+def outbox_connection(session: Session | Connection, what: str) -> Connection:
+    """The connection of the session's transaction for rows of ours, for statements that are sent at once.
+
+    Raises:
+        EnqueueError: there is none, or none that can hold them; `what` names the call in its message.
+    """
+    if isinstance(session, Connection):
+        _check_dialect(session)
+        connection = session
+    else:
+        plain = plain_session(session, what)
+        outbox_bind(plain)
+        connection = transaction_connection(plain)
+    refuse_autocommit(connection)
+    return connection
+
+
+def is_autocommit_by_default(session: Session, engine: Engine) -> bool:
+    """Whether the engine or the session asks for AUTOCOMMIT, as far as their settings tell; the flush looks again."""
+    session_options: dict[str, object] = getattr(session, "execution_options", None) or {}
+    level = session_options.get("isolation_level") or engine.get_execution_options().get("isolation_level")
+    return (level or getattr(engine.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
+
+
+def refuse_autocommit(connection: Connection) -> None:
+    """Refuse a connection on which each statement commits by itself.
+
+    Raises:
+        EnqueueError: it does.
+    """
+    # By the class's own property: a relay's connection counts who takes the driver's from it.
+    below = Connection.connection.__get__(connection).dbapi_connection
+    # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
+    if getattr(below, "autocommit", False):
+        raise autocommit_error()
+
+
+def autocommit_error() -> EnqueueError:
+    """The refusal of AUTOCOMMIT."""
+    return EnqueueError(
+        "this session is in AUTOCOMMIT: what is written here would not be one with your rows. "
+        "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"
+    )
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """What PostgreSQL calls an error, by any driver; SQLAlchemy's wrapper will do too."""
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    return sqlstate if isinstance(sqlstate, str) else None
+
+
+def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
+    """What to raise from an error of a statement on our tables alone; None where they are there."""
+    if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
+        return None
+    return SchemaError(
+        "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
+        "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
+    )

@@ -1,0 +1,144 @@
+"""How well the tables are kept: whether vacuum comes, with which settings, and what indexes it leaves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row
+
+from outboxq.database.driver import run_script
+from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.formatting import age, identifier, several, size
+from outboxq.relay.maintenance.reindexer import BYTES_PER_ENTRY, MIN_BYTES
+from outboxq.statements import reindex
+from outboxq.statements.doctor import tables as statements
+
+_MEMORY_SETTINGS: Mapping[str, str] = {
+    "autovacuum_vacuum_scale_factor": "0.02",
+    "autovacuum_vacuum_threshold": "5000",
+    "vacuum_index_cleanup": "on",
+}
+# What the migrations give the tables that vacuum must come back to often.
+_OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "job": {
+        "autovacuum_vacuum_scale_factor": "0",
+        "autovacuum_vacuum_threshold": "2000",
+        "autovacuum_vacuum_cost_delay": "0",
+        "vacuum_index_cleanup": "on",
+        "vacuum_truncate": "off",
+    },
+    "inbox": _MEMORY_SETTINGS,
+    "effect": _MEMORY_SETTINGS,
+}
+_SPELLINGS = {"true": "on", "yes": "on", "1": "on", "false": "off", "no": "off"}
+
+
+def find_neglected_tables(examination: Examination) -> Iterator[Finding]:
+    """Tables that vacuum does not visit, or does not get clean."""
+    limit = examination.limits.dead_tuples
+    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
+        options = {option.lower() for option in row.options}
+        if options & {"autovacuum_enabled=false", "autovacuum_enabled=off", "autovacuum_enabled=0"}:
+            yield _autovacuum_off(examination.schema, row.table)
+        if row.dead >= limit and row.dead >= row.live / 5:
+            yield _many_dead(row)
+
+
+def _autovacuum_off(schema: str, table: str) -> Finding:
+    return Finding(
+        "autovacuum-off",
+        "problem" if table == "job" else "warning",
+        f"autovacuum is switched off for table {table}: dead rows stay, and claims slow down",
+        {"table": table},
+        f"ALTER TABLE {identifier(schema, table)} RESET (autovacuum_enabled);",
+    )
+
+
+def find_changed_settings(examination: Examination) -> Iterator[Finding]:
+    """Settings for vacuum that are gone, or not the migrations'."""
+    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
+        wanted = _OWN_SETTINGS.get(row.table, {})
+        options = dict(option.partition("=")[::2] for option in row.options)
+        lost = [name for name in wanted if name not in options]
+        changed = [name for name in wanted if name in options and not _is_same(name, options[name], wanted[name])]
+        if lost:
+            yield _settings_lost(examination.schema, row.table, lost)
+        if changed:
+            yield _settings_changed(examination.schema, row.table, changed, options)
+
+
+def _is_same(name: str, found: str, wanted: str) -> bool:
+    if name.startswith("vacuum_"):
+        return _SPELLINGS.get(found.lower(), found.lower()) == wanted
+    return float(found) == float(wanted)
+
+
+def _settings_lost(schema: str, table: str, lost: list[str]) -> Finding:
+    late = "it is vacuumed too late for a queue" if table == "job" else "what has expired slows pruning down"
+    return Finding(
+        "autovacuum-settings-lost",
+        "warning",
+        f"table {table} has lost settings of its own for vacuum ({', '.join(lost)}): {late}",
+        {"table": table, "settings": lost},
+        _set(schema, table, lost),
+    )
+
+
+def _settings_changed(schema: str, table: str, changed: list[str], options: Mapping[str, str]) -> Finding:
+    found = ", ".join(f"{name} = {options[name]}" for name in changed)
+    uncleaned = table == "job" and options.get("vacuum_index_cleanup", "").lower() in ("off", "false", "no")
+    return Finding(
+        "autovacuum-settings-changed",
+        "warning" if uncleaned else "info",
+        f"somebody has set {found} for table {table}"
+        + (": dead entries stay in the indexes, and claims walk over them" if uncleaned else ""),
+        {"table": table, "settings": [f"{name}={options[name]}" for name in changed]},
+        f"Migrations leave it so. To have ours: {_set(schema, table, changed)}",
+    )
+
+
+def _set(schema: str, table: str, names: list[str]) -> str:
+    settings = ", ".join(f"{name} = {_OWN_SETTINGS[table][name]}" for name in names)
+    return f"ALTER TABLE {identifier(schema, table)} SET ({settings});"
+
+
+def find_wasted_indexes(examination: Examination) -> Iterator[Finding]:
+    """Indexes of the queue that are files of almost nothing."""
+    found = run_script(examination.connection, reindex.wasted_indexes(examination.schema, MIN_BYTES, BYTES_PER_ENTRY))
+    for name, given in found[-1].rows:
+        index, number_of_bytes = str(name), int(str(given))
+        yield Finding(
+            "index-mostly-empty",
+            "info",
+            f"index {index!r} has {size(number_of_bytes)} and next to nothing in it: claims do not notice, but each "
+            "vacuum of the queue reads all of it",
+            {"index": index, "bytes": number_of_bytes},
+            "A relay whose role owns the tables builds it again by itself, unless it was started with --no-reindex. "
+            f"By hand, as the owner: REINDEX INDEX CONCURRENTLY {identifier(examination.schema, index)};",
+        )
+
+
+def _many_dead(row: Row[Any]) -> Finding:
+    vacuumed = f"{age(row.vacuumed_seconds_ago)} ago" if row.vacuumed_seconds_ago is not None else "never"
+    return Finding(
+        "dead-tuples",
+        "warning",
+        f"table {row.table} has {several(row.dead, 'dead row', 'dead rows')} beside {row.live:,} live ones, and was "
+        f"last vacuumed {vacuumed}",
+        {
+            "table": row.table,
+            "dead": row.dead,
+            "live": row.live,
+            "vacuumed_seconds_ago": row.vacuumed_seconds_ago,
+        },
+        "If another finding names a pinned snapshot, end that first. Then: VACUUM (VERBOSE) the table; a shorter "
+        "autovacuum_naptime (10s), or more autovacuum_max_workers, if it does not keep up.",
+    )
+
+
+_JOB = frozenset({"job"})
+
+CHECKS: Sequence[Check] = (
+    Check("dead rows and autovacuum", find_neglected_tables, _JOB),
+    Check("the settings for vacuum", find_changed_settings, _JOB, needs_current=True),
+    Check("the size of indexes", find_wasted_indexes, _JOB),
+)

@@ -1,0 +1,1 @@
+"""Effects: calls to the outside that count once."""

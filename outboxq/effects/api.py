@@ -1,0 +1,115 @@
+"""Effects: calls to the outside that count once, wherever they are made."""
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outboxq.config import DEFAULT_RETENTION, check_retention
+from outboxq.effects.protocol import Applied as Applied
+from outboxq.effects.protocol import LookUp
+from outboxq.effects.protocol import NotApplied as NotApplied
+from outboxq.effects.protocol import Unknown as Unknown
+from outboxq.effects.request import Classify
+from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.transactions import EngineTransactions, async_transactions, schema_of
+from outboxq.errors import ConfigError
+
+T = TypeVar("T")
+
+DEFAULT_LEASE_SECONDS = 30.0
+
+
+class Effects:
+    """Calls to the outside that count once, outside of handlers: `Effects(engine).once(...)`.
+
+    Args:
+        engine: A sync engine; connections come from a pool of our own beside its pool.
+        lease_seconds: How long a call stays its caller's after its last sign of life, 0.5 to 3600. Long calls are kept.
+        retention: How long what a call came to is remembered.
+        schema: The PostgreSQL schema of outboxq's tables; by default as the engine's `schema_translate_map` has it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        lease_seconds: float = DEFAULT_LEASE_SECONDS,
+        retention: timedelta = DEFAULT_RETENTION,
+        schema: str | None = None,
+    ) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
+        window = check_retention(retention)
+        self._transactions = EngineTransactions(engine, schema_of(engine, schema))
+        self._permit = Permit(Caller(self._transactions, lease_seconds), lambda _: window)
+
+    def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], T],
+        already_applied: Callable[[str], LookUp[T]] | None = None,
+        ask_first: bool = False,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
+        permit = self._permit
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
+        return cast("T", permit.caller.run(request, call, already_applied))
+
+    def dispose(self) -> None:
+        """Close the pool."""
+        self._transactions.dispose()
+
+
+class AsyncEffects:
+    """As `Effects`, awaited.
+
+    Args:
+        engine: An async engine, or a sync one, whose transactions then run in threads.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine | Engine,
+        *,
+        lease_seconds: float = DEFAULT_LEASE_SECONDS,
+        retention: timedelta = DEFAULT_RETENTION,
+        schema: str | None = None,
+    ) -> None:
+        window = check_retention(retention)
+        self._transactions = async_transactions(engine, schema)
+        self._permit = Permit(AsyncCaller(self._transactions, lease_seconds), lambda _: window)
+
+    async def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], Awaitable[T]],
+        already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
+        ask_first: bool = False,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
+        permit = self._permit
+        request = permit.request(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
+        return cast("T", await permit.caller.run(request, call, already_applied))
+
+    async def dispose(self) -> None:
+        """Close the pool."""
+        await self._transactions.dispose()

@@ -1,0 +1,90 @@
+"""The locks on calls that are under way: kept by a thread of their own for as long as the calls take.
+
+A short call costs nothing here but an entry in a dict: the thread does something only for calls that have lasted for a
+third of their lock, and ends when nothing is held any more.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Executable
+
+from outboxq.effects.protocol import Hold, clock
+from outboxq.effects.request import Request
+from outboxq.statements import effects as statements
+
+logger = logging.getLogger("outboxq.effects")
+
+Transaction = Callable[[Callable[[Connection], object]], object]
+
+
+class Keeper:
+    """Extends the locks that are held through it.
+
+    Args:
+        transact: Runs something in a short transaction, from a thread of ours.
+        lease_seconds: How long a lock lasts; extended every third of it.
+    """
+
+    def __init__(self, transact: Transaction, lease_seconds: float) -> None:
+        self._transact = transact
+        self._beat_seconds = lease_seconds / 3
+        self._held: dict[Hold, float] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def keeping(self, hold: Hold) -> Iterator[None]:
+        """Within the block, the lock is extended."""
+        with self._changed:
+            self._held[hold] = clock() + self._beat_seconds
+            # Also where it is another process's: threads do not survive a fork.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._held[hold]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._held:
+                    # Under the same lock as the look: a call that begins now starts another thread.
+                    self._thread = None
+                    return
+                due = [hold for hold, due_at in self._held.items() if due_at <= clock()]
+                if not due:
+                    self._changed.wait(max(min(self._held.values()) - clock(), 0.0))
+                    continue
+            self._extend(due)
+
+    def _extend(self, due: list[Hold]) -> None:
+        begun = clock()
+        committed: list[list[Hold]] = []
+        extended: set[Hold] = set()
+        try:
+            self._transact(lambda connection: committed.append(_extend_all(connection, due)))
+            # Only now: what was extended and not committed is not extended.
+            extended.update(*committed)
+        except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
+            logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
+        with self._changed:
+            for hold in due:
+                if hold in extended:
+                    hold.renew(begun)
+                if hold in self._held:
+                    self._held[hold] = begun + self._beat_seconds
+
+
+def _extend_all(connection: Connection, due: list[Hold]) -> list[Hold]:
+    """Those whose lock was still ours."""
+    return [hold for hold in due if connection.execute(_extension(hold.request)).first() is not None]
+
+
+def _extension(request: Request) -> Executable:
+    return statements.extend(request.scope, request.key, request.token, request.lease)

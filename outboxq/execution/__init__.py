@@ -1,0 +1,1 @@
+"""One batch on one connection: claim, run, commit, recover."""

@@ -1,0 +1,152 @@
+"""Set aside: a job that no statement of a relay can take becomes a dead letter, so that no other job waits for it.
+
+A claim or a reaper's sweep is one statement for many jobs, and fails for all of them if it fails for one: for a row
+that cannot be read or changed, because it is damaged, because its text is more than there can be, or because a trigger
+of the users' refuses it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Connection
+
+from outboxq.database.driver import is_lost, run_script, sqlstate_of
+from outboxq.events import JobSetAside
+from outboxq.statements.aside import WAITS, bury_row, put_off_row
+from outboxq.statements.claim import ClaimScript, clear_marks
+from outboxq.statements.lease import NEVER
+from outboxq.statements.transaction import READABLE_DATES, UNTIMED
+
+logger = logging.getLogger("outboxq.relay")
+
+Rows: TypeAlias = "Sequence[tuple[object, ...]]"
+_PUT_OFF_SECONDS = 300.0
+# What may be wrong with one row: data, constraints, an external routine, limits, a trigger that raises, a damaged page.
+# Anything else ails the statement, the session or the server: then no job is to blame.
+_OF_A_ROW = ("22", "23", "38", "39", "54", "P0", "XX")
+# And what will be wrong with it for good.
+_FOR_GOOD = ("22", "54", "XX")
+
+
+def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int) -> Rows:
+    """Take one job from where it was lost: as it should be, or else without burying it.
+
+    No rows where its row allows neither: it stays where it is, and is tried again later.
+
+    Args:
+        run: Runs a statement in a transaction of its own.
+        taking: The statement that takes the job back, given after how many crashes it is buried.
+
+    Raises:
+        psycopg.Error: not the row is to blame.
+    """
+    try:
+        return run(taking(max_crashes))
+    except psycopg.Error as error:
+        if (error.sqlstate or "08").startswith(("08", "57P")):
+            raise
+        logger.warning("a job could not be moved to the dead letters: %s", describe(error))
+    try:
+        return run(taking(NEVER))
+    except psycopg.Error as error:
+        if not is_of_a_row(error):
+            raise
+        logger.warning("a job that was lost could not be taken back: %s", describe(error))
+        return ()
+
+
+def set_aside_first(
+    connection: Connection,
+    schema: str,
+    first: tuple[ClaimScript, UUID],
+    others: Iterable[tuple[ClaimScript, UUID]],
+    error: BaseException,
+) -> tuple[JobSetAside, ...] | None:
+    """After a claim of one job that failed: set that job aside, if it is to blame.
+
+    It is if its claim fails again, and that of another job does not. What ails all of them, such as a trigger that
+    looks for a partition which is missing, will be mended: they wait for that. None where nothing was done: the claim
+    would fail again.
+
+    Args:
+        first: The claim, and the job that it would have taken.
+        others: Jobs of the same queue, each with a claim that takes it in the same way.
+        error: What it failed with.
+    """
+    if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
+        return None
+    # Behind the other: what refused both may have been mended before that one passed.
+    failure = _failure(connection, schema, *first)
+    if failure is None:
+        return None
+    # What the row holds stays as it is. What users' code makes of it may be mended.
+    ways = (_bury, _put_off) if _of(failure, _FOR_GOOD) else (_put_off, _bury)
+    job_id = first[1]
+    for way in ways:
+        events = way(connection, schema, job_id, describe(failure))
+        if events is not None:
+            return events
+    logger.error(
+        "a job can be neither claimed nor buried nor put off: repair or delete its row",
+        extra={"outboxq_job_id": str(job_id)},
+    )
+    return None
+
+
+def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: UUID) -> psycopg.Error | None:
+    """What the claim of this job alone fails with. It is not kept, and the mark that this leaves is cleared."""
+    failure = None
+    with connection.begin():
+        run_script(connection, f"{UNTIMED}{READABLE_DATES}SAVEPOINT oq_probe")
+        try:
+            run_script(connection, script.one(job_id))
+        except psycopg.Error as error:
+            if is_lost(connection) or not is_of_a_row(error):
+                raise
+            failure = error
+        run_script(connection, f"ROLLBACK TO SAVEPOINT oq_probe; {clear_marks(schema, [str(job_id)])}")
+    return failure
+
+
+def _bury(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
+    reason = f"it could not be claimed: {why}"
+    rows = _try(connection, bury_row(schema, job_id, WAITS, reason))
+    return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),) if rows else None
+
+
+def _put_off(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
+    if not _try(connection, put_off_row(schema, job_id, _PUT_OFF_SECONDS)):
+        return None
+    logger.error(
+        "a job that cannot be claimed was put off: %s: repair or delete its row, or what refuses it",
+        why,
+        extra={"outboxq_job_id": str(job_id)},
+    )
+    return ()
+
+
+def _try(connection: Connection, statement: str) -> Rows:
+    try:
+        with connection.begin():
+            return run_script(connection, statement)[0].rows
+    except psycopg.Error as error:
+        if is_lost(connection) or not is_of_a_row(error):
+            raise
+        return ()
+
+
+def is_of_a_row(error: BaseException) -> bool:
+    """Whether a statement may have failed for what is in one of its rows."""
+    return _of(error, _OF_A_ROW)
+
+
+def _of(error: BaseException, classes: tuple[str, ...]) -> bool:
+    return (sqlstate_of(error) or "").startswith(classes)
+
+
+def describe(error: BaseException) -> str:
+    """Its type and SQLSTATE: its text may hold a value."""
+    return f"{type(error).__name__} ({sqlstate_of(error)})"

@@ -1,0 +1,135 @@
+"""Groups: the jobs of one batch handler, in one call, one session and one savepoint."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection
+from sqlalchemy.orm import Session
+
+from outboxq.codec.entities import EntityKey
+from outboxq.database.driver import transaction_status
+from outboxq.errors import HandlerError, HandlerRolledBack
+from outboxq.execution.attempt import Work
+from outboxq.execution.batch_state import Progress
+from outboxq.execution.invoke import LazySession, Run, nothing
+from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
+from outboxq.execution.shared_savepoint import SharedSavepoint
+from outboxq.fault_points import fault_point
+from outboxq.handlers.context import BatchItem
+from outboxq.handlers.handler import BatchHandler
+from outboxq.outcomes import Outcome
+
+
+def run_group(
+    connection: Connection,
+    batch: Progress,
+    work: Work,
+    places: range,
+    arguments: Sequence[Mapping[str, object]],
+    locks: Locks,
+) -> Sequence[Outcome] | None:
+    """Call a batch handler with these jobs; None where nothing of it stands, and each is to run by itself.
+
+    Args:
+        places: Of its jobs among those of the batch.
+        arguments: The decoded arguments of each.
+
+    Raises:
+        ConnectionLost, TransactionEscaped: see `execute`.
+    """
+    batch.position, batch.together = places.start, len(places)
+    place = SharedSavepoint(connection, work, batch, places.start)
+    session = work.invoker.open_session(connection, nothing)
+    try:
+        returned = _call(connection, batch, work, places, arguments, session, place, locks)
+        # However it goes: what stands is the certificate's to say.
+        _close(session, work)
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
+        # It will show again when each runs alone.
+        failed = error
+    else:
+        # What goes on of the call has nothing of the next one's.
+        work.guard.take_back()
+        batch.together = 1
+        return returned
+    finally:
+        batch.deadline = None
+        work.guard.let_go()
+    closed = _close(session, work)
+    work.guard.take_back()
+    place.undo(failed, closed=closed)
+    batch.together = 1
+    return None
+
+
+def _call(
+    connection: Connection,
+    batch: Progress,
+    work: Work,
+    places: range,
+    arguments: Sequence[Mapping[str, object]],
+    session: LazySession,
+    place: SharedSavepoint,
+    locks: Locks,
+) -> Sequence[Outcome]:
+    jobs = batch.jobs[places.start : places.stop]
+    handler = work.registry.find(jobs[0].kind)
+    assert isinstance(handler, BatchHandler)
+    # Joined now: a rollback of a session that has not joined would be seen by nobody.
+    session.connection()
+    keys = entity_keys(arguments)
+    # Held: the session alone would forget them.
+    loaded = load_together(session, keys, locks)
+    given = [_given(session, values) for values in arguments] if keys else arguments
+    if keys:
+        watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
+    items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
+    del loaded
+    fault_point("before-handler")
+    seconds = handler.timeout_seconds
+    batch.deadline = None if seconds is None else time.monotonic() + seconds
+    call: Callable[..., object] = work.call
+    run = Run(jobs[0], work.state, nothing, [])
+    returned = call(connection, handler.together, lambda: session, run, {"items": items})
+    batch.deadline = None
+    if place.savepoint is None or not place.savepoint.is_active:
+        raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
+    if transaction_status(connection) == TransactionStatus.INERROR:
+        raise HandlerError("the batch handler swallowed a database error, which had undone its rows")
+    session.commit()
+    place.keep()
+    fault_point("after-handler")
+    assert isinstance(returned, list)
+    return returned
+
+
+def _loaded(
+    arguments: Sequence[Mapping[str, object]], given: Sequence[Mapping[str, object]]
+) -> list[tuple[EntityKey, object]]:
+    return [
+        (value, values[name])
+        for keys, values in zip(arguments, given, strict=True)
+        for name, value in keys.items()
+        if isinstance(value, EntityKey)
+    ]
+
+
+def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
+        for name, value in arguments.items()
+    }
+
+
+def _close(session: Session, work: Work) -> bool:
+    try:
+        session.close()
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
+        # Whatever it is, a listener of the user's or a lost connection.
+        return False
+    return True

@@ -1,0 +1,278 @@
+"""Claim: take waiting jobs out of the table, and set the savepoint behind which they stay claimed.
+
+In transaction mode the delete and the handlers' rows are one transaction: a relay that dies here gives its jobs back by
+dying. In lease mode the claim is committed first, and a token fences whoever held it before.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Connection
+
+from outboxq.database.driver import ScriptResult, is_lost, run_script, sqlstate_of
+from outboxq.job import Job, read_job
+from outboxq.statements import claim as statements
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
+from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
+
+PARK_LIMIT = 10_000
+_END_OF_JOB = 1 + len(RETURNED) + 1
+# Of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported, "cached
+# plan must not change result type".
+_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
+# A backend keeps about 200 kB for each. A relay needs a few for each limit of its claims.
+PREPARED_MOST = 32
+# More than one claim in twenty that is lost for its preparation, and none is prepared for a minute.
+_CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Which transaction a batch runs in: what to ask the server about it, and which backend holds it.
+
+    Two savepoints lie behind the claim, under names that no handler can guess. Releasing the upper one, the seal,
+    proves that the transaction is still the claim's; the lower one stands for as long as it is not committed.
+    """
+
+    savepoint: str
+    xid: str
+    pid: int
+
+    @property
+    def seal(self) -> str:
+        """The upper savepoint."""
+        return _seal(self.savepoint)
+
+    def reset(self) -> str:
+        """Back to where the claim ended. Fails where the transaction is not the claim's any more."""
+        return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.seal}"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What one claim took: jobs in the order in which they should run, their `attempt` counted up to include this one.
+
+    `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `anchor` is
+    None where nothing was taken, and in lease mode, where the jobs' transaction begins later.
+    """
+
+    request: "ClaimRequest"
+    jobs: tuple[Job, ...]
+    moved: int
+    anchor: Anchor | None
+
+
+class PreparedClaims:
+    """Which claims a connection has prepared, as far as that lasts.
+
+    The driver lets go of all prepared statements when it sees a rollback, and behind a transaction pooler each
+    transaction may come to another session. A claim that fails for this costs a round trip and nothing else; where it
+    happens often, claims are sent as plain text for a while. The one that was not used for longest makes room.
+    """
+
+    def __init__(self) -> None:
+        # In the order of their last use.
+        self._names: dict[str, None] = {}
+        self._credit = _CREDIT
+        self._plain_until = 0.0
+
+    def text(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> str:
+        """The claim, by its name where that is possible."""
+        if self._is_plain():
+            return script.text(limit, cursor)
+        prepared = script.prepared(limit, behind=cursor is not None)
+        execution = prepared.execution(cursor)
+        if prepared.name in self._names:
+            return execution
+        gone = self._to_let_go()
+        return f"{f'DEALLOCATE {gone}; ' if gone else ''}{prepared.definition}; {execution}"
+
+    def succeeded(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> None:
+        """What was not prepared before is now."""
+        if self._is_plain():
+            return
+        self._use(script.prepared(limit, behind=cursor is not None).name)
+        self._credit = min(self._credit + 1, _CREDIT)
+
+    def failed(self, error: BaseException, name: str) -> bool:
+        """Whether a claim failed for how it was sent, so that it is worth another try."""
+        sqlstate = sqlstate_of(error)
+        if sqlstate not in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED) or self._is_plain():
+            return False
+        if sqlstate == _THERE_ALREADY:
+            # Forgotten with another one that was lost. It is not lost itself.
+            self._use(name)
+            return True
+        self._names.clear()
+        self._credit -= _LOSS
+        if self._credit < 0:
+            self._credit, self._plain_until = _CREDIT, time.monotonic() + _PLAIN_SECONDS
+        return True
+
+    def _use(self, name: str) -> None:
+        gone = self._to_let_go()
+        if name in self._names:
+            del self._names[name]
+        elif gone is not None:
+            del self._names[gone]
+        self._names[name] = None
+
+    def _to_let_go(self) -> str | None:
+        return next(iter(self._names)) if len(self._names) >= PREPARED_MOST else None
+
+    def _is_plain(self) -> bool:
+        return time.monotonic() < self._plain_until
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A question that goes along with a claim, and who is told the answer: its first row."""
+
+    statement: str
+    answered: Callable[[tuple[object, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
+
+    Args:
+        timeout_seconds: The longest deadline of the queue's handlers. It holds for them and not for the claim itself,
+            which must not starve by it if it has far to walk. None for what the role and the database have.
+        prepared: Where it is prepared, if it is worth it.
+        aside: What is asked along with it, where it goes along with a COMMIT.
+    """
+
+    script: ClaimScript
+    limit: int
+    cursor: Cursor | None = None
+    queue: str = ""
+    timeout_seconds: float | None = None
+    prepared: PreparedClaims | None = None
+    aside: Aside | None = None
+    savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
+
+    def text(self) -> str:
+        """The statements, for a transaction that has just begun; a lease's are committed with it."""
+        wanted = self.script, self.limit, self.cursor
+        claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
+        if self.script.leased:
+            return f"{UNTIMED}{READABLE_DATES}{claim_text}; COMMIT"
+        settings = local_timeouts(self.timeout_seconds) or TIMED_AGAIN
+        return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
+
+    def text_behind_commit(self) -> str:
+        """What follows a COMMIT in one string: BEGIN, the question and the claim.
+
+        The question stands behind BEGIN: in front of it, it would be the first statement of the same transaction, whose
+        isolation level can then no longer be chosen where the database's default is another one.
+        """
+        return f"{BEGIN}; {'' if self.aside is None else f'{self.aside.statement}; '}{self.text()}"
+
+    def read_behind_commit(self, results: Sequence[ScriptResult]) -> Claimed:
+        """What that brought."""
+        results = results[1:]
+        if self.aside is not None:
+            self.aside.answered(results[0].rows[0])
+            results = results[1:]
+        return self.read(results)
+
+    def failed(self, error: BaseException) -> bool:
+        """Whether it failed for how it was sent, and is worth another try in a new transaction."""
+        name = self.script.prepared(self.limit, behind=self.cursor is not None).name
+        return self.prepared is not None and self.prepared.failed(error, name)
+
+    def read(self, results: Sequence[ScriptResult]) -> Claimed:
+        """What it took."""
+        if self.prepared is not None:
+            self.prepared.succeeded(self.script, self.limit, self.cursor)
+        rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
+        moved = cast("int", rows[0][0]) if rows else 0
+        taken = [row for row in rows if row[1] is not None]
+        if len(taken) > self.limit:
+            raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
+        if self.script.leased or not taken:
+            return Claimed(self, _in_order(taken), moved, None)
+        xid, pid = taken[0][_END_OF_JOB:]
+        return Claimed(self, _in_order(taken), moved, Anchor(self.savepoint, cast("str", xid), cast("int", pid)))
+
+
+def claim(connection: Connection, request: ClaimRequest) -> Claimed:
+    """Claim in the connection's transaction."""
+    try:
+        return request.read(run_script(connection, request.text()))
+    except psycopg.Error:
+        if request.prepared is not None and not is_lost(connection):
+            # Below the driver, which after a rollback of its own lets go of all that is prepared.
+            run_script(connection, "ROLLBACK")
+        raise
+
+
+def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
+    """Claim one job by its id; nothing where it is gone, leased, or held by another transaction."""
+    return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
+
+
+def anchor(connection: Connection, settings: str = "") -> Anchor:
+    """Begin the transaction of a leased job."""
+    savepoint = f"oq_{secrets.token_hex(8)}"
+    results = run_script(connection, f"{settings}SELECT {ANCHOR}; {_savepoints(savepoint)}")
+    xid, pid = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
+    return Anchor(savepoint, cast("str", xid), cast("int", pid))
+
+
+def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> None:
+    """Say, by committing, that these jobs' claim was rolled back on purpose and killed nobody."""
+    run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
+
+
+def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
+    """Clear the marks of a claim that was answered with an error, by committing; the jobs that it would have taken.
+
+    Nothing ran, and nothing died. Between that error and this another slot may have found the marks: then its jobs run
+    one by one, once.
+    """
+    rows = run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))[-1].rows
+    return [cast("UUID", row[0]) for row in rows]
+
+
+def park_unknown(
+    connection: Connection,
+    schema: str,
+    queue: str,
+    known_kinds: tuple[str, ...],
+    limit: int = PARK_LIMIT,
+    *,
+    only_marks: bool = False,
+) -> int:
+    """Park what has no handler here among the next jobs of a queue, ready and due. Returns how many.
+
+    Args:
+        only_marks: Only say, by committing, that a parking which failed has killed none of them.
+    """
+    scripts = [
+        park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in ("ready", "scheduled")
+    ]
+    results = run_script(connection, UNTIMED + "; ".join(scripts))
+    return sum(cast("int", result.rows[0][0]) for result in results[1:])
+
+
+def _savepoints(savepoint: str) -> str:
+    return f"SAVEPOINT {savepoint}; SAVEPOINT {_seal(savepoint)}"
+
+
+def _seal(savepoint: str) -> str:
+    return f"{savepoint}_seal"
+
+
+def _in_order(rows: Iterable[tuple[object, ...]]) -> tuple[Job, ...]:
+    # The columns of RETURNED, in order, and the token.
+    jobs = [read_job(row[1:_END_OF_JOB]) for row in rows]
+    # RETURNING has no order.
+    jobs.sort(key=lambda job: (-job.priority, job.seq))
+    return tuple(jobs)

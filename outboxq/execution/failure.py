@@ -1,0 +1,298 @@
+"""What is remembered of a failed attempt: enough to find the fault, nothing of the payload.
+
+Error texts of drivers quote parameters and row values, so those are not taken over. What remains of a message has every
+argument value replaced by the argument's name: as it is stored, and in the other spellings that Python gives it. Left
+alone are values of one character, which identify nothing, and what a handler makes of a value: a slice of it, its hash.
+A handler whose messages are withheld leaves none.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import chain, groupby
+from operator import itemgetter
+from pathlib import PurePath
+from typing import TypeVar
+
+import msgspec
+import psycopg
+from sqlalchemy.exc import StatementError
+
+from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
+from outboxq.job import Job
+from outboxq.outcomes import DeadLetter, Discard, Retry
+
+R = TypeVar("R")
+
+MAX_MESSAGE_CHARACTERS = 2_000
+# Of a text that values are taken out of, which makes it shorter.
+_READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
+_LABEL_CHARACTERS = 63
+KEPT_ERRORS = 25
+_KEPT_FRAMES = 5
+
+# In the place of a text of a handler with messages="withheld".
+WITHHELD = "message withheld"
+
+_SQLSTATE = re.compile("[0-9A-Z]{5}")
+_TRANSIENT = ("40001", "40P01")
+# Its texts quote the offending value.
+_DATA_EXCEPTION = "22"
+_QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|\[SQL:|\[parameters:|Original exception was:")
+# From here on a value is replaced inside other words too.
+_LONG_VALUE = 8
+_DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """One failed attempt, as stored in `errors`: the exception's type, a redacted message, and where it was raised."""
+
+    attempt: int
+    type: str
+    message: str
+    where: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        """The record as JSON text; the database adds `at`."""
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt that raised.
+
+    `transient`: a deadlock or a serialization failure, which is nobody's fault. `permanent`: another cannot help.
+    `sqlstate`: of a database error.
+    """
+
+    record: ErrorRecord
+    transient: bool = False
+    permanent: bool = False
+    sqlstate: str | None = None
+
+
+def withheld(result: R) -> R:
+    """What an attempt came to, without the text that its error or its handler gave; type, place and SQLSTATE stay."""
+    if isinstance(result, Failed):
+        text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
+        return replace(result, record=replace(result.record, message=text))
+    return replace(result, reason=WITHHELD) if isinstance(result, Retry | DeadLetter | Discard) else result
+
+
+def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.FrameSummary] | None = None) -> Failed:
+    """The redacted record of an exception that ended an attempt of `job`.
+
+    Args:
+        stack: Where the handler stands, if it did not raise the error itself.
+    """
+    original = _original(error)
+    record = ErrorRecord(
+        attempt=job.attempt,
+        type=_described(lambda: _type_name(type(original))),
+        message=_described(lambda: _message(error, job.args)),
+        where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
+    )
+    sqlstate = _sqlstate(original)
+    return Failed(record, sqlstate in _TRANSIENT, isinstance(original, PermanentError), sqlstate)
+
+
+def describe_reason(reason: object, job: Job) -> str:
+    """The redacted reason of a handler that asked for a retry, a dead letter or to discard `job`."""
+    return _described(lambda: redact(_text_of(reason), job.args))
+
+
+def _described(describe: Callable[[], str]) -> str:
+    """A storable text, whatever users' values do to our description of it: a job must always be settled."""
+    try:
+        return storable(describe())
+    except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
+        return "(text withheld: it could not be redacted)"
+
+
+def redact(message: str, args: str) -> str:
+    """The beginning of `message`, with every value of the stored arguments replaced by the name of its argument."""
+    return _covered(message, _named_values(args), _READ_CHARACTERS)
+
+
+def _named_values(args: str) -> Iterator[tuple[str, str]]:
+    for value, name in _leaves(args):
+        label = f"<{name[:_LABEL_CHARACTERS]}>"
+        yield from ((spelling, label) for spelling in _spellings(value))
+
+
+def _covered(message: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
+    """The beginning of a message, with a label in the place of each text; of two that overlap, the longer one's.
+
+    A text is looked for in the message as it came, only as far as it begins in what is kept. So none is missed because
+    the cut or another one's label went through it, and the work grows with the texts' length alone.
+    """
+    cover: list[str | None] = [None] * min(kept_characters, len(message))
+    for text, label in sorted(set(labels), key=lambda pair: (-len(pair[0]), pair)):
+        for start in _places(text, message, cover):
+            for place in range(start, min(start + len(text), len(cover))):
+                cover[place] = cover[place] or label
+    runs = groupby(zip(cover, message, strict=False), key=itemgetter(0))
+    return "".join(label or "".join(character for _, character in run) for label, run in runs)
+
+
+def _places(text: str, message: str, cover: list[str | None]) -> Iterator[int]:
+    """Where a text stands, up to the end of what is kept.
+
+    A short one as a word of its own: an argument "order" must not eat into "ordered".
+    """
+    last = len(cover) - 1 + len(text)
+    start = message.find(text, 0, last)
+    while start >= 0:
+        end = start + len(text)
+        found = len(text) >= _LONG_VALUE or not (_in_word(start - 1, message, cover) or _in_word(end, message, cover))
+        if found:
+            yield start
+        start = message.find(text, end if found else start + 1, last)
+
+
+def _in_word(place: int, message: str, cover: list[str | None]) -> bool:
+    if not 0 <= place < len(message) or (place < len(cover) and cover[place]):
+        return False
+    return message[place].isalnum() or message[place] == "_"
+
+
+def kept_errors(stored: str) -> str:
+    """The stored history without what would make it longer than `KEPT_ERRORS` after one more."""
+    try:
+        history = msgspec.json.decode(stored.encode(), type=list[msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return "[]"
+    return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
+
+
+def name_of(error: BaseException) -> str:
+    """The exception's class, storable whatever it is called."""
+    return _described(lambda: _type_name(type(error)))
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message(error: BaseException, args: str) -> str:
+    if isinstance(error, EffectFailed | CallRefused):
+        return str(error).replace(error.reason, redact(error.reason, args)) if error.reason else str(error)
+    kind = type(error)
+    # Our own texts never quote a value. A PermanentError is raised by handlers, as are classes that they derive.
+    is_ours = isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.") and kind is not PermanentError
+    return str(error) if is_ours else _foreign_message(error, args)
+
+
+def _foreign_message(error: BaseException, args: str) -> str:
+    original = _original(error)
+    sqlstate = _sqlstate(original)
+    if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
+        return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
+    if isinstance(original, psycopg.Error):
+        return (
+            redact(f"{original.diag.message_primary} (SQLSTATE {sqlstate})", args) if sqlstate else "the driver failed"
+        )
+    return _without_quoted_rows(original, args)
+
+
+def _without_quoted_rows(error: BaseException, args: str) -> str:
+    """The text of an error that may have taken over a database error's.
+
+    DETAIL quotes rows, LINE the statement with what a driver wrote into it, and SQLAlchemy the parameters.
+    """
+    text = _text_of(error)
+    quoted = _QUOTED_ROWS.search(text, 0, _READ_CHARACTERS)
+    labels = chain(_named_values(args), ((primary, "(text withheld)") for primary in _quoting_texts(error)))
+    return _covered(text, labels, quoted.start() if quoted else _READ_CHARACTERS).rstrip()
+
+
+def _quoting_texts(error: BaseException) -> Iterator[str]:
+    for inner in _chain(error):
+        if (_sqlstate(inner) or "").startswith(_DATA_EXCEPTION):
+            primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
+            if primary:
+                yield primary
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        yield _original(inner)
+        inner = inner.__cause__ or inner.__context__
+
+
+def _original(error: BaseException) -> BaseException:
+    return error.orig if isinstance(error, StatementError) and error.orig is not None else error
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    """As psycopg, psycopg2 and asyncpg call it."""
+    try:
+        sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    except BaseException:  # noqa: BLE001  # users' code, as a property
+        return None
+    # Users' errors may call something else so.
+    return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value)
+    except BaseException:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
+        return f"(the text of this {type(value).__name__} cannot be read)"
+
+
+def storable(text: str) -> str:
+    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
+    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return kept.encode(errors="replace").decode()
+
+
+def _leaves(args: str) -> Iterator[tuple[str, str]]:
+    """The values in the stored arguments that can identify anything, each with its argument's name."""
+    try:
+        fields = msgspec.json.decode(args.encode(), type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return
+    pending = list(fields.items())
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, str) and len(value) >= 2:
+            yield value, name
+        elif isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= 2:
+            yield str(value), name
+        elif isinstance(value, dict):
+            pending.extend((name, item) for pair in value.items() for item in pair)
+        elif isinstance(value, list):
+            pending.extend((name, item) for item in value)
+
+
+def _spellings(value: str) -> Iterator[str]:
+    yield value
+    # As repr() and JSON write it: with quotes, backslashes and newlines escaped, and in ASCII alone.
+    yield repr(value)[1:-1]
+    yield ascii(value)[1:-1]
+    yield msgspec.json.encode(value).decode()[1:-1]
+    if _DATETIME.fullmatch(value):
+        # A text may look like a time and be none: 30 February.
+        with suppress(ValueError):
+            written = datetime.fromisoformat(value)
+            yield from (str(written), repr(written), written.isoformat())
+
+
+def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
+    """The user's innermost frames, without ours and those of libraries: `app/jobs.py:12 in credit`."""
+    own = str(PurePath(__file__).parent)
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith(own) and "site-packages" not in PurePath(frame.filename).parts
+    ]
+    for frame in frames[-_KEPT_FRAMES:]:
+        yield storable(f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")

@@ -1,0 +1,283 @@
+"""Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, and handed to one job each.
+
+A row that was loaded ahead is what its job would have loaded by itself, as long as nothing was sent in between and no
+change of it waits in the write buffer: whoever sends something drops them all.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+from sqlalchemy import Column, Connection, Select, Table, any_, bindparam, select, tuple_
+from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
+
+from outboxq.codec.entities import EntityKey, entity_mapper
+from outboxq.errors import EntityGone
+from outboxq.execution.changes import Listeners, is_listened_to
+from outboxq.execution.invoke import SESSION_OPTIONS, LazySession, nothing
+from outboxq.execution.write_buffer import RowId
+from outboxq.handlers.set_based import FactsOf, key_array
+from outboxq.handlers.unlocked import UnlockedChanges
+
+# What one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
+_LOADED_AT_ONCE = 1_000
+# Users' listeners for these see how a row came into its session, and may change what it is.
+_AT_LOAD: Listeners = attrgetter(
+    "after_attach",
+    "after_begin",
+    "before_attach",
+    "detached_to_persistent",
+    "do_orm_execute",
+    "loaded_as_persistent",
+)
+# Ways of a relationship that load nothing with the row.
+_LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")
+
+Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
+
+
+def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool = True) -> object:
+    """The entity of an argument, loaded by its own session, and locked if it asks for that; None if it may be.
+
+    Args:
+        may_lock: Not, if it is locked already.
+
+    Raises:
+        EntityGone: its row is not there.
+    """
+    lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
+    entity = session.get(key.entity, key.identity, with_for_update=lock)
+    if entity is None and not key.optional:
+        raise EntityGone(name, key.entity.__name__)
+    return entity
+
+
+def watch_unlocked(
+    session: LazySession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
+) -> None:
+    """Have `changes` told of what is changed of these entities, but for those whose rows are locked."""
+    if changes.is_said:
+        return
+    entities = {id(entity): entity for _, entity in loaded if entity is not None}
+    for key, entity in loaded:
+        if key.locked:
+            # Also if it is another argument, without a lock.
+            entities.pop(id(entity), None)
+    session.watch(changes, tuple(entities.values()))
+
+
+def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:
+    """The entities among the decoded arguments of some jobs."""
+    return [value for values in arguments for value in values.values() if type(value) is EntityKey]
+
+
+class Locks:
+    """The rows that a batch's jobs want to have locked, taken in one order by every batch.
+
+    Table by table, by their names, and within that by primary key: in one statement for each.
+    """
+
+    def __init__(self) -> None:
+        self._taken: set[Identity] = set()
+
+    def has(self, entity: type[object], identity: tuple[object, ...]) -> bool:
+        """Whether this transaction has locked the row."""
+        return (entity, identity) in self._taken
+
+    def forget(self) -> None:
+        """They are gone: the transaction went back to a savepoint before them."""
+        self._taken.clear()
+
+    def take(
+        self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool]
+    ) -> list[object]:
+        """Lock the rows of those that ask for it; the entities that could be loaded with that.
+
+        Args:
+            can_load: Whether entities of a class may be loaded into the session.
+        """
+        wanted = _by_entity(key for key in keys if key.locked and not self.has(key.entity, key.identity))
+        tables: dict[str, list[Any]] = {}
+        for entity in wanted:
+            tables.setdefault(str(_locked_table(entity)), []).append(entity)
+        found: list[object] = []
+        for _, entities in sorted(tables.items()):
+            if len(entities) == 1 and can_load(entities[0]):
+                found += _load(session, _locked_by_keys(entities[0]), wanted[entities[0]])
+            else:
+                identities = [identity for entity in entities for identity in wanted[entity]]
+                session.execute(_lock_by_keys(entities[0]), _parameters(identities))
+        self._taken.update((entity, identity) for entity, identities in wanted.items() for identity in identities)
+        return found
+
+
+def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
+    """Lock the rows of those that ask for it, and load nothing."""
+    with _session_on(connection) as session:
+        locks.take(session, keys, lambda _: False)
+
+
+def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -> list[object]:
+    """Load the entities of several jobs into one session, in one SELECT per class, and lock those that ask for it."""
+    found = locks.take(session, keys, lambda _: True)
+    return found + _load_others(session, keys, found)
+
+
+class Preloaded:
+    """Rows that were loaded ahead, each for the next job that has it as an argument.
+
+    Args:
+        facts_of: What is known of tables.
+    """
+
+    def __init__(self, connection: Connection, facts_of: FactsOf, locks: Locks) -> None:
+        self._connection = connection
+        self._facts_of = facts_of
+        self._locks = locks
+        self._rows: dict[Identity, object] = {}
+        # Of each table the class that its rows were loaded as; None if they were several.
+        self._classes: dict[int, type[object] | None] = {}
+        self._oids: dict[type[object], int | None] = {}
+
+    def take(self, key: EntityKey) -> object | None:
+        """The row, which its job may change; None where it is not here."""
+        return self._rows.pop((key.entity, key.identity), None)
+
+    def drop(self) -> None:
+        """Something was sent: forget them all."""
+        self._rows.clear()
+        self._classes.clear()
+
+    def changed(self, row: RowId, entity: type[object]) -> None:
+        """A change of this row, by this class, waits to be sent."""
+        if self._classes.get(row[0], entity) is entity:
+            self._rows.pop((entity, row[1]), None)
+        else:
+            self.drop()
+
+    def oid(self, entity: type[object]) -> int | None:
+        """The table of a class whose rows can be loaded ahead; None for all other classes."""
+        if entity not in self._oids:
+            self._oids[entity] = self._find_oid(entity)
+        return self._oids[entity]
+
+    def _find_oid(self, entity: type[object]) -> int | None:
+        mapper = _mapper(entity)
+        hooks = mapper.class_manager.dispatch
+        if not _is_plain(mapper) or hooks.load or hooks.refresh:
+            return None
+        facts = self._facts_of(mapper.local_table) if isinstance(mapper.local_table, Table) else None
+        return facts.oid if facts is not None and facts.is_plain else None
+
+    def load(self, keys: Iterable[EntityKey]) -> None:
+        """Load what is not here yet and can be loaded ahead, and lock what asks for that."""
+        session = _session_on(self._connection)
+        is_hidden = not is_listened_to(session, _AT_LOAD)
+        missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
+        found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None)
+        if is_hidden:
+            found += _load_others(session, [key for key in missing if self.oid(key.entity) is not None], found)
+        # Of no session from here on: the job's own takes it in.
+        session.expunge_all()
+        session.close()
+        for entity in found:
+            self._rows[type(entity), _identity_of(entity)] = entity
+        for loaded in {type(entity) for entity in found}:
+            oid = self.oid(loaded)
+            assert oid is not None
+            self._classes[oid] = loaded if self._classes.get(oid, loaded) is loaded else None
+
+
+def _session_on(connection: Connection) -> Session:
+    session = LazySession(connection, **SESSION_OPTIONS)
+    session.opener = nothing
+    return session
+
+
+def _identity_of(entity: Any) -> tuple[object, ...]:
+    identity: tuple[object, ...] = entity._sa_instance_state.key[1]  # noqa: SLF001  # inspect() takes several times as long
+    return identity
+
+
+def _by_entity(keys: Iterable[EntityKey]) -> dict[Any, list[tuple[object, ...]]]:
+    wanted: dict[Any, dict[tuple[object, ...], None]] = {}
+    for key in keys:
+        wanted.setdefault(key.entity, {})[key.identity] = None
+    return {entity: list(identities) for entity, identities in wanted.items()}
+
+
+def _load_others(session: Session, keys: Iterable[EntityKey], loaded: list[object]) -> list[object]:
+    """Load those that are not loaded yet."""
+    here = {(type(entity), _identity_of(entity)) for entity in loaded}
+    wanted = _by_entity(key for key in keys if (key.entity, key.identity) not in here)
+    found: list[object] = []
+    for entity, identities in wanted.items():
+        for first in range(0, len(identities), _LOADED_AT_ONCE):
+            found += _load(session, _by_keys(entity), identities[first : first + _LOADED_AT_ONCE])
+    return found
+
+
+def _load(session: Session, statement: Select[tuple[Any]], identities: list[tuple[object, ...]]) -> list[object]:
+    return [*session.scalars(statement, _parameters(identities)).unique()]
+
+
+def _parameters(identities: list[tuple[object, ...]]) -> dict[str, list[Any]]:
+    is_single = len(identities[0]) == 1
+    return {"outboxq_keys": [identity[0] for identity in identities] if is_single else list(identities)}
+
+
+def _mapper(entity: type[object]) -> Mapper[Any]:
+    mapper = entity_mapper(entity)
+    assert mapper is not None
+    return mapper
+
+
+def _locked_table(entity: type[object]) -> Any:
+    # Of joined tables the first one stands for the row.
+    return _mapper(entity).base_mapper.local_table
+
+
+@lru_cache(256)
+def _by_keys(entity: Any) -> Select[tuple[Any]]:
+    """The rows with these primary keys. Index: the primary key. No locks."""
+    return _with_keys(select(entity), _mapper(entity))
+
+
+def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
+    first, *others = mapper.primary_key
+    array = None if others else key_array(first.type)
+    if array is not None:
+        # One statement for any number of them, where a list would be written out anew for each.
+        return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
+    keys = tuple_(first, *others) if others else first
+    return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
+
+
+@lru_cache(256)
+def _locked_by_keys(entity: Any) -> Select[tuple[Any]]:
+    """The same rows, FOR NO KEY UPDATE in the order of their keys: each is locked as it comes out of the sort."""
+    ordered = _by_keys(entity).order_by(*_mapper(entity).primary_key)
+    return ordered.with_for_update(key_share=True, of=_locked_table(entity))
+
+
+@lru_cache(256)
+def _lock_by_keys(entity: Any) -> Select[Any]:
+    """The same locks in the same order, for several classes of one table, and nothing loaded."""
+    base = _mapper(entity).base_mapper
+    return _with_keys(select(*base.primary_key), base).order_by(*base.primary_key).with_for_update(key_share=True)
+
+
+@lru_cache(256)
+def _is_plain(mapper: Mapper[Any]) -> bool:
+    """Whether a row is its table's columns and nothing else."""
+    table = mapper.local_table
+    is_own = isinstance(table, Table) and mapper.persist_selectable is table
+    is_alone = mapper.inherits is None and mapper.polymorphic_on is None
+    return is_own and is_alone and all(_is_plain_attribute(attribute, table) for attribute in mapper.attrs)
+
+
+def _is_plain_attribute(attribute: object, table: object) -> bool:
+    if isinstance(attribute, ColumnProperty):
+        return all(isinstance(column, Column) and column.table is table for column in attribute.columns)
+    return isinstance(attribute, RelationshipProperty) and attribute.lazy in _LAZY

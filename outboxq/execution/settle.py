@@ -1,0 +1,142 @@
+"""Settle: what becomes of a claimed job after its attempt, written in the transaction of its handler's rows.
+
+In transaction mode success writes nothing: the claim's delete stands. Under a lease each of these is refused once the
+lease was lost. Then `certify` commits, and knows that it did.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from sqlalchemy import Connection, Delete, Insert, Update
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.database.driver import ScriptResult, run_script, sqlstate_of
+from outboxq.errors import LeaseLost, TransactionEndedByHandler
+from outboxq.execution.failure import ErrorRecord, kept_errors
+from outboxq.job import Job
+from outboxq.statements import settle as statements
+from outboxq.statements import transaction
+from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
+
+# lock_timeout, statement_timeout or a cancellation, a deadlock.
+_GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
+
+
+def finish(connection: Connection, job: Job) -> None:
+    """The job is over. In transaction mode its claim has removed it already.
+
+    Raises:
+        LeaseLost: another relay may have the job by now; nothing of this run may be committed.
+    """
+    if job.lease_token is not None:
+        _write(connection, job, remove(job))
+
+
+def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta) -> None:
+    """Put the job back to run after `delay`, with this attempt counted and its error recorded."""
+    errors = errors_with(kept_errors(job.errors), record.as_json())
+    _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay))
+
+
+def snooze(connection: Connection, job: Job, delay: timedelta) -> None:
+    """Put the job back to run after `delay`, without counting the attempt."""
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
+
+
+def give_back(connection: Connection, job: Job) -> None:
+    """Put the job back as it was, to run at once."""
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
+
+
+def park(connection: Connection, job: Job) -> None:
+    """Put a job of an unknown kind back for later, without counting an attempt."""
+    _write(connection, job, put_back_parked(job))
+
+
+def bury(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
+    """Move the job to the dead letters."""
+    finish(connection, job)
+    errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
+    connection.execute(insert_dead(job, reason=reason, errors=errors))
+
+
+def is_unchanged(connection: Connection, job: Job) -> bool:
+    """Whether the row is still there as the claim found it, or, under a lease, as the claim left it."""
+    return connection.execute(unchanged(job)).first() is not None
+
+
+def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
+    """Move a job that cannot even be settled out of the way of its queue."""
+    connection.execute(statements.put_off(job, delay))
+
+
+def certificate(seal: str) -> str:
+    """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
+
+    PostgreSQL stops at the first failure. The seal comes first: a transaction that a handler ended has lost it (3B001,
+    25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of our own
+    transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed transaction; the
+    command tag of the last statement does not.
+    """
+    return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
+
+
+# The seal was gone: what it lay in was not ours any more.
+NO_SUCH_SAVEPOINT = "3B001"
+UNSEALED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
+
+
+def certify(connection: Connection, seal: str) -> None:
+    """Commit what stands under `seal`. See `certificate`.
+
+    Raises:
+        psycopg.Error: nothing was committed, unless the connection was lost on the way.
+    """
+    check_committed(run_script(connection, certificate(seal)))
+
+
+def check_committed(results: Sequence[ScriptResult]) -> None:
+    """Look at the command tag: a COMMIT that rolls back says so there, and nowhere else."""
+    tag = results[2].tag
+    if tag != "COMMIT":
+        raise AssertionError(f"COMMIT was answered with {tag}")
+
+
+def check_shared(connection: Connection, xid: str) -> None:
+    """Raise now what would come too late at COMMIT to tell which of the jobs in this transaction it was.
+
+    Leaves deferred constraints deferred.
+
+    Raises:
+        psycopg.Error: the first violation of a deferred constraint.
+        TransactionEndedByHandler: this is not the claim's transaction any more.
+    """
+    results = run_script(
+        connection,
+        "SAVEPOINT oq_constraints; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT oq_constraints; "
+        f"RELEASE SAVEPOINT oq_constraints; {transaction.current_xid()}",
+    )
+    if results[-1].rows[0][0] != xid:
+        raise TransactionEndedByHandler
+
+
+def current_xid(connection: Connection) -> object:
+    """The id of the open transaction, or None where it has written nothing."""
+    return run_script(connection, transaction.current_xid())[0].rows[0][0]
+
+
+class JobRowHeld(LeaseLost):
+    """Another transaction held the row of a leased job for longer than the deadlines allow. No failure of the job's."""
+
+
+def _write(connection: Connection, job: Job, statement: Insert | Update | Delete) -> None:
+    try:
+        written = connection.execute(statement).rowcount
+    except DBAPIError as error:
+        # Waited for the row, and for nothing else: in transaction mode there is nothing to wait for.
+        if job.lease_token is not None and sqlstate_of(error) in _GAVE_UP_WAITING:
+            raise JobRowHeld(job.id) from error
+        raise
+    # The fence: without the row that has this job's token, nothing of this run may be committed.
+    if written != 1 and job.lease_token is not None:
+        raise LeaseLost(job.id)

@@ -1,0 +1,344 @@
+"""Shared batches: jobs of batchable kinds on one savepoint, which share the loading and the writing of rows.
+
+Each has a session of its own, as everywhere. Rows of entity arguments are loaded ahead, and what a job leaves to be
+written waits for the next one's, as far as no statement could tell the difference: before anything is sent for a
+handler, what waits is sent, and what was loaded is dropped.
+
+Whatever goes wrong, or ends otherwise than done, takes all of them back to the savepoint; then each runs by itself,
+where a failure is its own.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from sqlalchemy import Connection, Table
+from sqlalchemy.engine.interfaces import ExecutionContext
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import instance_state
+
+from outboxq.codec.entities import EntityKey
+from outboxq.database.guard import may_end_transaction
+from outboxq.database.sql_words import first_word
+from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
+from outboxq.events import JobDone
+from outboxq.execution.attempt import TransactionEscaped, Work, check_not_undone
+from outboxq.execution.batch_state import Progress
+from outboxq.execution.changes import row_changes, row_writes, uses_only
+from outboxq.execution.invoke import LazySession, Opened, Run, hand_over, nothing
+from outboxq.execution.preload import Locks, Preloaded, entity_keys, load_entity, watch_unlocked
+from outboxq.execution.settle import check_shared
+from outboxq.execution.shared_savepoint import SharedSavepoint
+from outboxq.execution.write_buffer import RowChange, WriteBuffer
+from outboxq.fault_points import fault_point
+from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
+from outboxq.handlers.handler import AnyHandler
+from outboxq.handlers.set_based import row_write
+from outboxq.handlers.table_facts import RowWrite, TableFacts
+from outboxq.job import Job
+from outboxq.outbox.kinds import NewJob
+from outboxq.outbox.session import holds_only_jobs, take_jobs
+from outboxq.outcomes import Done
+
+
+def run_shared(
+    connection: Connection,
+    batch: Progress,
+    work: Work,
+    jobs: range,
+    arguments: Sequence[Mapping[str, object]],
+    locks: Locks,
+) -> bool:
+    """Run jobs of batchable kinds; False where nothing of them stands, and each is to run by itself.
+
+    Args:
+        jobs: Their places among the jobs of the batch, one after the other.
+        arguments: The decoded arguments of each.
+
+    Raises:
+        ConnectionLost, TransactionEscaped: see `execute`.
+    """
+    events = len(batch.events)
+    run = _SharedRun(connection, batch, work, jobs, arguments, locks)
+    try:
+        run.run()
+    except BaseException as error:
+        if not work.is_failure(error):
+            raise
+        # It will show again when each runs alone.
+        failed = error
+    else:
+        return True
+    finally:
+        batch.deadline = None
+        work.guard.let_go()
+    run.undo(failed)
+    del batch.events[events:]
+    return False
+
+
+class _SharedRun:
+    """Jobs that run one after the other: the watcher of everything that their handlers send.
+
+    Before a job sends anything, what the jobs before it left is sent: their events stand for that. So should it end the
+    transaction, what stands is known: the rows of all jobs with an event, none of the others' but its own.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        batch: Progress,
+        work: Work,
+        jobs: range,
+        arguments: Sequence[Mapping[str, object]],
+        locks: Locks,
+    ) -> None:
+        self._connection = connection
+        self._batch = batch
+        self._work = work
+        self._jobs = jobs
+        self._arguments = arguments
+        self._locks = locks
+        self._seconds: list[float] = []
+        self._sent = 0
+        self._is_over = False
+        # Of the job that runs.
+        self._is_suspicious = self._is_sending = False
+        self._written: set[RowWrite | None] = set()
+        # The driver's own connection was taken: what goes over it is not seen, by whoever kept it.
+        self._is_unseen = False
+        self._failed: BaseException | None = None
+        self._is_closed = True
+        self._ahead = len(jobs)
+        self._facts: dict[Table, TableFacts | None] = {}
+        self._buffer = WriteBuffer(self._facts_of, locks.has)
+        self._rows = Preloaded(connection, self._facts_of, locks)
+        self._place = SharedSavepoint(connection, work, batch, jobs.start)
+
+    def run(self) -> None:
+        """Run all of them, up to the release of their savepoint."""
+        self._batch.position = self._jobs.start
+        self._work.catalog.refresh()
+        self._work.guard.watcher = self
+        if any(key.locked for key in entity_keys(self._arguments)):
+            # All in one order, before a handler can make the rows of some come first.
+            self._load_ahead()
+        for position, arguments in zip(self._jobs, self._arguments, strict=True):
+            self._batch.position = position
+            self._work.invoker.apart(partial(self._run_one, self._batch.jobs[position], arguments))
+        self._send()
+        # Last: once the savepoint is released nothing may send the jobs on their way again.
+        self._is_over = True
+        self._place.keep()
+
+    def sees(self, statement: str, context: ExecutionContext | None) -> None:
+        """Something is about to be sent for a handler: first all that the jobs before it left."""
+        self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
+        writes = row_writes(first_word(statement), context)
+        self._written.update((None,) if writes is None else writes)
+        self._is_sending = True
+        self._catch_up()
+
+    def hands_out(self) -> None:
+        """The driver's connection is taken, and can be used unseen from now on."""
+        self._is_suspicious = self._is_unseen = self._is_sending = True
+        self._written.add(None)
+        self._catch_up()
+
+    def undo(self, error: BaseException) -> None:
+        """Back to before the first of them. Raises: as `SharedSavepoint.undo`."""
+        self._locks.forget()
+        try:
+            self._place.undo(error, closed=self._is_closed)
+        except TransactionEscaped:
+            if self._is_over:
+                # Nobody saw whose handler it was, nor whose rows stand.
+                self._batch.blame_all(self._jobs)
+            else:
+                self._set_aside_unsent()
+            raise
+
+    def _set_aside_unsent(self) -> None:
+        """Behind the job that ended the transaction: of what was not sent before it, nothing stands."""
+        batch, first = self._batch, self._jobs.start + self._sent
+        if first > batch.position:
+            # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
+            del batch.events[batch.position - first :]
+            return
+        jobs, position = batch.jobs, batch.position
+        batch.jobs = (*jobs[:first], jobs[position], *jobs[first:position], *jobs[position + 1 :])
+        batch.position = first
+
+    def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
+        begun, work = time.perf_counter(), self._work
+        handler = work.registry.find(job.kind)
+        self._is_suspicious, self._is_sending = self._is_unseen, False
+        self._written.clear()
+        opened = Opened(self._open_session)
+        run = Run(job, work.state, partial(work.permit, handler, job), [])
+        try:
+            given = self._given(opened, handler, arguments)
+            fault_point("before-handler")
+            seconds = handler.timeout_seconds
+            self._batch.deadline = None if seconds is None else time.monotonic() + seconds
+            outcome = handler.returned.outcome(work.call(self._connection, handler, opened.session, run, given))
+            self._batch.deadline = None
+            if not isinstance(outcome, Done):
+                raise HandlerError(f"the handler returned a {type(outcome).__name__}")
+            self._keep(opened, run)
+        finally:
+            try:
+                self._is_closed = opened.close()
+            finally:
+                # What goes on of a job has nothing of the next one's.
+                work.guard.take_back()
+        self._check()
+        self._seconds.append(time.perf_counter() - begun)
+        if not self._buffer:
+            self._mark_sent()
+        fault_point("after-handler")
+
+    def _open_session(self) -> LazySession:
+        return self._work.invoker.open_session(self._connection, nothing)
+
+    def _given(self, opened: Opened, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
+        """The arguments of one job, with its entities, as they are now, in its own session."""
+        given, found = dict(arguments), dict[object, object]()
+        loaded: list[tuple[EntityKey, object]] = []
+        for name, key in arguments.items():
+            if type(key) is EntityKey:
+                identity = key.entity, key.identity
+                if identity not in found:
+                    found[identity] = self._entity(opened.session(), name, key)
+                given[name] = found[identity]
+                loaded.append((key, given[name]))
+        if loaded:
+            watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
+        return given
+
+    def _entity(self, session: Session, name: str, key: EntityKey) -> object:
+        entity = self._rows.take(key)
+        if entity is None and not self._is_unsure:
+            self._load_ahead()
+            entity = self._rows.take(key)
+        if entity is None:
+            # Its class cannot be loaded ahead, or the row is not there.
+            return load_entity(session, name, key)
+        # As add() does, which would look for rows behind it first: none were loaded.
+        session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
+        return entity
+
+    def _load_ahead(self) -> None:
+        """Load rows of the next jobs, as what waits to be written leaves them.
+
+        Of all of them at first; behind a handler that sent something of one, then of twice as many each time: the next
+        one may send something too, and all would be dropped.
+        """
+        self._send()
+        first = self._batch.position - self._jobs.start
+        with self._work.guard.aside():
+            self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
+        self._ahead *= 2
+
+    def _keep(self, opened: Opened, run: Run) -> None:
+        """Put what the job left to be written into the buffer; what may not wait is sent at once."""
+        self._check()
+        if self._is_suspicious and not self._place.is_same_transaction():
+            # Before anything more is sent: it would go to a transaction of its own.
+            raise TransactionEndedByHandler
+        if opened.made is None and all(map(may_wait, run.deferred)):
+            self._add_deferred(run.deferred)
+        else:
+            session = opened.session()
+            session.look()
+            hand_over(run.deferred, session)
+            changes = row_changes(session, self._facts_of) if self._may_wait(session) else None
+            if changes is not None:
+                self._add(changes, take_jobs(session))
+                self._add_deferred(take_writes(session))
+            if changes is None or not session.in_transaction():
+                # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
+                session.commit()
+        if self._may_fail_at_commit():
+            self._send()
+            check_shared(self._connection, self._place.xid)
+
+    def _may_wait(self, session: Session) -> bool:
+        """Whether the session is as it was opened, but for rows, jobs and deferred statements that may wait."""
+        is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
+        is_own = uses_only(session, self._connection)
+        return is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
+
+    def _may_fail_at_commit(self) -> bool:
+        """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
+        if self._is_unsure:
+            # What a function of the user's wrote shows in no statement; nor does another transaction behind this one.
+            return self._is_sending or bool(self._written)
+        if all(map(self._is_contained, self._written)):
+            return False
+        return self._work.catalog.has_deferrable(self._connection)
+
+    def _is_contained(self, write: RowWrite | None) -> bool:
+        facts = None if write is None else self._facts_of(write.table)
+        return write is not None and facts is not None and facts.contains(write)
+
+    def _add(self, changes: Sequence[RowChange], jobs: Mapping[str, NewJob]) -> None:
+        for change in changes:
+            if self._buffer.concerns(change.row, change.entity):
+                self._send()
+            self._buffer.add_change(change)
+            self._rows.changed(change.row, change.entity)
+        if jobs:
+            self._buffer.add_jobs(jobs)
+
+    def _add_deferred(self, writes: Iterable[Write]) -> None:
+        for write in writes:
+            self._buffer.add_deferred(write)
+            self._written.add(row_write(write.statement, write.parameters))
+            self._rows.drop()
+
+    def _facts_of(self, table: Table) -> TableFacts | None:
+        if self._is_unsure:
+            return None
+        if table not in self._facts:
+            self._facts[table] = self._work.catalog.facts(self._connection, table)
+        return self._facts[table]
+
+    @property
+    def _is_unsure(self) -> bool:
+        """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
+        guard = self._work.guard
+        return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
+
+    def _check(self) -> None:
+        """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.
+
+        Raises:
+            HandlerError: it is not.
+        """
+        if self._failed is not None:
+            # Raised where the handler sent something, which may have swallowed it.
+            raise self._failed
+        if not (self._is_closed and self._place.is_whole):
+            check_not_undone(self._connection, self._place.savepoint)
+            raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
+
+    def _catch_up(self) -> None:
+        self._rows.drop()
+        self._ahead = 1
+        try:
+            self._send()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _send(self) -> None:
+        if self._buffer:
+            with self._work.guard.aside():
+                self._buffer.send(self._connection)
+        self._mark_sent()
+
+    def _mark_sent(self) -> None:
+        for seconds in self._seconds[self._sent :]:
+            self._batch.events.append(JobDone(self._batch.jobs[self._jobs.start + self._sent], seconds))
+            self._sent += 1

@@ -1,0 +1,154 @@
+"""The write buffer: what handlers leave to be written, sent together, to the effect of each having sent its own.
+
+Neighbours of one shape go out as one statement. Beside its likes across others is put only what no order can tell
+apart: changes of different rows of tables that run no code, and new jobs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
+
+from sqlalchemy import Connection, Update
+from sqlalchemy.orm.exc import StaleDataError
+
+from outboxq.handlers.deferred import Write
+from outboxq.handlers.set_based import FactsOf, Row, Statement, executions
+from outboxq.outbox.kinds import NewJob
+from outboxq.outbox.session import QUEUES_ANNOUNCED, insert_all, queues_of
+
+# The oid of a table, and a primary key.
+RowId: TypeAlias = tuple[int, tuple[object, ...]]
+IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
+
+
+class RowChange(NamedTuple):
+    """The changed columns of one row, as a flush would send them.
+
+    Attributes:
+        entity: The mapped class that it was changed through.
+        statement: The UPDATE: the same object for the same columns of the same class.
+    """
+
+    row: RowId
+    entity: type[object]
+    statement: Update
+    parameters: Row
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Changes of different rows by one UPDATE."""
+
+    statement: Update
+    is_locked: IsLocked
+    changes: list[RowChange] = field(default_factory=list)
+
+    def send(self, connection: Connection, facts_of: FactsOf) -> None:
+        # Locked in the order of their keys, as a flush does it: two batches must not wait for each other.
+        in_order = not all(self.is_locked(change.entity, change.row[1]) for change in self.changes)
+        rows = [change.parameters for change in sorted(self.changes, key=attrgetter("row"))]
+        changed = _execute(connection, self.statement, rows, facts_of, in_order=in_order)
+        if changed != len(rows):
+            raise StaleDataError(f"UPDATE of {len(rows)} rows by primary key matched {changed}")
+
+
+@dataclass(slots=True)
+class _Jobs:
+    """New jobs by their ids."""
+
+    jobs: dict[str, NewJob] = field(default_factory=dict)
+
+    def send(self, connection: Connection, _facts_of: FactsOf) -> None:
+        are_few = len(queues_of(self.jobs)) <= QUEUES_ANNOUNCED
+        insert_all(connection, self.jobs, wakes="by queue" if are_few else "all")
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """Executions of one deferred statement, one behind the other."""
+
+    statement: Statement
+    rows: list[Row]
+
+    def takes(self, write: Write) -> bool:
+        """Whether another one may join them: of the same object, with parameters of the same names."""
+        return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
+
+    def send(self, connection: Connection, facts_of: FactsOf) -> None:
+        _execute(connection, self.statement, self.rows, facts_of)
+
+
+class WriteBuffer:
+    """What waits to be sent.
+
+    Args:
+        facts_of: What is known of tables.
+        is_locked: Whether this transaction has locked the row of a class with this primary key.
+    """
+
+    def __init__(self, facts_of: FactsOf, is_locked: IsLocked) -> None:
+        self._facts_of = facts_of
+        self._is_locked = is_locked
+        self._runs: list[_Changes | _Jobs | _Deferred] = []
+        # Where more of a kind may be put: what came behind the last deferred statement.
+        self._changes: dict[int, _Changes] = {}
+        self._jobs: _Jobs | None = None
+        self._rows: set[RowId] = set()
+        self._entities: dict[int, type[object]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def concerns(self, row: RowId, entity: type[object]) -> bool:
+        """Whether a change waits that a reader of this row, by this class, may have to see."""
+        return row in self._rows or self._entities.get(row[0], entity) is not entity
+
+    def add_change(self, change: RowChange) -> None:
+        """Add a changed row that nothing in the buffer concerns."""
+        run = self._changes.get(id(change.statement))
+        if run is None:
+            run = self._changes[id(change.statement)] = _Changes(change.statement, self._is_locked)
+            self._runs.append(run)
+        run.changes.append(change)
+        self._rows.add(change.row)
+        self._entities[change.row[0]] = change.entity
+
+    def add_jobs(self, jobs: Mapping[str, NewJob]) -> None:
+        """Add new jobs by their ids."""
+        if self._jobs is None:
+            self._jobs = _Jobs()
+            self._runs.append(self._jobs)
+        self._jobs.jobs.update(jobs)
+
+    def add_deferred(self, write: Write) -> None:
+        """Add a deferred statement behind all that waits: it may read and write anything."""
+        last = self._runs[-1] if self._runs else None
+        if isinstance(last, _Deferred) and last.takes(write):
+            last.rows.append(write.parameters)
+        else:
+            self._runs.append(_Deferred(write.statement, [write.parameters]))
+            self._changes, self._jobs = {}, None
+
+    def send(self, connection: Connection) -> None:
+        """Send everything, and forget it.
+
+        Raises:
+            StaleDataError: a changed row is not there any more.
+            psycopg.Error, SQLAlchemyError: a statement failed.
+        """
+        runs, self._runs = self._runs, []
+        self._changes, self._jobs = {}, None
+        self._rows.clear()
+        self._entities.clear()
+        for run in runs:
+            run.send(connection, self._facts_of)
+
+
+def _execute(
+    connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
+) -> int:
+    """Execute with each of these; how many rows that changed."""
+    each = executions(statement, rows, facts_of, in_order=in_order)
+    results = (connection.execute(one, parameters) for one, parameters in each)
+    return sum(result.rowcount for result in results if not result.returns_rows)

@@ -1,0 +1,1 @@
+"""What an application declares: handlers, the registry that they are in, and what a handler is given."""

@@ -1,0 +1,169 @@
+"""Deferred writes: Core statements that a handler leaves behind, to be sent after its flush and before COMMIT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from functools import lru_cache
+from itertools import groupby
+from uuid import UUID
+
+from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
+from sqlalchemy.orm import Session, SessionTransaction
+
+from outboxq.codec.entities import entity_state
+from outboxq.codec.values import PLAIN, is_expression
+from outboxq.database.guard import may_end_transaction
+from outboxq.database.session_state import NOTHING, left_by
+from outboxq.database.sql_words import first_word
+from outboxq.errors import DeferError
+from outboxq.handlers.set_based import Statement, only_writes, single_executions
+from outboxq.outbox.session import OutboxSession
+
+# Attributes of a session: its `info` is the user's, who may clear it.
+_WAITING = "_outboxq_deferred"
+_FAILED = "_outboxq_deferred_failed"
+_CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
+_WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One statement with its parameters, as a handler deferred it."""
+
+    statement: Statement
+    parameters: dict[str, object]
+
+
+def is_constant(value: object) -> bool:
+    """Whether a value stays what it is: of a list or a document, its owner may make another one before it is sent."""
+    return type(value) in _CONSTANT or isinstance(value, Enum)
+
+
+def may_wait(write: Write) -> bool:
+    """Whether a write comes to the same later, among those of other jobs: its values stay, and it sets nothing."""
+    return is_fixed(write.statement) and all(map(is_constant, write.parameters.values()))
+
+
+@lru_cache(256)
+def is_fixed(statement: Statement) -> bool:
+    """Whether a statement has nothing inside that may be another value later, or do more than write rows."""
+    key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
+    if key is None or not all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams):
+        return False
+    if isinstance(statement, TextClause):
+        return left_by(statement.text) is NOTHING and not may_end_transaction(statement.text)
+    return only_writes(statement)
+
+
+def checked_write(statement: object, parameters: object) -> Write:
+    """A statement and its parameters that can be deferred.
+
+    Raises:
+        DeferError: not a statement that writes, or parameters that it cannot be given.
+    """
+    return Write(_checked(statement), _checked_parameters(parameters))
+
+
+def defer(session: Session, *writes: Write) -> None:
+    """Keep writes until the session's transaction is about to be committed."""
+    vars(session).setdefault(_WAITING, []).extend(writes)
+    if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
+        event.listen(session, "before_commit", _before_commit)
+        event.listen(session, "after_soft_rollback", _after_rollback)
+
+
+def may_all_wait(session: Session) -> bool:
+    """Whether all that was deferred in this session may wait, and nothing of it failed."""
+    return _FAILED not in vars(session) and all(map(may_wait, vars(session).get(_WAITING, ())))
+
+
+def take_writes(session: Session) -> list[Write]:
+    """What was deferred in this session, which forgets it.
+
+    Raises:
+        DeferError: some of it was to be sent before, and could not be.
+    """
+    if vars(session).get(_FAILED):
+        raise DeferError(
+            "what ctx.defer had kept could not be sent at a commit(), and the handler went on: let it raise"
+        )
+    writes: list[Write] = vars(session).pop(_WAITING, [])
+    return writes
+
+
+def _before_commit(session: Session) -> None:
+    # A savepoint that is released may lie in another one that will be undone.
+    if session.in_nested_transaction() or not (_WAITING in vars(session) or _FAILED in vars(session)):
+        return
+    session.flush()
+    writes = take_writes(session)
+    # Until it is sent: a handler that commits may swallow the error.
+    vars(session)[_FAILED] = True
+    _send(session.connection(), writes)
+    del vars(session)[_FAILED]
+
+
+def _send(connection: Connection, writes: list[Write]) -> None:
+    # Each row by its own execution: nobody tries again with fewer.
+    for _, some in groupby(writes, lambda write: (id(write.statement), write.parameters.keys())):
+        alike = list(some)
+        for statement, rows in single_executions(alike[0].statement, [write.parameters for write in alike]):
+            connection.execute(statement, rows)
+
+
+def _after_rollback(session: Session, previous: SessionTransaction) -> None:
+    # A test's own session goes on after it; a handler that rolls its session back has failed in any case.
+    if not previous.nested:
+        vars(session).pop(_FAILED, None)
+
+
+# For all sessions of the class at once: listening to each costs more than its writes.
+event.listen(OutboxSession, "before_commit", _before_commit)
+event.listen(OutboxSession, "after_soft_rollback", _after_rollback)
+
+
+def _checked(statement: object) -> Statement:
+    if isinstance(statement, str):
+        raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
+    if not isinstance(statement, Insert | Update | Delete | TextClause):
+        raise DeferError(
+            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
+            "what reads is executed in the handler"
+        )
+    _check_writes(statement)
+    return statement
+
+
+# The same object comes again and again.
+@lru_cache(256)
+def _check_writes(statement: Statement) -> None:
+    if isinstance(statement, TextClause):
+        if first_word(statement.text) not in _WRITING_VERBS:
+            raise DeferError(
+                "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: nobody would read "
+                "what another one returns, so execute it in the handler"
+            )
+    elif statement.exported_columns:
+        raise DeferError("ctx.defer takes no statement with RETURNING: nobody would read its rows")
+
+
+def _checked_parameters(parameters: object) -> dict[str, object]:
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise DeferError(
+            f"ctx.defer takes the parameters of one execution as a dict, got {type(parameters).__name__}: "
+            "call it once for each"
+        )
+    for name, value in parameters.items():
+        if not isinstance(name, str):
+            raise DeferError(f"ctx.defer takes parameters by name, got a {type(name).__name__} for a name")
+        if type(value) in PLAIN:
+            continue
+        if entity_state(value) is not None:
+            raise DeferError(f"parameter {name!r} is a {type(value).__name__} object: pass its key, or a column of it")
+        if is_expression(value):
+            raise DeferError(f"parameter {name!r} is an SQL expression: put it into the statement")
+    return dict(parameters)

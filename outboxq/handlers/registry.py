@@ -1,0 +1,329 @@
+"""The registry: the handlers of an application, what it declares beside them, and what is checked of it at start."""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar
+
+from outboxq.codec.values import MAX_SCOPE_BYTES, check_key
+from outboxq.config import DEFAULT_RETENTION, check_retention
+from outboxq.errors import RegistryError, UnknownKind
+from outboxq.handlers.handler import (
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_TIMEOUT_SECONDS,
+    AnyHandler,
+    BatchHandler,
+    BatchHandlerDecorator,
+    ClaimMode,
+    Flavour,
+    HandlerDecorator,
+    Messages,
+    check_claim,
+    check_messages,
+)
+from outboxq.handlers.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
+from outboxq.inbox import Inbox
+from outboxq.outbox.kinds import P
+from outboxq.outcomes import Backoff
+
+T = TypeVar("T")
+
+Lifespan: TypeAlias = Callable[
+    [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
+]
+
+
+class Jobs:
+    """A registry of handlers, given to the relay.
+
+    Args:
+        lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
+            process before the first job; what it yields is `ctx.state`.
+        messages: Of handlers that do not say it themselves. See `handler`.
+
+    Raises:
+        RegistryError: messages that are neither "redacted" nor "withheld".
+    """
+
+    def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
+        self.lifespan = lifespan
+        self._messages: Messages = check_messages(messages)
+        self._handlers: dict[str, AnyHandler] = {}
+        self._windows: dict[tuple[Owner, str], Window] = {}
+
+    def handler(
+        self,
+        *,
+        kind: str | None = None,
+        queue: str = "default",
+        aliases: Iterable[str] = (),
+        retry: Backoff | None = None,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        batchable: bool = False,
+        messages: Messages | None = None,
+    ) -> HandlerDecorator:
+        """Register a handler.
+
+        Args:
+            kind: The stored name, by default the function's. Give one before you rename the function.
+            queue: Where its jobs wait. A queue holds sync handlers or async ones.
+            aliases: Earlier names whose jobs this handler still runs.
+            retry: When a failed job runs again, and how often.
+            claim: "transaction": the handler runs in the transaction that removed the job. "lease": the claim is
+                committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
+                lost; for handlers that are long or reach outside the database. A queue holds handlers of one mode.
+            timeout_seconds: The deadline of one attempt. A statement, then the handler, is cancelled; what cannot be
+                cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline.
+            batchable: The handler does nothing but write rows through its session, and defer statements. The jobs of
+                such kinds that are claimed together then share a session and one flush, and are run once more, each by
+                itself, where anything goes wrong.
+            messages: What is stored and logged of the text of an error, and of the reason of an outcome. "redacted":
+                the text, with every argument's value replaced by the argument's name; what the handler makes of a
+                value, such as a slice of it, stays. "withheld": nothing of it; the error's type and SQLSTATE, and where
+                it was raised, stay. By default as the registry says.
+
+        Raises:
+            RegistryError: the kind or an alias is taken, an unknown claim mode, a timeout that is not positive,
+                batchable under a lease, or unknown messages.
+            ArgumentError: a name over 63 bytes, or with control characters.
+        """
+        return HandlerDecorator(
+            self.add,
+            kind,
+            queue,
+            aliases,
+            retry or Backoff(),
+            claim,
+            timeout_seconds,
+            batchable,
+            messages or self._messages,
+        )
+
+    def batch_handler(
+        self,
+        arguments: Callable[P, T],
+        *,
+        max_size: int = DEFAULT_GROUP_SIZE,
+        kind: str | None = None,
+        queue: str = "default",
+        aliases: Iterable[str] = (),
+        retry: Backoff | None = None,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        messages: Messages | None = None,
+    ) -> BatchHandlerDecorator[P, T]:
+        """Register a handler that is given many jobs at a time: for set-based SQL.
+
+        It returns None where all are done, or the outcome of each, in their order; the rows of those that are not done
+        are its own affair. Where it raises, nothing of it stands, and it is called for each job alone.
+
+        Args:
+            arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
+            max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
+            kind: As of `handler`, and so are the others.
+            claim: "transaction", the only one so far.
+
+        Raises:
+            RegistryError: the kind or an alias is taken, a lease, a size out of its range, or a class whose arguments
+                cannot be seen.
+            ArgumentError: a name over 63 bytes, or with control characters.
+        """
+        if check_claim(claim) == "lease":
+            raise RegistryError(
+                'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
+                "jobs one by one to a handler of their own"
+            )
+        return BatchHandlerDecorator(
+            self.add,
+            arguments,
+            kind,
+            queue,
+            aliases,
+            retry or Backoff(),
+            max_size,
+            timeout_seconds,
+            messages or self._messages,
+        )
+
+    def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
+        """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
+
+        A relay refuses to start where a handler may still retry when its effects are forgotten. A scope that nobody
+        declares is remembered for 30 days, or a day longer than any handler of the registry may retry.
+
+        Args:
+            retention: From the moment that a result is recorded, 1 second to 10 years.
+            kinds: Whose handlers call it; no other handler may. Without any, all handlers of the registry may.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a scope, such a kind or such a retention cannot be.
+        """
+        checked = check_key("scope", name, MAX_SCOPE_BYTES)
+        self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
+        return name
+
+    def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
+        """Make an inbox whose window is held against the retries of the handlers that accept with it. See `scope`.
+
+        Args:
+            consumer: A name that never changes, of 1 to 63 bytes.
+            retention: How long a message id is remembered, from 1 second to 10 years.
+            kinds: Whose handlers accept with it: only their retries count. Without any, those of all handlers do.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a consumer, such a kind or such a retention cannot be.
+        """
+        made = Inbox(consumer, retention)
+        self._declare(Window("consumer", consumer, retention, check_kinds(kinds)))
+        return made
+
+    def _declare(self, window: Window) -> None:
+        check_same(self._windows.setdefault((window.owner, window.name), window), window)
+
+    def add(self, handler: AnyHandler) -> None:
+        """Register a handler that was made elsewhere.
+
+        Raises:
+            RegistryError: its kind or an alias is taken by another handler.
+        """
+        for name in (handler.kind, *handler.aliases):
+            taken = self._handlers.get(name)
+            # The same handler comes twice where two included registries include a third.
+            if taken is not None and taken is not handler:
+                raise RegistryError(
+                    f"kind {name!r} is registered twice: by {_where(taken)} and by {_where(handler)}. "
+                    "Give one of them another name with kind=..."
+                )
+        for name in (handler.kind, *handler.aliases):
+            self._handlers[name] = handler
+
+    def include(self, other: "Jobs") -> None:
+        """Register every handler of another registry here too, and its scopes and inboxes.
+
+        Raises:
+            RegistryError: a kind is taken, a scope or an inbox is declared otherwise, or `other` has a lifespan of its
+                own, which would never be entered.
+        """
+        if other.lifespan is not None:
+            raise RegistryError(
+                "an included registry has a lifespan, which would not run: give it to the registry on top"
+            )
+        for handler in tuple(dict.fromkeys(other._handlers.values())):  # noqa: SLF001  # the same class
+            self.add(handler)
+        for window in tuple(other._windows.values()):  # noqa: SLF001  # the same class
+            self._declare(window)
+
+    def resolve(self) -> "Registry":
+        """Check everything that can only be checked when all handlers are known.
+
+        Raises:
+            RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, or a scope
+                or an inbox that forgets while a handler may still retry.
+        """
+        if not self._handlers:
+            raise RegistryError("this registry has no handlers: is the module that defines them imported?")
+        firsts: dict[str, AnyHandler] = {}
+        for handler in dict.fromkeys(self._handlers.values()):
+            handler.signature()
+            first = firsts.setdefault(handler.queue, handler)
+            if first.flavour != handler.flavour:
+                raise RegistryError(
+                    f"queue {handler.queue!r} has {first.flavour} handlers ({first.kind}) and {handler.flavour} ones "
+                    f"({handler.kind}): put one flavour into a queue of its own, "
+                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.flavour!r})"
+                )
+            if first.claim != handler.claim:
+                raise RegistryError(
+                    f"queue {handler.queue!r} has handlers with claim={first.claim!r} ({first.kind}) and with "
+                    f"claim={handler.claim!r} ({handler.kind}): put one mode into a queue of its own, "
+                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.claim!r}, claim={handler.claim!r})"
+                )
+        horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
+        check_windows(self._windows.values(), horizons)
+        return Registry(
+            MappingProxyType(dict(self._handlers)),
+            MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
+            MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
+            self.lifespan,
+            MappingProxyType({name: window for (owner, name), window in self._windows.items() if owner == "scope"}),
+            default_retention(horizons.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes."""
+
+    handlers: Mapping[str, AnyHandler]
+    flavours: Mapping[str, Flavour]
+    claims: Mapping[str, ClaimMode]
+    lifespan: Lifespan | None
+    scopes: Mapping[str, Window]
+    default_retention: timedelta
+
+    def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
+        """The kinds, aliases included, whose handlers have this flavour."""
+        return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
+
+    def timeout_seconds(self, queue: str) -> float | None:
+        """The longest deadline of a queue's handlers; None where one has none."""
+        timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
+        finite = [seconds for seconds in timeouts if seconds is not None]
+        return max(finite) if len(finite) == len(timeouts) else None
+
+    def batch_size(self, queue: str, configured: int) -> int:
+        """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
+        return max(
+            configured,
+            *(
+                handler.max_size
+                for handler in self.handlers.values()
+                if handler.queue == queue and isinstance(handler, BatchHandler)
+            ),
+            1,
+        )
+
+    def find(self, kind: str) -> AnyHandler:
+        """The handler of a kind.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        try:
+            return self.handlers[kind]
+        except KeyError:
+            raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
+
+    def effect_retention(self, scope: str) -> timedelta:
+        """How long the effects of a scope are remembered: as declared, else longer than any handler may retry."""
+        declared = self.scopes.get(scope)
+        return self.default_retention if declared is None else declared.retention
+
+    def may_call(self, scope: str, kind: str) -> bool:
+        """Whether the handler of this kind may use the scope: it is named where the scope is declared, or nobody is.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        declared, handler = self.scopes.get(scope), self.find(kind)
+        return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)
+
+    def retry_horizon(self, kind: str, max_attempts: int | None = None) -> timedelta:
+        """How long after the start of its first attempt a job of this kind may still run. See `Backoff.horizon`.
+
+        Args:
+            max_attempts: The job's own; None for its handler's.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        return self.find(kind).retry_horizon(max_attempts)
+
+
+def _where(handler: AnyHandler) -> str:
+    return f"{handler.function.__module__}.{handler.function.__qualname__}"

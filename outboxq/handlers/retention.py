@@ -1,0 +1,112 @@
+"""Retention: how long the keys of scopes and consumers are remembered, and that no retry outlives them.
+
+A handler that runs again after its key was forgotten would call, or accept, once more: such a window is refused before
+anything is claimed.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, TypeAlias
+
+from outboxq.codec.values import check_name
+from outboxq.config import DEFAULT_RETENTION
+from outboxq.errors import RegistryError
+from outboxq.outcomes import MAX_DELAY
+
+Owner: TypeAlias = Literal["scope", "consumer"]
+
+_SLACK = timedelta(days=1)
+_ASKED: Mapping[Owner, str] = {"scope": "call again", "consumer": "accept the message again"}
+_DECLARED: Mapping[Owner, str] = {"scope": "jobs.scope", "consumer": "jobs.inbox"}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How long the keys of a scope, or the message ids of a consumer, are remembered.
+
+    `kinds` are those of the handlers that use it; none: all of the registry may.
+    """
+
+    owner: Owner
+    name: str
+    retention: timedelta
+    kinds: tuple[str, ...] = ()
+
+
+def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+    """The kinds in one order, so that two declarations of a window can be compared.
+
+    Raises:
+        RegistryError: a text, which would be one kind a letter.
+        ArgumentError: what cannot be the name of a kind.
+    """
+    if isinstance(kinds, str):
+        raise RegistryError(f"kinds takes a tuple or a list of names, got the text {kinds!r}")
+    return tuple(sorted({check_name("kind", kind) for kind in kinds}))
+
+
+def check_same(declared: Window, again: Window) -> None:
+    """Refuse a second declaration that says something else.
+
+    Raises:
+        RegistryError: another window, or other kinds.
+    """
+    if declared != again:
+        raise RegistryError(
+            f"{again.owner} {again.name!r} is declared twice: {_described(declared)}, and {_described(again)}. "
+            "Declare it once, and import it where it is used"
+        )
+
+
+def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) -> None:
+    """Refuse windows that a handler may outlive.
+
+    Args:
+        horizons: By kind and alias, how long after its first attempt a handler may still run.
+
+    Raises:
+        RegistryError: too short a window, or a kind that no handler has.
+    """
+    for window in windows:
+        unknown = [kind for kind in window.kinds if kind not in horizons]
+        if unknown:
+            raise RegistryError(
+                f"{window.owner} {window.name!r} is declared for the kind {unknown[0]!r}, and no handler of this "
+                f"registry has it (known: {', '.join(horizons)})"
+            )
+        longest = max(window.kinds or horizons, key=horizons.__getitem__)
+        if window.retention < horizons[longest]:
+            raise RegistryError(_too_short(window, longest, horizons[longest]))
+
+
+def default_retention(horizons: Iterable[timedelta]) -> timedelta:
+    """How long a scope that nobody declared is remembered: never shorter than a handler may retry."""
+    return max(DEFAULT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
+
+
+def spoken(length: timedelta) -> str:
+    """A length in words, to the second, rounded up: "4 hours 8 minutes 14 seconds"."""
+    seconds = -(-length // timedelta(seconds=1))
+    parts: list[str] = []
+    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
+        count, seconds = divmod(seconds, size)
+        if count:
+            parts.append(f"{count:,} {unit}{'s' if count > 1 else ''}")
+    return " ".join(parts) or "0 seconds"
+
+
+def _described(window: Window) -> str:
+    whose = f" for {', '.join(window.kinds)}" if window.kinds else ""
+    return f"{spoken(window.retention)}{whose}"
+
+
+def _too_short(window: Window, kind: str, horizon: timedelta) -> str:
+    declared = f"{_DECLARED[window.owner]}({window.name!r}, retention=...)"
+    others = "" if window.kinds else "; if it does not use it, name the handlers that do in kinds=(...)"
+    return (
+        f"{window.owner} {window.name!r} is remembered for {spoken(window.retention)}, and handler {kind!r} may still "
+        f"run {spoken(horizon)} after its first attempt began: a late attempt would {_ASKED[window.owner]}. Remember "
+        f"it at least that long with {declared}, or let the handler give up sooner with a smaller "
+        f"Backoff(max_attempts=..., cap_seconds=...) or timeout_seconds{others}"
+    )

@@ -1,0 +1,103 @@
+"""Returned: what it means that a handler returned something.
+
+None, or any value, means done. Only what shows that the handler's work was not done is an error, and a permanent one,
+since the next attempt would return the same.
+"""
+
+import inspect
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from outboxq.errors import HandlerError, NothingDone
+from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
+
+logger = logging.getLogger("outboxq.relay")
+
+_DONE = Done()
+_OUTCOMES = (Done, Retry, Snooze, DeadLetter, Discard)
+
+
+class Returned:
+    """What the handler of one kind returns, as outcomes; that its values are dropped is said once."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        # Taken for good by the first that says it.
+        self._said = threading.Lock()
+
+    def outcome(self, returned: object) -> Outcome:
+        """The outcome of one job.
+
+        Raises:
+            NothingDone: a coroutine or the like that was never run, or the class of an outcome.
+        """
+        if returned is None:
+            return _DONE
+        if isinstance(returned, _OUTCOMES):
+            return returned
+        _refuse_undone(returned)
+        self._drop(returned)
+        return _DONE
+
+    def outcomes(self, returned: object, count: int) -> list[Outcome]:
+        """The outcomes of `count` jobs: one for all, or of a list one for each.
+
+        Raises:
+            NothingDone: as `outcome`, for any of them.
+            HandlerError: another number of outcomes than of jobs, or one outcome for all that is not done.
+        """
+        if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
+            raise HandlerError(
+                f"the batch handler returned one {type(returned).__name__}: return a list with the outcome of each "
+                "job, in their order, or raise"
+            )
+        if not _is_list(returned):
+            return [self.outcome(returned)] * count
+        if len(returned) == count:
+            return [self.outcome(each) for each in returned]
+        if returned and not any(each is None or isinstance(each, _OUTCOMES) or _is_undone(each) for each in returned):
+            self._drop(returned)
+            return [_DONE] * count
+        raise HandlerError(
+            f"the batch handler returned {len(returned)} outcomes for {count} jobs: return one for each, in their order"
+        )
+
+    def _drop(self, value: object) -> None:
+        if self._said.acquire(blocking=False):
+            logger.warning(
+                "the value that a handler returned is dropped: kind=%s type=%s",
+                self._kind,
+                type(value).__name__,
+                extra={"outboxq_kind": self._kind, "outboxq_type": type(value).__name__},
+            )
+
+
+def _is_list(returned: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(returned, Sequence) and not isinstance(returned, str | bytes | bytearray | memoryview)
+
+
+def _is_undone(returned: object) -> bool:
+    # Generators and futures too: what they stand for has not run, or runs on without its job.
+    return (
+        inspect.isawaitable(returned)
+        or inspect.isgenerator(returned)
+        or inspect.isasyncgen(returned)
+        or (isinstance(returned, type) and issubclass(returned, _OUTCOMES))
+    )
+
+
+def _refuse_undone(returned: object) -> None:
+    if not _is_undone(returned):
+        return
+    if isinstance(returned, type):
+        name = returned.__name__
+        raise NothingDone(f"the handler returned the class {name}, which is no outcome: return {name}(...)")
+    if inspect.iscoroutine(returned):
+        # Close it, or Python warns.
+        returned.close()
+    raise NothingDone(
+        f"the handler returned a {type(returned).__name__} that was not run to its end: `await` it in an async "
+        "handler, or run it before returning"
+    )

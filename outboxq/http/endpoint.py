@@ -1,0 +1,170 @@
+"""What an endpoint is given: the key it serves, and a way to record its response in its own transaction."""
+
+import logging
+from collections.abc import Awaitable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, overload
+
+from sqlalchemy import Connection, event
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from outboxq.database.sessions import outbox_connection, plain_session
+from outboxq.effects.request import Request
+from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
+from outboxq.http.keys import Scope
+from outboxq.http.responses import Answer, ResponseLike, encode_answer
+from outboxq.statements import http as statements
+from outboxq.tables import SCHEMA
+
+SyncSession: TypeAlias = Session | scoped_session[Any]
+AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+
+logger = logging.getLogger("outboxq.http")
+
+_IN_SCOPE = "outboxq.idempotency"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The effect that stands for the request, and how what it comes to is stored."""
+
+    request: Request
+    schema: str
+    max_response_bytes: int
+    in_transaction: bool
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A response that the endpoint wrote in its transaction, and what is known of that transaction.
+
+    `is_certain`: no savepoint was rolled back since, which may have taken the response with it.
+    """
+
+    answer: Answer
+    session: Session
+    connection: Connection
+    is_committed: bool = False
+    is_certain: bool = True
+
+    def watch(self) -> None:
+        """See how the transaction ends."""
+        event.listen(self.session, "after_commit", self._after_commit)
+        event.listen(self.session, "after_soft_rollback", self._after_rollback)
+
+    def forget(self) -> None:
+        """Leave the session alone."""
+        event.remove(self.session, "after_commit", self._after_commit)
+        event.remove(self.session, "after_soft_rollback", self._after_rollback)
+
+    def _after_commit(self, session: Session) -> None:
+        # The release of a savepoint is told too, and so is the commit() of a session in somebody else's transaction.
+        if not session.in_nested_transaction() and not self.connection.in_transaction():
+            self.is_committed = True
+
+    def _after_rollback(self, _session: Session, _transaction: object) -> None:
+        self.is_certain = False
+
+
+@dataclass(slots=True)
+class Idempotency:
+    """The idempotency of one request, as its endpoint sees it.
+
+    `key`: as the client sent it; None where the request is not guarded. Then `record` does nothing.
+    """
+
+    key: str | None = None
+    claimed: Claimed | None = field(default=None, repr=False)
+    recorded: Recorded | None = field(default=None, repr=False)
+
+    @overload
+    def record(self, session: SyncSession, response: ResponseLike) -> None: ...
+
+    @overload
+    def record(self, session: AnAsyncSession, response: ResponseLike) -> Awaitable[None]: ...
+
+    def record(self, session: SyncSession | AnAsyncSession, response: ResponseLike) -> Awaitable[None] | None:
+        """Record the response in the session's transaction; await it on an async session. Return the same response.
+
+        As the last statement before the commit: the lease is not extended any more, and once it has run out a retry
+        waits for this transaction's end.
+
+        Raises:
+            EffectLockLost: the request took longer than its lease, and was taken over: let this roll back.
+            ArgumentError: a response without its whole body.
+            ConfigError: the middleware was not told that this endpoint records (`in_transaction`).
+            EnqueueError: a session that cannot hold it.
+        """
+        answer = _answer_of(response)
+        if isinstance(session, async_scoped_session):
+            session = session()
+        if isinstance(session, AsyncSession):
+            return session.run_sync(lambda plain: self._record(plain, answer))
+        self._record(plain_session(session, "record"), answer)
+        return None
+
+    def _record(self, session: Session, answer: Answer) -> None:
+        if self.claimed is None:
+            return
+        if not self.claimed.in_transaction:
+            raise ConfigError(
+                "this endpoint records its response in its own transaction, and IdempotencyMiddleware was not told: "
+                "give it in_transaction=True, or a function of the ASGI scope that is true for this path"
+            )
+        request = self.claimed.request
+        result, error = encode_answer(answer, self.claimed.max_response_bytes)
+        statement = statements.record_with_rows(
+            request.scope, request.key, request.token, result=result, error=error, keep=request.retention
+        )
+        options = {"schema_translate_map": {SCHEMA: self.claimed.schema}}
+        connection = outbox_connection(session, "record")
+        if connection.execute(statement, execution_options=options).first() is None:
+            raise EffectLockLost(request.scope, request.key)
+        self.forget()
+        self.recorded = Recorded(answer, session, connection)
+        self.recorded.watch()
+
+    def forget(self) -> None:
+        """Leave the endpoint's session alone."""
+        if self.recorded is not None:
+            self.recorded.forget()
+            self.recorded = None
+
+
+def put_idempotency(scope: MutableMapping[str, Any], idempotency: Idempotency) -> Idempotency:
+    """Give it to the application."""
+    # Into the server's own dict: middleware outside of ours reads what the router leaves there.
+    scope[_IN_SCOPE] = idempotency
+    return idempotency
+
+
+def is_guarded(scope: Scope) -> bool:
+    """Whether a middleware of ours has claimed this request already."""
+    found = scope.get(_IN_SCOPE)
+    return isinstance(found, Idempotency) and found.claimed is not None
+
+
+def idempotency_of(scope: Scope) -> Idempotency:
+    """The idempotency of the request with this ASGI scope.
+
+    Raises:
+        ConfigError: no middleware has put it there.
+    """
+    found = scope.get(_IN_SCOPE)
+    if not isinstance(found, Idempotency):
+        raise ConfigError(
+            "this request did not pass through IdempotencyMiddleware: app.add_middleware(IdempotencyMiddleware, ...) "
+            "on this application, or on the one that it is mounted in"
+        )
+    return found
+
+
+def _answer_of(response: ResponseLike) -> Answer:
+    body = getattr(response, "body", None)
+    if not isinstance(body, bytes | memoryview):
+        raise ArgumentError(
+            "record takes a response with its whole body, such as Starlette's JSONResponse, "
+            f"got {type(response).__name__}: build the response that the endpoint returns, and record that"
+        )
+    return Answer(response.status_code, tuple(response.raw_headers), bytes(body))

@@ -1,0 +1,95 @@
+"""A PostgreSQL server in a Docker container, through testcontainers where that package is installed.
+
+testcontainers' own reaper container removes the server when its owner is killed.
+"""
+
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Protocol
+
+from outboxq.postgres.binaries import SourceFailed
+
+CONTAINER_SOURCE = "testcontainers"
+
+_IMAGE = "postgres:18"
+_PASSWORD = "outboxq"  # noqa: S105 - of a throw-away server, which the image does not start without
+_PROBE_SECONDS = 2
+
+
+class Container(Protocol):
+    """The part of testcontainers' PostgresContainer that is used here."""
+
+    def with_command(self, command: list[str]) -> object:
+        """Run `command` instead of the image's own."""
+
+    def start(self) -> object:
+        """Start and wait until the server answers."""
+
+    def stop(self) -> None:
+        """Remove the container and its volumes."""
+
+    def get_connection_url(self) -> str:
+        """SQLAlchemy's URL of the server."""
+        ...
+
+
+def start_container(settings: Mapping[str, str]) -> Container:
+    """Start a server with `settings` in a container.
+
+    Raises:
+        SourceFailed: testcontainers is not installed, no engine answers, or the container does not start.
+    """
+    if importlib.util.find_spec("testcontainers") is None:
+        raise SourceFailed(CONTAINER_SOURCE, "the package testcontainers is not installed", "install it, and Docker")
+    docker = importlib.import_module("docker")
+    # What docker and testcontainers raise for an engine that is gone, an image that is not to be had, and a container
+    # that ends or hangs.
+    expected: tuple[type[Exception], ...] = (docker.errors.DockerException, OSError, RuntimeError)
+    try:
+        _ping_engine(docker)
+    except expected as error:
+        raise SourceFailed(CONTAINER_SOURCE, f"no Docker engine answers ({error})", "start Docker") from error
+    options = [option for name, value in settings.items() for option in ("-c", f"{name}={value}")]
+    try:
+        container: Container = _postgres_module().PostgresContainer(
+            _IMAGE, username="postgres", password=_PASSWORD, dbname="postgres", driver="psycopg"
+        )
+        return _started(container, ["postgres", *options])
+    except expected as error:
+        reason = f"the container did not start ({error})"
+        raise SourceFailed(f"{CONTAINER_SOURCE} ({_IMAGE})", reason, "see the engine's own messages") from error
+
+
+def _ping_engine(docker: ModuleType) -> None:
+    # Where nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
+    # look there first; a client that is given a version connects to nothing before it is asked to.
+    with contextlib.closing(docker.from_env(version=docker.constants.MINIMUM_DOCKER_API_VERSION)) as client:
+        adapter = client.api.get_adapter(client.api.base_url)
+    socket_path: str | None = getattr(adapter, "socket_path", None)
+    if socket_path is not None:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_SECONDS)
+            probe.connect(socket_path)
+    with contextlib.closing(docker.from_env(timeout=_PROBE_SECONDS)) as engine:
+        engine.ping()
+
+
+def _started(container: Container, command: list[str]) -> Container:
+    try:
+        container.with_command(command)
+        container.start()
+    except BaseException:
+        container.stop()
+        raise
+    return container
+
+
+def _postgres_module() -> ModuleType:
+    # Imported after the probe only: this takes longer than all the rest. The old module warns where the new one is.
+    try:
+        return importlib.import_module("testcontainers.community.postgres")
+    except ModuleNotFoundError:
+        return importlib.import_module("testcontainers.postgres")

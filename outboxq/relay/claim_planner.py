@@ -1,0 +1,240 @@
+"""What a slot claims next: from which of its queues, which sort of jobs, how many, and behind which place.
+
+No I/O: the slot sends what is asked for here, and says what came of it.
+"""
+
+import random
+import time
+from dataclasses import replace
+from typing import cast
+
+from outboxq.execution.batch_state import Progress
+from outboxq.execution.claim import Aside, ClaimRequest, PreparedClaims
+from outboxq.execution.lease_mode import Held
+from outboxq.job import Job
+from outboxq.relay.cursors import Position
+from outboxq.relay.poller import Order, Sort
+from outboxq.relay.state import Shared
+from outboxq.statements.claim import ClaimScript, ClaimStatements
+from outboxq.statements.wake import calls_away
+
+# So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
+# its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
+_FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
+_LEAST_SHARE_SECONDS = 0.01
+# Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the session is idle outside
+# of a transaction. Only then does the server take its counts of changed and deleted rows, by which autovacuum goes.
+COUNTS_SECONDS = 10.0
+_NO_LIMIT = 1_000_000
+
+
+class Claims:
+    """The claims of one slot, one after the other. `request` is the last one."""
+
+    def __init__(self, shared: Shared, order: Order) -> None:
+        queues = order.queues
+        # Of the line that the slot has.
+        self.prepared: PreparedClaims | None = None
+        # Another queue, or another sort of jobs, wants the slot: it looks before it claims again.
+        self.is_called_away = False
+        # That the last look at its queues took.
+        self.look_seconds = 0.0
+        # The last claim that was asked for, and the one that took the jobs that run: another may have been asked for
+        # since, to go with their COMMIT, and was not sent.
+        self.request: ClaimRequest | None = None
+        self._claimed: ClaimRequest | None = None
+        # So many more jobs run one by one.
+        self.alone_for = 0
+        self._shared = shared
+        self._order = order
+        # Other slots, and other processes, begin elsewhere.
+        self._last = random.choice(queues)
+        self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
+        self._timeouts = {name: shared.registry.timeout_seconds(name) for name in queues}
+        # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
+        self._changes_queues = len(queues) > 1 and all(shared.registry.claims[name] != "lease" for name in queues)
+        # The same for one queue, which is claimed from without a look, and for several.
+        self._due_first, self._due_next = False, set[str]()
+        self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
+        # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
+        self._most = _NO_LIMIT
+        self._most_leased = dict.fromkeys(queues, 1)
+        self._positions = {name: Position(name, shared.sweeps) for name in queues}
+        self._follow_until = 0.0
+        self._counts_due_at = 0.0
+        self._walks_since: float | None = None
+
+    @property
+    def sharing_queues(self) -> frozenset[str]:
+        """The queues whose claims may take several jobs."""
+        return frozenset(name for name, size in self._batch_sizes.items() if size > 1)
+
+    @property
+    def is_behind_cursor(self) -> bool:
+        """Whether the last claim did not start at the start of its queue."""
+        return self.request is not None and self.request.cursor is not None
+
+    def begin_anew(self) -> None:
+        """A handler left something on the last line, or lost it: what was claimed with its job had to go back."""
+        self._most_leased = dict.fromkeys(self._order.queues, 1)
+
+    def begin_walk(self) -> None:
+        """The slot looks for jobs in its queues, outside of a transaction."""
+        self._walks_since = _now()
+        self._counts_due_at = self._walks_since + COUNTS_SECONDS
+
+    def wants_look(self) -> bool:
+        """Whether what was seen by the last look is not to be trusted any more."""
+        seen_at = self._shared.lookout.seen_at(self._order.queues[0])
+        return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
+
+    def take_turn(self) -> tuple[str, ClaimScript] | None:
+        """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
+        turn = self._shared.lookout.take_turn(self._order, self._last, self._due_next)
+        if turn is None:
+            return None
+        self._last, sort = turn
+        (self._due_next.add if sort == "ready" else self._due_next.discard)(self._last)
+        return self._last, self._script(self._last, sort)
+
+    def _script(self, name: str, sort: Sort) -> ClaimScript:
+        statements = self._statements[name]
+        if self._shared.registry.claims[name] == "lease":
+            return statements.lease_ready if sort == "ready" else statements.lease_due
+        return statements.ready if sort == "ready" else statements.due
+
+    def taking_alike(self, script: ClaimScript, name: str) -> tuple[ClaimScript, ...]:
+        """The claims that take jobs of this queue in the same way as this one: none as that of suspects."""
+        is_suspect = script is self._statements[name].lease_suspect
+        return () if is_suspect else (self._script(name, "ready"), self._script(name, "due"))
+
+    def sorts(self, name: str) -> tuple[ClaimScript, ...]:
+        """Alternating, so that neither a backlog of ready jobs nor one of due jobs starves the other."""
+        ready, due = self._script(name, "ready"), self._script(name, "due")
+        self._due_first = not self._due_first
+        return (due, ready) if self._due_first else (ready, due)
+
+    def expect_ready(self) -> None:
+        """The next walk asks for ready jobs first: it is these that wake a slot."""
+        self._due_first = True
+        self._due_next.clear()
+
+    def suspects(self, name: str) -> ClaimScript:
+        """For the suspects of a queue, which run one by one under the lease."""
+        return self._statements[name].lease_suspect
+
+    def ask(self, name: str, script: ClaimScript) -> ClaimRequest:
+        """The next claim."""
+        cursor = self._positions[name].start() if script.is_keyed else None
+        limit = self._limit(name, script)
+        self.request = ClaimRequest(script, limit, cursor, name, self._timeouts[name], self.prepared)
+        return self.request
+
+    def _limit(self, name: str, script: ClaimScript) -> int:
+        if self.alone_for or script is self._statements[name].lease_suspect:
+            return 1
+        return min(self._batch_sizes[name], self._most_leased[name] if script.leased else self._most)
+
+    def took(self, name: str, jobs: tuple[Job, ...], moved: int) -> None:
+        """The last claim took these, and moved so many to the suspects."""
+        assert self.request is not None
+        self._claimed = self.request
+        if self._walks_since is not None:
+            self.is_called_away = False
+            # In a round each of those that take turns has its share, and one claim at least.
+            shares = 1 + self._order.count_peers(name, self._shared.lookout.waiting())
+            share_seconds = follow_seconds(_now() - self._walks_since) / shares
+            # So small that the next claim belongs to another queue: here it would mostly find nothing.
+            self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
+            self._walks_since = None
+        if self.request.script.is_keyed:
+            self._positions[name].move(self.request, jobs, moved)
+
+    def is_more(self, jobs: tuple[Job, ...], moved: int) -> bool:
+        """Whether the last claim may have left some to others."""
+        assert self.request is not None
+        is_suspect = self.request.script is self._statements[self.request.queue].lease_suspect
+        return len(jobs) + moved >= self.request.limit and not is_suspect
+
+    def found_nothing(self, name: str, script: ClaimScript) -> None:
+        """No such job waits behind where the claim started."""
+        if script.is_keyed:
+            self._positions[name].move_to_start()
+
+    def cancelled(self) -> None:
+        """The last claim took too long for somebody: the next one is for half as many jobs."""
+        request = self.request
+        assert request is not None
+        half = _power_of_two(max(1, request.limit // 2))
+        if request.script.leased:
+            self._most_leased[request.queue] = half
+        else:
+            self._most = half
+
+    def following(self, progress: Progress) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of a batch, if any should.
+
+        Now and then the queues before this one, other sorts of jobs and suspects have their turn.
+        """
+        request = self._claimed
+        assert request is not None
+        half = max(1, len(progress.jobs) // 2)
+        self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
+        if self.alone_for or progress.unknown or self._shared.stopping.is_set() or _now() > self._counts_due_at:
+            return None
+        is_full = len(progress.jobs) >= request.limit
+        following = self._ask_on(progress.queue, request.script) if is_full else None
+        return following or self._ask_elsewhere()
+
+    def _ask_elsewhere(self) -> ClaimRequest | None:
+        """The claim from the next queue in which something is known to wait."""
+        if not self._changes_queues or self._shared.suspects.wait_in(self._order.queues) or self.wants_look():
+            return None
+        # Should it not be sent, or find nothing, the look that ends the slot's turns finds what it has missed.
+        turn = self.take_turn()
+        if turn is None:
+            return None
+        self._walks_since = _now()
+        return self.ask(*turn)
+
+    def following_held(self, held: Held) -> ClaimRequest | None:
+        """As `following`, under a lease. The faster its handlers were, the more jobs the next claim takes."""
+        request = self._claimed
+        assert request is not None
+        most = max(1, min(2 * request.limit, held.fitting()))
+        self._most_leased[held.queue] = _power_of_two(most)
+        is_suspect = request.script is self._statements[held.queue].lease_suspect
+        is_full = len(held.jobs) >= request.limit and not (self.alone_for or is_suspect or held.unknown)
+        may_follow = is_full and not self._shared.stopping.is_set() and _now() <= self._counts_due_at
+        return self._ask_on(held.queue, request.script) if may_follow else None
+
+    def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
+        if _now() <= self._follow_until:
+            return self.ask(name, script)
+        has_suspects = self._shared.suspects.wait_in(self._order.queues)
+        has_others = self.is_called_away or self._order.before(name, self._shared.lookout.waiting())
+        if has_others or has_suspects or not script.is_keyed or script.leased:
+            return None
+        asked = calls_away(self._shared.schema, self._order.before(name, self._order.queues), name)
+        return replace(self.ask(name, script), aside=Aside(asked, self._is_called))
+
+    def _is_called(self, row: tuple[object, ...]) -> None:
+        """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""
+        called, seconds = row
+        self.is_called_away = called is True
+        if not self.is_called_away:
+            self._follow_until = _now() + follow_seconds(cast("float", seconds))
+
+
+def follow_seconds(walk_seconds: float) -> float:
+    """How long a slot stays with one sort of jobs, after a look at all of its queues that took so long."""
+    return min(max(walk_seconds / _WALK_SHARE, _FOLLOW_LEAST_SECONDS), _FOLLOW_MOST_SECONDS)
+
+
+def _power_of_two(limit: int) -> int:
+    """The next lower one: a backend keeps each claim that it has prepared, and there is one for each limit."""
+    return 1 << (limit.bit_length() - 1)
+
+
+def _now() -> float:
+    return time.monotonic()

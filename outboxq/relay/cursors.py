@@ -1,0 +1,81 @@
+"""Cursors: where a slot goes on in its queues, so that it need not walk over what was claimed before it.
+
+A deleted job's index entry stays until vacuum takes it, and behind an old snapshot vacuum takes nothing. So a claim
+starts behind the last job that its slot claimed. What was committed late, came back or has a higher priority lies
+before that place: one slot of a relay sweeps for it, by claiming from the start.
+"""
+
+import threading
+import time
+
+from outboxq.execution.claim import ClaimRequest
+from outboxq.job import Job
+from outboxq.statements.claim import Cursor
+
+# While claims go on, each queue is claimed from its start at least so often,
+SWEEP_SECONDS = 1.0
+# but for a sweep that takes longer than other claims, because it walks over dead entries: it may take this part of the
+# time. Past a million of them one takes 0.1 s and more. At least so often, however long it takes.
+_SHARE = 0.05
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
+# How fast the usual length of a claim is learned.
+_WEIGHT = 0.1
+
+
+class Sweeps:
+    """When a relay's slots sweep: one for all of them."""
+
+    def __init__(self) -> None:
+        self._due_at: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
+        self._usual_seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def take_turn(self, queue: str) -> bool:
+        """Whether the caller shall sweep this queue now."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._due_at.get(queue, 0.0):
+                return False
+            # Nobody else, while this one lasts.
+            self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
+            return True
+
+    def took(self, queue: str, seconds: float, *, swept: bool) -> None:
+        """A claim took so long; after a sweep the next one is due the sooner, the less this one cost."""
+        usual = self._usual_seconds.get(queue, seconds)
+        if swept:
+            pause = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
+            with self._lock:
+                self._pauses[queue] = pause
+                self._due_at[queue] = time.monotonic() + pause
+        else:
+            self._usual_seconds[queue] = usual + (seconds - usual) * _WEIGHT
+
+
+class Position:
+    """Where one slot goes on in one queue."""
+
+    def __init__(self, queue: str, sweeps: Sweeps) -> None:
+        self._queue = queue
+        self._sweeps = sweeps
+        self._cursor: Cursor | None = None
+        self._asked_at = 0.0
+
+    def start(self) -> Cursor | None:
+        """Behind which place the next claim starts; None for the start of the queue."""
+        self._asked_at = time.monotonic()
+        # From the start anyway, it is everybody's sweep.
+        if self._sweeps.take_turn(self._queue):
+            self._cursor = None
+        return self._cursor
+
+    def move(self, request: ClaimRequest, jobs: tuple[Job, ...], moved: int) -> None:
+        """After a claim: behind its last job, or back to the start where it came back short."""
+        self._sweeps.took(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
+        is_full = jobs and len(jobs) + moved >= request.limit
+        self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq) if is_full else None
+
+    def move_to_start(self) -> None:
+        """Nothing was found."""
+        self._cursor = None

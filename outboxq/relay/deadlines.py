@@ -1,0 +1,318 @@
+"""The watch: what happens to a handler that does not end within its deadline, or within the time to drain.
+
+In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
+that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
+not free a little later, the relay ends, so that the process is replaced.
+
+Whatever asks the database stands in a short-lived thread, one per slot that is past its deadline, so that neither the
+relay nor the other slots wait for it.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeAlias
+
+from sqlalchemy import Connection
+from sqlalchemy.util import await_only
+
+from outboxq.database.engines import Engines
+from outboxq.errors import HandlerTimedOut, RelayStuck
+from outboxq.execution.attempt import ConnectionLost
+from outboxq.execution.batch_state import BatchReport, Progress
+from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.invoke import SyncInvoker
+from outboxq.execution.lease_mode import Held, relieve
+from outboxq.execution.recovery import cut_off, end_other_transaction
+from outboxq.relay.connections import connection_options, make_line
+from outboxq.relay.slot import Slot
+from outboxq.relay.threads import BoundedStart
+
+logger = logging.getLogger("outboxq.relay")
+
+# A cancelled statement, or a cancelled coroutine, has so long to end in order.
+CUT_AFTER_SECONDS = 2.0
+# What was cut off has so long to notice.
+FREE_AFTER_SECONDS = 10.0
+# A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs answered.
+INTERRUPT_SECONDS = 15.0
+_RESOLVE_SECONDS = 10.0
+_LOOP_SECONDS = 2.0
+_RETRY_SECONDS = 0.005
+_STEP_SECONDS = 0.05
+# Connections of our own at the same time, beside those of the slots.
+_CONNECTIONS = 4
+
+Pause: TypeAlias = Callable[[float], object]
+
+
+class Runner(Protocol):
+    """A slot on its thread or in its task.
+
+    `has_failed`: it has ended by an error.
+    """
+
+    slot: Slot
+    has_failed: bool
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout_seconds: float) -> None: ...
+
+    def abandon(self) -> None:
+        """Free what can be freed of a slot that was cut off."""
+        ...
+
+    def ask(self) -> None:
+        """Ask for a sign of life of what the handler shares with others."""
+        ...
+
+    def is_held_up(self) -> bool:
+        """Whether that sign did not come, and another handler is the reason."""
+        ...
+
+    def is_running(self) -> bool:
+        """Whether its handler has the event loop at this moment."""
+        ...
+
+    def stack(self) -> list[traceback.FrameSummary]:
+        """Where its handler stands."""
+        ...
+
+
+class Watch:
+    """Looks at the runners of a relay, from the relay's own thread.
+
+    `cuts` counts the handlers that were cut off.
+
+    Args:
+        replace: Starts another runner in the place of one that was cut off.
+        stuck: Ends the relay.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        schema: str,
+        loop: Callable[[], asyncio.AbstractEventLoop | None],
+        replace: Callable[[Runner], None],
+        stuck: Callable[[BaseException], None],
+    ) -> None:
+        self._engines = engines
+        self._schema = schema
+        self._loop = loop
+        self._replace = replace
+        self._stuck = stuck
+        self._acting: dict[Runner, threading.Thread] = {}
+        self._relieving: dict[Runner, threading.Thread] = {}
+        self._runners: list[Runner] = []
+        self._ended: list[Runner] = []
+        self._cut: list[tuple[Runner, float]] = []
+        self.cuts = 0
+        self._connections = threading.BoundedSemaphore(_CONNECTIONS)
+
+    def look(self, runners: list[Runner]) -> None:
+        """Act on whoever is past a deadline, or keeps leased jobs waiting. Never waits."""
+        now = time.monotonic()
+        self._runners = list(runners)
+        self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
+        for runner in list(runners):
+            progress = runner.slot.progress
+            deadline = None if progress is None else progress.deadline
+            if progress is not None and deadline is not None and now >= deadline and runner not in self._acting:
+                self._start(self._acting, runner, partial(self._enforce, runner, progress, deadline))
+        self._look_after_held(runners)
+        while self._ended:
+            self._replace_cut(self._ended.pop(), now)
+        self._cut = [(runner, until) for runner, until in self._cut if runner.is_alive()]
+        if any(now > until for _, until in self._cut):
+            self._cut.clear()
+            self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
+
+    def _look_after_held(self, runners: list[Runner]) -> None:
+        self._relieving = {runner: thread for runner, thread in self._relieving.items() if thread.is_alive()}
+        for runner in runners:
+            held = runner.slot.held
+            if held is not None and runner not in self._relieving and held.wants_relief():
+                self._start(self._relieving, runner, partial(self._relieve, runner, held, tuple(runners)))
+
+    def relieve(self, runners: list[Runner]) -> None:
+        """Settle what slots still hold besides the job that ran when they ended."""
+        for runner in runners:
+            if (held := runner.slot.held) is not None:
+                self._start(self._relieving, runner, partial(self._relieve, runner, held))
+
+    def interrupt(self, runners: list[Runner]) -> int:
+        """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
+
+        What is just being committed is let finish. Takes no longer than `INTERRUPT_SECONDS`, however many they are.
+        """
+        deadline = time.monotonic() + INTERRUPT_SECONDS
+        pending, taken = list(runners), 0
+        while pending and time.monotonic() < deadline:
+            for runner in list(pending):
+                progress = runner.slot.progress
+                if progress is not None and progress.seize():
+                    taken += len(progress.jobs)
+                    pending.remove(runner)
+                    self._start(self._acting, runner, partial(self._end, runner, progress, None, is_crash=False))
+                elif not runner.is_alive() or runner.slot.is_seized():
+                    pending.remove(runner)
+            if pending:
+                pending[0].join(_STEP_SECONDS)
+        self.finish(max(0.0, deadline - time.monotonic()))
+        return taken
+
+    def finish(self, seconds: float = INTERRUPT_SECONDS) -> None:
+        """Wait for what is under way, that long at most."""
+        deadline = time.monotonic() + seconds
+        for thread in [*self._acting.values(), *self._relieving.values()]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, threads: dict[Runner, threading.Thread], runner: Runner, action: Callable[[], None]) -> None:
+        def act() -> None:
+            try:
+                action()
+            except Exception:
+                logger.exception("leased jobs, or a handler past its time, could not be dealt with")
+
+        thread = BoundedStart(act, "outboxq-watch")
+        # The one before it, if any, ends by itself: it finds the batch seized, or the claim relieved.
+        threads[runner] = thread
+        thread.start()
+
+    def _replace_cut(self, runner: Runner, now: float) -> None:
+        self._cut.append((runner, now + FREE_AFTER_SECONDS))
+        self._replace(runner)
+
+    def _enforce(self, runner: Runner, progress: Progress, deadline: float) -> None:
+        """Cancel, then cut off, unless the job ends by itself."""
+        runner.ask()
+        until = time.monotonic() + CUT_AFTER_SECONDS
+        # An async handler is cancelled by its own loop, together with the query that it awaits.
+        if runner.slot.flavour == "sync":
+            self._cancel(progress, deadline)
+        while time.monotonic() < until:
+            time.sleep(min(_STEP_SECONDS, CUT_AFTER_SECONDS))
+            if progress.deadline != deadline or progress.seized:
+                return
+        if not progress.seize():
+            return
+        self.cuts += 1
+        # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
+        # Read before the deadline, which a call that returns takes down first.
+        is_several = progress.together > 1
+        is_over = progress.deadline == deadline and not runner.is_held_up()
+        failed = _timed_out(runner, progress) if is_over and not is_several else None
+        try:
+            # Held up by no handler: what blocks the loop may be a task of this very one.
+            is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
+            # Which of several jobs of one call hangs cannot be known. As suspects each runs alone, and then it shows.
+            self._end(runner, progress, failed, is_crash=is_blocked or (is_over and is_several))
+        finally:
+            self._ended.append(runner)
+
+    def _cancel(self, progress: Progress, deadline: float) -> None:
+        """Cancel the statement of a job that is alone in its transaction.
+
+        Among others a cancellation that comes late would hit the next one's; there its backend is terminated.
+        """
+        if progress.lone_job is None:
+            return
+
+        def cancel(connection: Connection, _pause: Pause) -> None:
+            # Held, so that it does not hit the certificate either.
+            with progress.held(deadline) as runs:
+                if runs:
+                    end_other_transaction(connection, progress, terminate=False)
+
+        self._on_connection(cancel)
+
+    def _end(self, runner: Runner, progress: Progress, failed: Failed | None, *, is_crash: bool) -> None:
+        slot = runner.slot
+
+        def settle(connection: Connection, pause: Pause) -> BatchReport:
+            return _settle(connection, pause, slot, progress, failed, is_crash=is_crash)
+
+        try:
+            report = self._on_connection(settle)
+        finally:
+            slot.shared.suspects.end_turn(slot)
+            runner.abandon()
+        if report is not None:
+            slot.tell(report)
+        if (held := slot.held) is not None:
+            self._relieve(runner, held)
+
+    def _relieve(self, runner: Runner, held: Held, others: tuple[Runner, ...] = ()) -> None:
+        """Settle what waits with a handler that takes long, or was cut off; idle slots look what was given back."""
+        report = self._on_connection(lambda connection, _: relieve(connection, held, self._schema))
+        if report is not None:
+            runner.slot.tell(report)
+        for other in others:
+            other.slot.rest.sleeper.wake()
+
+    def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""
+        try:
+            with self._connections:
+                return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like
+            logger.warning(
+                "leased jobs, or those of a handler past its time, were not settled",
+                extra={"error_type": type(error).__name__},
+            )
+            return None
+
+    def _on_sync(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        assert self._engines.sync is not None
+        options = connection_options(self._engines.sync, self._schema)
+        with self._engines.sync.connect().execution_options(**options) as connection:
+            return action(connection, time.sleep)
+
+    def _through_loop(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        loop = self._loop()
+        if loop is None:
+            return None
+        future = asyncio.run_coroutine_threadsafe(self._on_async(action), loop)
+        try:
+            return future.result(_LOOP_SECONDS)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    async def _on_async(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+        engine = self._engines.asynchronous
+        assert engine is not None
+        async with engine.connect() as connection:
+            await connection.execution_options(**connection_options(engine, self._schema))
+            return await connection.run_sync(action, lambda seconds: await_only(asyncio.sleep(seconds)))
+
+
+def _settle(
+    connection: Connection, pause: Pause, slot: Slot, progress: Progress, failed: Failed | None, *, is_crash: bool
+) -> BatchReport:
+    """End the transaction of a seized batch, and settle what becomes of it."""
+    # First, because from the end of that transaction on others find its mark.
+    work = slot.work_on(make_line(connection, SyncInvoker()))
+    try:
+        end_other_transaction(connection, progress, terminate=True)
+        deadline = time.monotonic() + _RESOLVE_SECONDS
+        while True:
+            try:
+                return cut_off(connection, progress, work, failed, is_crash=is_crash)
+            except ConnectionLost:
+                if time.monotonic() > deadline:
+                    raise
+                pause(_RETRY_SECONDS)
+    finally:
+        work.guard.remove()
+
+
+def _timed_out(runner: Runner, progress: Progress) -> Failed:
+    """The record of a handler that was cut off, with the place where it stands."""
+    return describe_failure(HandlerTimedOut(progress.timeout_seconds or 0.0), progress.job, runner.stack())

@@ -1,0 +1,54 @@
+"""What handlers call the outside through: the short transactions of `ctx.once`, beside the slots' connections."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from outboxq.database.engines import EFFECTS_NAME, Engines, make_async_engine, make_engine
+from outboxq.effects.runners import AsyncCaller, Caller
+from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """One for each flavour that the relay has an engine for. No connection is opened before the first call."""
+
+    sync: Caller | None
+    asynchronous: AsyncCaller | None
+    _sync_transactions: EngineTransactions | None
+    _async_transactions: AsyncEngineTransactions | None
+
+    def trim(self) -> None:
+        """Close the connections that nobody has needed for a while."""
+        if self._sync_transactions is not None:
+            self._sync_transactions.trim()
+
+    async def trim_async(self) -> None:
+        """The same for those of the event loop."""
+        if self._async_transactions is not None:
+            await self._async_transactions.trim()
+
+    def dispose(self, in_loop: Callable[[Awaitable[None]], object]) -> None:
+        """Close the pools; what needs the event loop is given to `in_loop`."""
+        if self._sync_transactions is not None:
+            self._sync_transactions.dispose()
+        if self._async_transactions is not None and self._async_transactions.was_used:
+            in_loop(self._async_transactions.dispose())
+
+
+def make_callers(engines: Engines, schema: str, lease_seconds: float) -> Callers:
+    """For the user's own engines pools beside theirs, else pools of our own that grow with the slots."""
+    sync, asynchronous = engines.sync, engines.asynchronous
+    if engines.owns_sync and sync is not None:
+        sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
+    if engines.owns_asynchronous and asynchronous is not None:
+        asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
+    plain = None if sync is None else EngineTransactions(sync, schema)
+    awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
+    # Through a sync engine, where there is one: an event loop that a handler blocks keeps no locks.
+    keeper = None if plain is None else plain.keeper_transaction()
+    return Callers(
+        None if plain is None else Caller(plain, lease_seconds),
+        None if awaited is None else AsyncCaller(awaited, lease_seconds, keeper),
+        plain,
+        awaited,
+    )

@@ -1,0 +1,283 @@
+"""The listener: one connection and one thread per relay, through which idle slots sleep and are woken.
+
+It works on libpq below psycopg, which is the same for sync and async connections, so that any engine can provide it.
+Polling is the truth: whatever goes wrong here costs latency, never a job.
+"""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import psycopg
+from psycopg.pq.abc import PGconn
+
+from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
+from outboxq.statements import wake as listen
+
+logger = logging.getLogger("outboxq.listener")
+
+_RECONNECT_SECONDS = 1.0
+# A flag that was refused is tried again with the next request, but not before.
+_RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
+_STOP_SECONDS = 5.0
+# A slot that has work for so short a time leaves the flags up: hundreds of queues have as many. Whoever commits
+# meanwhile notifies for nothing, or for the slot's next look at what called.
+_LOWER_SECONDS = 0.1
+# A connection through which nothing comes may have nobody behind it, and a keepalive asks only the next machine.
+PROBE_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Sleeper:
+    """A slot that sleeps: `wake` may be called from any thread, any number of times."""
+
+    queues: frozenset[str]
+    wake: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _FallAsleep:
+    sleeper: Sleeper
+    flagged: "Future[float | None]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _WakeUp:
+    sleeper: Sleeper
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    queue: str
+
+
+_Request: TypeAlias = _FallAsleep | _WakeUp | _Call
+
+
+class Listener:
+    """Holds the sleep flags of the queues on which this process has sleeping slots, and hears their wake-ups.
+
+    A wake-up rings one sleeper. The one that finds jobs there calls the next, so that no more of them take a connection
+    than there is work for.
+
+    Args:
+        connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
+        called: Told of each queue with a wake-up, before anybody is rung.
+    """
+
+    def __init__(self, connect: Callable[[], DriverConnection], schema: str, called: Callable[[str], None]) -> None:
+        self._connect = connect
+        self._schema = schema
+        self._called = called
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        # Each with whether it was rung since it fell asleep.
+        self._sleepers: dict[Sleeper, bool] = {}
+        # Each with since when it is up.
+        self._flags: dict[str, float] = {}
+        self._lower_at: float | None = None
+        self._refused: set[str] = set()
+        self._retry_seconds = _RETRY_FIRST_SECONDS
+        self._retry_at = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outboxq-listener", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it connects by itself, and again after every loss."""
+        self._inbox, self._bell = socket.socketpair()
+        self._inbox.setblocking(False)
+        self._bell.setblocking(False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and its connection, and with it the flags."""
+        self._stopping.set()
+        self._ring()
+        self._thread.join(_STOP_SECONDS)
+        # A thread that hangs in a half-open connection is a daemon, and goes with the process.
+        if not self._thread.is_alive():
+            self._inbox.close()
+            self._bell.close()
+
+    def fall_asleep(self, sleeper: Sleeper) -> "Future[float | None]":
+        """Raise the sleep flags of the sleeper's queues.
+
+        The future says since when (monotonic) this process holds all of them. Every job that is committed after a look
+        that began later calls the queue, or wakes the sleeper. None where it does not: look again soon.
+        """
+        request = _FallAsleep(sleeper)
+        self._requests.put(request)
+        self._ring()
+        return request.flagged
+
+    def wake_up(self, sleeper: Sleeper) -> None:
+        """The slot has work: soon lower the flags that nobody here sleeps under any more. Returns at once."""
+        self._requests.put(_WakeUp(sleeper))
+        self._ring()
+
+    def call(self, queue: str) -> None:
+        """Another slot may find jobs in this queue: ring one that sleeps, if any. Returns at once."""
+        self._requests.put(_Call(queue))
+        self._ring()
+
+    def _ring(self) -> None:
+        # Never blocks a slot, let alone the event loop: a full pipe rings already.
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(b"!")
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection = self._connect()
+            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; slots poll meanwhile
+                logger.debug("no connection to listen on", extra={"error_type": type(error).__name__})
+                self._answer_offline()
+                continue
+            try:
+                self._serve(connection.pgconn)
+            except Exception as error:  # noqa: BLE001  # a thread that ends would leave its relay polling for good
+                is_loss = isinstance(error, psycopg.Error | OSError)
+                logger.log(
+                    logging.DEBUG if is_loss else logging.WARNING,
+                    "the listening connection was lost" if is_loss else "the listener failed, and begins again",
+                    extra={"error_type": type(error).__name__},
+                )
+            finally:
+                # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
+                connection.pgconn.finish()
+                self._flags.clear()
+                self._lower_at = None
+                self._refused.clear()
+                # Whatever was notified meanwhile is lost: everyone looks for themselves.
+                self._wake(self._sleepers)
+            if not self._stopping.is_set():
+                self._answer_offline()
+
+    def _answer_offline(self) -> None:
+        """Without a connection nobody holds a flag; slots poll. Waits a moment before the next try."""
+        wait_readable([self._inbox], _RECONNECT_SECONDS)
+        for request in self._drain_requests():
+            match request:
+                case _FallAsleep(sleeper):
+                    self._sleepers[sleeper] = False
+                    _answer(request, None)
+                case _WakeUp(sleeper):
+                    self._sleepers.pop(sleeper, None)
+                case _Call(name):
+                    self._call(name)
+        self._stopping.wait(_RECONNECT_SECONDS / 4)
+
+    def _serve(self, connection: PGconn) -> None:
+        run_on_libpq(connection, listen.listen(self._schema))
+        self._wake(self._sleepers)
+        while not self._stopping.is_set():
+            for request in self._drain_requests():
+                self._handle(connection, request)
+            if self._lower_at is not None and time.monotonic() >= self._lower_at:
+                self._lower_flags(connection)
+            # Before the wait: a notification may have come in with the answer to a request.
+            connection.consume_input()
+            self._hear(connection)
+            if not wait_readable([self._inbox, connection.socket], self._patience()):
+                self._while_quiet(connection)
+
+    def _patience(self) -> float:
+        if self._lower_at is None:
+            return PROBE_SECONDS
+        return min(max(0.0, self._lower_at - time.monotonic()), PROBE_SECONDS)
+
+    def _while_quiet(self, connection: PGconn) -> None:
+        if self._lower_at is None:
+            run_on_libpq(connection, "SELECT")
+
+    def _drain_requests(self) -> Iterable[_Request]:
+        try:
+            while self._inbox.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                yield self._requests.get_nowait()
+            except queue.Empty:
+                return
+
+    def _handle(self, connection: PGconn, request: _Request) -> None:
+        match request:
+            case _Call(name):
+                self._call(name)
+            case _WakeUp(sleeper):
+                self._sleepers.pop(sleeper, None)
+                self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
+            case _FallAsleep(sleeper):
+                self._sleepers[sleeper] = False
+                try:
+                    self._raise_flags(connection, sleeper.queues)
+                except Exception:
+                    _answer(request, None)
+                    raise
+                held = self._flags.keys() >= sleeper.queues
+                _answer(request, max(self._flags[name] for name in sleeper.queues) if held else None)
+
+    def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
+        # Session locks are counted: taken once per process, whatever the number of its sleepers.
+        missing = set(queues) - self._flags.keys()
+        if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
+            return
+        wanted = missing | (self._refused & self._slept_on())
+        rows = run_on_libpq(connection, listen.try_sleep_flags(self._schema, wanted))
+        now = time.monotonic()
+        self._flags |= {str(name): now for name, held in rows if held == "t"}
+        self._refused = wanted - self._flags.keys()
+        pause = min(self._retry_seconds * 2, _RETRY_CAP_SECONDS)
+        self._retry_seconds = pause if self._refused else _RETRY_FIRST_SECONDS
+        self._retry_at = time.monotonic() + self._retry_seconds
+
+    def _slept_on(self) -> set[str]:
+        return {name for sleeper in self._sleepers for name in sleeper.queues}
+
+    def _lower_flags(self, connection: PGconn) -> None:
+        self._lower_at = None
+        dropped = self._flags.keys() - self._slept_on()
+        if dropped:
+            # Nobody may trust them while they go down.
+            self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
+            run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
+
+    def _hear(self, connection: PGconn) -> None:
+        while notification := connection.notifies():
+            name = notification.extra.decode()
+            if name == listen.ALL_QUEUES:
+                self._called(name)
+                self._wake(self._sleepers)
+            else:
+                self._ring_one(name)
+
+    def _call(self, name: str) -> None:
+        # With nobody else to come, the caller itself would claim in vain.
+        if name in self._slept_on():
+            self._ring_one(name)
+
+    def _ring_one(self, name: str) -> None:
+        self._called(name)
+        sleepers = [sleeper for sleeper in self._sleepers if name in sleeper.queues]
+        # One that was rung is on its way, and may have looked too early: without another one, all of them look again.
+        fresh = [sleeper for sleeper in sleepers if not self._sleepers[sleeper]][-1:]
+        self._wake(fresh or sleepers)
+
+    def _wake(self, sleepers: Iterable[Sleeper]) -> None:
+        for sleeper in list(sleepers):
+            self._sleepers[sleeper] = True
+            sleeper.wake()
+
+
+def _answer(request: _FallAsleep, flagged: float | None) -> None:
+    # Cancelled where the slot has stopped waiting.
+    if request.flagged.set_running_or_notify_cancel():
+        request.flagged.set_result(flagged)

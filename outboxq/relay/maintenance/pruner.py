@@ -1,0 +1,128 @@
+"""The pruner: the chore that forgets the messages and the effects whose retention is over.
+
+A round opens a connection, deletes in small transactions, and closes it. It waits for nobody's rows, any number of
+relays may prune at once, and nothing depends on when it happens: only the tables' size does.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import psycopg
+from psycopg.pq.abc import PGconn
+
+from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of
+from outboxq.events import Emitter, Pruned
+from outboxq.execution.aside import is_of_a_row
+from outboxq.relay.maintenance.task import Chore
+from outboxq.statements import prune as statements
+
+logger = logging.getLogger("outboxq.pruner")
+
+BATCH_ROWS = 1_000
+# Of each table in one round.
+MAX_BATCHES = 100
+# Rows that cannot be deleted, in one round: more are no matter of single rows, and each is passed over again and again.
+_MOST_REFUSED = 20
+# Between two batches, so that pruning never takes more than a part of what the server can do.
+_BREATH_SECONDS = 0.05
+# A relay that lives for a minute has pruned, however long its rounds are apart.
+_FIRST_SECONDS = 60.0
+
+_Deletion: TypeAlias = Callable[[str, int, int], str]
+
+_NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
+_MISSING = "a table is missing: run `outboxq migrate`"
+_ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
+_OTHERWISE = "it is tried again in the next round; the server's log says more"
+
+
+class Pruner(Chore):
+    """Deletes what has expired, now and then.
+
+    Args:
+        connect: Opens a connection outside a transaction; a transaction pooler will do.
+        stopping: Set when the relay stops: no further batch is begun.
+        prune_seconds: From one round to the next, at most; the pause is drawn, so that many relays take turns.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], DriverConnection],
+        schema: str,
+        emit: Emitter,
+        stopping: threading.Event,
+        *,
+        prune_seconds: float,
+    ) -> None:
+        super().__init__("pruner", connect, emit, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
+        self._schema = schema
+        self._warned: set[tuple[str, str]] = set()
+
+    def _do(self, connection: PGconn) -> Pruned | None:
+        messages = self._delete_all(connection, "messages", statements.delete_messages)
+        effects = self._delete_all(connection, "effects", statements.delete_effects)
+        return Pruned(messages, effects) if messages or effects else None
+
+    def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
+        """Batch after batch, while they are full; how many rows went."""
+        deleted = refused = 0
+        for _ in range(MAX_BATCHES):
+            more = 0
+            try:
+                rows = self._delete(connection, deletion(self._schema, BATCH_ROWS, refused))
+            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+                self._report(what, error)
+                if not is_of_a_row(error):
+                    break
+                rows, more = self._delete_one_by_one(connection, deletion, refused)
+                refused += more
+            deleted += rows
+            if rows + more < BATCH_ROWS or self._stopping.wait(_BREATH_SECONDS):
+                break
+        return deleted
+
+    def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
+        """As a batch, which one of the rows has made fail; how many rows went, and how many more cannot."""
+        deleted = more = 0
+        while deleted + more < BATCH_ROWS and refused + more < _MOST_REFUSED and not self._stopping.is_set():
+            try:
+                rows = self._delete(connection, deletion(self._schema, 1, refused + more))
+            except psycopg.Error as error:
+                if not is_of_a_row(error):
+                    break
+                more += 1
+            else:
+                deleted += rows
+                if rows == 0:
+                    break
+        return deleted, more
+
+    def _delete(self, connection: PGconn, deletion: str) -> int:
+        """One deletion in a transaction of its own, and one round trip; how many rows went."""
+        try:
+            script = "; ".join((statements.begin(), deletion, statements.commit()))
+            return int(str(run_on_libpq(connection, script)[0][0]))
+        except Exception:
+            # The other table may fare better.
+            with contextlib.suppress(psycopg.Error, OSError):
+                run_on_libpq(connection, statements.rollback())
+            raise
+
+    def _report(self, what: str, error: Exception) -> None:
+        """Warn once of each kind of error; of an outage the slots do."""
+        sqlstate = sqlstate_of(error)
+        if sqlstate is None or sqlstate.startswith(("08", "57P")):
+            logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
+        elif (what, sqlstate) not in self._warned:
+            self._warned.add((what, sqlstate))
+            logger.warning(
+                "expired %s could not be deleted: %s (%s): %s",
+                what,
+                type(error).__name__,
+                sqlstate,
+                _ADVICE.get(sqlstate, _OTHERWISE),
+                extra={"outboxq_sqlstate": sqlstate},
+            )

@@ -1,0 +1,274 @@
+"""The supervisor: several relay processes on one machine, because one interpreter uses one core.
+
+It starts the children, replaces those that die or show no life, and ends them when it is told to end. Children hold
+the read end of a pipe, and drain at its end: when the supervisor closes it, or has died, SIGKILL included. Through a
+pipe of its own each child tells that it lives, and what it is doing.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
+from outboxq.errors import ConfigError
+from outboxq.events import ChildDied, ChildLingers, ChildSilent, ChildStuck, Emitter
+from outboxq.relay.health import BEAT_SECONDS, Health, State, health_file, read_beats
+from outboxq.relay.signals import stop_signals
+
+EXIT_STARTED_WRONGLY = 2
+# A handler could not be freed, so that the process must be replaced.
+EXIT_STUCK = 3
+
+FIRST_RESTART_SECONDS = 0.5
+RESTART_CAP_SECONDS = 30.0
+# A child that lived this long was well: the next restart is quick again.
+WELL_AFTER_SECONDS = 60.0
+# A child that drained in vain gives its jobs back, which takes up to 15 seconds where the database is slow.
+_KILL_AFTER_DRAIN_SECONDS = 20.0
+_TEND_SECONDS = 0.05
+# Several beats may be late on a busy machine.
+_LEAST_STALL_SECONDS = 4 * BEAT_SECONDS
+
+
+class _Child:
+    """A relay process, and the pipe through which it tells of its life."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], parent_pipe: int) -> None:
+        self.started_at = time.monotonic()
+        self.state: State = "starting"
+        self.has_reported = False
+        self.silent_seconds = self.stopping_seconds = 0.0
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        pipes = {PARENT_PIPE_VARIABLE: str(parent_pipe), HEARTBEAT_PIPE_VARIABLE: str(write_end)}
+        try:
+            # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
+            self.process = subprocess.Popen(  # noqa: S603  # our own command line
+                command, env={**environment, **pipes}, pass_fds=(parent_pipe, write_end), start_new_session=True
+            )
+        except BaseException:
+            os.close(self._read_end)
+            raise
+        finally:
+            os.close(write_end)
+
+    def listen(self, elapsed_seconds: float) -> None:
+        """Take in what it told since the last look, `elapsed_seconds` ago."""
+        state = read_beats(self._read_end)
+        if state is not None:
+            self.state, self.has_reported, self.silent_seconds = state, True, 0.0
+        elif self.has_reported:
+            self.silent_seconds += elapsed_seconds
+        if self.state == "stopping":
+            self.stopping_seconds += elapsed_seconds
+
+    def close(self) -> None:
+        """Let go of the pipe of a child that has died."""
+        os.close(self._read_end)
+
+
+@dataclass(slots=True)
+class _Place:
+    """One child's place: who stands in it, or when the next one starts."""
+
+    child: _Child | None = None
+    restart_at: float = 0.0
+    restart_seconds: float = FIRST_RESTART_SECONDS
+    finished: bool = False
+
+
+def supervise(
+    command: Sequence[str],
+    processes: int,
+    *,
+    environment: Mapping[str, str],
+    drain_seconds: float,
+    emit: Emitter,
+    finite: bool = False,
+    stall_seconds: float = 0.0,
+    health_path: Path | None = None,
+) -> int:
+    """Keep `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
+
+    A child that exits with 2 was started wrongly, which no restart can mend. One that exits with 3 had a handler that
+    could not be freed: it is replaced at once. Any other is replaced after pauses that grow. A second signal kills the
+    children and ends this process by that signal.
+
+    Args:
+        command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (see `outboxq.relay.signals.stop_when_parent_dies`),
+            and may tell of its life through `OUTBOXQ_HEARTBEAT_PIPE` (see `outboxq.health.send_beats`).
+        environment: The children's whole environment.
+        finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
+        drain_seconds: How long children may take to finish their jobs; a little later they are killed.
+        stall_seconds: A child that told of its life, and then nothing for so long, is killed and replaced. 0: never.
+        health_path: Where to write, once a second, what this process and its children are doing.
+
+    Returns:
+        0, or 2 where a child could not be started as it was told.
+
+    Raises:
+        ConfigError: `stall_seconds` is shorter than beats may be late, or the health file cannot be written.
+    """
+    if stall_seconds != 0 and not _LEAST_STALL_SECONDS <= stall_seconds <= 86_400:
+        raise ConfigError(
+            f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
+            f"got {stall_seconds:g}"
+        )
+    supervisor = _Supervisor(command, processes, environment, drain_seconds, stall_seconds, emit, finite=finite)
+    with health_file(health_path, supervisor.health):
+        return supervisor.run()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        environment: Mapping[str, str],
+        drain_seconds: float,
+        stall_seconds: float,
+        emit: Emitter,
+        *,
+        finite: bool,
+    ) -> None:
+        self._command = list(command)
+        self._places = [_Place() for _ in range(processes)]
+        self._environment = environment
+        self._drain_seconds = drain_seconds
+        self._stall_seconds = stall_seconds
+        self._emit = emit
+        self._finite = finite
+        self._stopping = False
+        # The pipe at whose end the children drain.
+        self._read_end = self._write_end = -1
+        self._looked_at = time.monotonic()
+
+    def run(self) -> int:
+        with ExitStack() as stack:
+            self._read_end, self._write_end = os.pipe()
+            stack.callback(os.close, self._read_end)
+            # Also after an error of ours: the children drain.
+            stack.callback(self._close_parent_pipe)
+            stack.enter_context(stop_signals(self._stop, before_death=self._kill_children))
+            exit_code = self._tend_children()
+            self._end_children()
+            return exit_code
+
+    def health(self) -> Health:
+        """What the children are doing, taken together: any that serves counts before one that waits."""
+        children = [place.child for place in self._places]
+        states = {child.state for child in children if child is not None}
+        state: State = "starting"
+        if self._stopping:
+            state = "stopping"
+        elif "serving" in states:
+            state = "serving"
+        elif "waiting_for_database" in states:
+            state = "waiting_for_database"
+        return Health(state, processes=len(self._places), running=sum(child is not None for child in children))
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _tend_children(self) -> int:
+        while not self._stopping and not all(place.finished for place in self._places):
+            elapsed_seconds = self._elapsed_seconds()
+            exit_code = max((self._tend(place, elapsed_seconds) for place in self._places), default=0)
+            if exit_code:
+                self._stopping = True
+                return exit_code
+            time.sleep(_TEND_SECONDS)
+        return 0
+
+    def _elapsed_seconds(self) -> float:
+        """The time since the last look, but no more than a beat: while this process stood still, so may the children
+        have (a container that was paused), and their silence means nothing."""
+        now = time.monotonic()
+        elapsed_seconds, self._looked_at = now - self._looked_at, now
+        return min(elapsed_seconds, BEAT_SECONDS)
+
+    def _tend(self, place: _Place, elapsed_seconds: float) -> int:
+        """Start, watch or replace one child; its exit code where that ends everything."""
+        if place.finished:
+            return 0
+        if place.child is None:
+            if time.monotonic() >= place.restart_at:
+                place.child = _Child(self._command, self._environment, self._read_end)
+            return 0
+        code = place.child.process.poll()
+        if code is None:
+            self._watch(place.child, elapsed_seconds)
+            return 0
+        return self._bury(place, place.child, code)
+
+    def _watch(self, child: _Child, elapsed_seconds: float) -> None:
+        child.listen(elapsed_seconds)
+        if self._stall_seconds and child.silent_seconds >= self._stall_seconds:
+            self._emit(ChildSilent(child.process.pid, child.silent_seconds))
+            # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
+            child.process.kill()
+            child.silent_seconds = 0.0
+        # By itself, after a failure: nobody else waits for its end.
+        if child.stopping_seconds >= self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS:
+            self._emit(ChildLingers(child.process.pid, child.stopping_seconds))
+            child.process.kill()
+            child.stopping_seconds = 0.0
+
+    def _bury(self, place: _Place, child: _Child, code: int) -> int:
+        place.child = None
+        child.close()
+        if code == EXIT_STARTED_WRONGLY:
+            return code
+        if code == 0 and self._finite:
+            place.finished = True
+        elif code == EXIT_STUCK:
+            # Its job is to blame, and will be charged for it.
+            self._emit(ChildStuck(child.process.pid))
+        else:
+            self._plan_restart(place, child, code)
+        return 0
+
+    def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
+        if time.monotonic() - child.started_at >= WELL_AFTER_SECONDS:
+            place.restart_seconds = FIRST_RESTART_SECONDS
+        self._emit(ChildDied(child.process.pid, code, place.restart_seconds))
+        place.restart_at = time.monotonic() + place.restart_seconds
+        place.restart_seconds = min(place.restart_seconds * 2, RESTART_CAP_SECONDS)
+
+    def _children(self) -> list[_Child]:
+        return [place.child for place in self._places if place.child is not None]
+
+    def _close_parent_pipe(self) -> None:
+        if self._write_end >= 0:
+            write_end, self._write_end = self._write_end, -1
+            os.close(write_end)
+
+    def _end_children(self) -> None:
+        """Let the children drain, and kill those that take too long.
+
+        They are told through the pipe: a service manager may have sent SIGTERM to all of us, and a second one would
+        end them at once.
+        """
+        self._close_parent_pipe()
+        children = self._children()
+        for child in children:
+            # Not at work yet, so that it may neither look at the pipe nor have anything to finish.
+            if not child.has_reported:
+                child.process.terminate()
+        deadline = time.monotonic() + self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                # The server undoes what it had not committed.
+                child.process.kill()
+                child.process.wait()
+            child.close()
+
+    def _kill_children(self) -> None:
+        for child in self._children():
+            child.process.kill()

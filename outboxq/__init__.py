@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from outboxq.backoff import Backoff as Backoff
     from outboxq.codec.entities import Locked as Locked
     from outboxq.config import RelayConfig as RelayConfig
     from outboxq.config import SlotGroup as SlotGroup
@@ -33,17 +34,16 @@ if TYPE_CHECKING:
     from outboxq.inbox import AcceptedBatch as AcceptedBatch
     from outboxq.inbox import Inbox as Inbox
     from outboxq.job import Job as Job
+    from outboxq.new_job import JobHandle as JobHandle
+    from outboxq.new_job import NewJob as NewJob
     from outboxq.outbox.find import FoundJob as FoundJob
     from outboxq.outbox.find import find_job as find_job
-    from outboxq.outbox.kinds import JobHandle as JobHandle
     from outboxq.outbox.kinds import JobKind as JobKind
-    from outboxq.outbox.kinds import NewJob as NewJob
     from outboxq.outbox.kinds import external as external
     from outboxq.outbox.session import AsyncOutboxSession as AsyncOutboxSession
     from outboxq.outbox.session import OutboxSession as OutboxSession
     from outboxq.outbox.session import add_job as add_job
     from outboxq.outbox.session import add_jobs as add_jobs
-    from outboxq.outcomes import Backoff as Backoff
     from outboxq.outcomes import DeadLetter as DeadLetter
     from outboxq.outcomes import Discard as Discard
     from outboxq.outcomes import Done as Done

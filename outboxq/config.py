@@ -4,13 +4,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from urllib.parse import unquote
 
-from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError as SQLAlchemyArgumentError
+from sqlalchemy import URL
 
-from outboxq.codec.values import check_name
+from outboxq.database.urls import psycopg_url
 from outboxq.errors import ArgumentError, ConfigError
+from outboxq.names import check_name
 
 DATABASE_URL_VARIABLE = "OUTBOXQ_DATABASE_URL"
 LISTEN_URL_VARIABLE = "OUTBOXQ_LISTEN_URL"
@@ -80,75 +79,6 @@ def _inherited_pipe(variable: str) -> int | None:
     except (ValueError, OSError):
         return None
     return pipe
-
-
-def psycopg_url(url: str | URL) -> URL:
-    """Any spelling of a PostgreSQL URL (`postgres://`, `postgresql+asyncpg://`, ...) as SQLAlchemy's psycopg one.
-
-    Several hosts may be named as libpq does (`//h1:5432,h2:5433/db`) or as SQLAlchemy does (`?host=h1:5432&host=h2`);
-    they come out as the parameters `host=h1,h2` and `port=5432,5433`, which both understand.
-
-    Raises:
-        ConfigError: not a PostgreSQL URL. The message never holds the URL, which may hold a password.
-    """
-    try:
-        parsed = _parse_hosts(url) if isinstance(url, str) else url
-    except (SQLAlchemyArgumentError, ValueError) as error:
-        raise ConfigError(
-            "the database URL cannot be parsed: expected postgresql://user:password@host/database, or "
-            "postgresql://user:password@host1:5432,host2:5432/database"
-        ) from error
-    if parsed.drivername.split("+")[0] not in ("postgres", "postgresql"):
-        raise ConfigError(f"the database URL is for {parsed.drivername!r}: outboxq needs postgresql://...")
-    return _join_hosts(parsed.set(drivername="postgresql+psycopg"))
-
-
-def host_names(url: URL) -> tuple[str, ...]:
-    """The hosts that a URL of `psycopg_url` names; none where libpq's default is meant."""
-    given = url.query.get("host") or url.host or ()
-    return tuple(given.split(",")) if isinstance(given, str) else given
-
-
-def _parse_hosts(url: str) -> URL:
-    """SQLAlchemy's parser refuses a comma between hosts: they move to where it accepts them."""
-    scheme, separator, rest = url.partition("://")
-    authority_length = next((place for place, letter in enumerate(rest) if letter in "/?"), len(rest))
-    user, at, hosts = rest[:authority_length].rpartition("@")
-    if "," not in hosts:
-        return make_url(url)
-    parsed = make_url(f"{scheme}{separator}{user}{at}{rest[authority_length:]}")
-    # As in libpq, the parameter wins over what stands before the path.
-    return parsed if "host" in parsed.query else parsed.update_query_dict({"host": hosts.split(",")})
-
-
-def _join_hosts(url: URL) -> URL:
-    given, ports = url.query.get("host"), url.query.get("port")
-    if isinstance(given, tuple):
-        if ports is not None:
-            raise ConfigError("the database URL names its ports twice: give host=h1:5432&host=h2:5433, without port=")
-        pairs = [_host_and_port(each) for each in given]
-        given, ports = ",".join(host for host, _ in pairs), ",".join(port for _, port in pairs)
-    if not isinstance(given, str) or "," not in given:
-        return url
-    listed = ports.split(",") if isinstance(ports, str) else list(ports or [""])
-    hosts = given.count(",") + 1
-    if len(listed) not in (1, hosts):
-        raise ConfigError(f"the database URL names {hosts} hosts and {len(listed)} ports: give each host its port")
-    # libpq takes one port for all hosts, SQLAlchemy does not.
-    ports = ",".join(listed * hosts if len(listed) == 1 else listed)
-    return url.update_query_dict({"host": given, **({"port": ports} if ports.strip(",") else {})})
-
-
-def _host_and_port(given: str) -> tuple[str, str]:
-    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory`; the port is "" where libpq's default is meant."""
-    host, bracket, rest = given.partition("]") if given.startswith("[") else ("", "", given)
-    name, colon, port = rest.rpartition(":")
-    if not colon:
-        name, port = port, ""
-    if colon and port and not port.isdecimal():
-        # Not shown: in a URL that was put together badly it may be a piece of the password.
-        raise ConfigError("the database URL has a port that is not a number")
-    return unquote(host.removeprefix("[") if bracket else name), port
 
 
 def check_retention(retention: timedelta) -> timedelta:

@@ -17,11 +17,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
-from outboxq.codec.values import check_key, fingerprint
+from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
-from outboxq.outbox.kinds import JobHandle, NewJob
+from outboxq.names import check_key
+from outboxq.new_job import JobHandle, NewJob
 from outboxq.outbox.session import add_jobs
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome

@@ -11,9 +11,10 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Connection, Executable, Row
 
-from outboxq.codec.values import MAX_ARGS_BYTES, MAX_SCOPE_BYTES, check_key, encode_value
+from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
+from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import effect_admin as statements
 from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status

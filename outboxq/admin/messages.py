@@ -10,8 +10,8 @@ from datetime import datetime
 
 from sqlalchemy import Connection
 
-from outboxq.codec.values import check_key
 from outboxq.errors import InvalidKey, MessageNotFound
+from outboxq.names import check_key
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import MessageFilter as MessageFilter
 

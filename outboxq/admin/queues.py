@@ -9,8 +9,8 @@ from datetime import datetime
 
 from sqlalchemy import Connection
 
-from outboxq.codec.values import check_name
 from outboxq.database.driver import run_script
+from outboxq.names import check_name
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
 from outboxq.tables import mapped_schema

@@ -59,7 +59,8 @@ def connect(url: "URL") -> "Iterator[Connection]":
     """
     from sqlalchemy.exc import DBAPIError
 
-    from outboxq.database.engines import is_refused, make_engine
+    from outboxq.database.engines import make_engine
+    from outboxq.database.errors import is_refused
     from outboxq.errors import ConfigError
 
     engine = make_engine(url, application_name="outboxq cli")

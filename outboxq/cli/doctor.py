@@ -131,6 +131,7 @@ def _examine(
     from outboxq import config
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
+    from outboxq.database.urls import psycopg_url
     from outboxq.doctor import examine, unreachable
 
     url = config.database_url(given_url)
@@ -143,7 +144,7 @@ def _examine(
             limits=limits,
             use=use,
             registry=registry,
-            listen_connect=None if listen is None else lambda: connect(config.psycopg_url(listen)),
+            listen_connect=None if listen is None else lambda: connect(psycopg_url(listen)),
         )
     except DatabaseUnreachable as error:
         return [unreachable(error)]

@@ -330,10 +330,10 @@ def _look_at_database(url: "URL", settings: "RelayConfig") -> None:
 
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
-    from outboxq.database.engines import check_durability
     from outboxq.errors import ConfigError, SchemaError
     from outboxq.migrations.server import check_server
     from outboxq.relay.run import check_version
+    from outboxq.relay.startup import check_durability
     from outboxq.statements.version import schema_version
 
     try:

@@ -1,8 +1,36 @@
 """Texts from anywhere, for a terminal or a line of a log."""
 
+from collections.abc import Callable
+
 
 def printable(text: str) -> str:
     """`text` with an escape for each character that is not printable, such as a newline or what a terminal acts on."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+MAX_MESSAGE_CHARACTERS = 2_000
+
+
+def _described(describe: Callable[[], str]) -> str:
+    """A storable text, whatever users' values do to our description of it: a job must always be settled."""
+    try:
+        return storable(describe())
+    except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
+        return "(text withheld: it could not be redacted)"
+
+
+def name_of(error: BaseException) -> str:
+    """The exception's class, storable whatever it is called."""
+    return _described(lambda: _type_name(type(error)))
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def storable(text: str) -> str:
+    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
+    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return kept.encode(errors="replace").decode()

@@ -1,24 +1,20 @@
 """The engines that a relay works on: the user's own, or ones made from a URL."""
 
 import asyncio
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg.pq import Conninfo
-from sqlalchemy import URL, Connection, Dialect, Engine, NullPool, QueuePool, create_engine, event
+from sqlalchemy import URL, Dialect, Engine, NullPool, QueuePool, create_engine, event
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outboxq.config import host_names, psycopg_url
 from outboxq.database.driver import DriverConnection
+from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ConfigError
-from outboxq.statements.durability import synchronous_commit
 
 T = TypeVar("T")
 
@@ -70,39 +66,6 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
     # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
-}
-# What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
-# hold a host, a user or a value.
-_OUTAGE_REASONS = (
-    "too many connections",
-    "too many clients",
-    "remaining connection slots are reserved",
-    "no more connections allowed",
-    "starting up",
-    "shutting down",
-    "not yet accepting connections",
-    "in recovery mode",
-    "session is read-only",
-    "server is in hot standby mode",
-    "Connection refused",
-    "timeout expired",
-    "could not translate host name",
-    "closed the connection unexpectedly",
-    "No space left on device",
-    "No such file or directory",
-    "No route to host",
-    "Network is unreachable",
-)
-# What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
-# the words are left out.
-_REFUSALS = {
-    "database does not exist": r'database "[^"\n]*" does not exist',
-    "role does not exist": r'role "[^"\n]*" does not exist',
-    "authentication failed": r"authentication failed for user",
-    "no password supplied": r"no password supplied",
-    "no pg_hba.conf entry": r"no pg_hba\.conf entry|pg_hba\.conf rejects",
-    "role is not permitted to log in": r"is not permitted to log in",
-    "permission denied for database": r"permission denied for database",
 }
 # A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
@@ -302,56 +265,3 @@ def _detached(engine: Engine) -> DriverConnection:
     assert isinstance(driver, psycopg.Connection)
     driver.rollback()
     return driver
-
-
-def check_durability(connection: Connection, *, allowed: bool) -> None:
-    """Refuse sessions whose COMMIT answers before it is on the disk, unless `allowed`.
-
-    Raises:
-        ConfigError: `synchronous_commit` is off; the message says where and what to do.
-    """
-    if allowed:
-        return
-    setting, source = synchronous_commit(connection)
-    if setting == "off":
-        raise ConfigError(
-            f"synchronous_commit is off on the relay's sessions (set by: {source}), so a crash of the server could "
-            "undo jobs that were reported as done: ALTER ROLE <the relay's role> SET synchronous_commit = on, or "
-            "allow it by name with --allow-asynchronous-commit (RelayConfig(allow_asynchronous_commit=True))"
-        )
-
-
-class NoConnection(Exception):
-    """An engine gave no connection, for a reason that is its own: a token service, or a listener; the cause has it."""
-
-
-@contextmanager
-def opening() -> Iterator[None]:
-    """While a connection is opened: whatever users' code in an engine raises is an outage, as the database's own are.
-
-    Raises:
-        NoConnection: it raised what no driver does.
-    """
-    try:
-        yield
-    except (psycopg.Error, SQLAlchemyError, OSError, ConfigError):
-        raise
-    except Exception as error:
-        raise NoConnection from error
-
-
-def outage_reason(error: BaseException) -> str | None:
-    """Why there is no way in, in words that are safe to log; None if the error says nothing that is known.
-
-    A refused connection has no SQLSTATE in libpq. If several hosts were tried, the first known reason of any.
-    """
-    return next((reason for reason in _OUTAGE_REASONS if reason in str(error)), None) or _refusal(error)
-
-
-def is_refused(error: BaseException) -> bool:
-    """Whether a server answered, and knows no such database, role or password; of several hosts, all of them."""
-    return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
-
-
-def _refusal(error: BaseException) -> str | None:
-    return next((words for words, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)

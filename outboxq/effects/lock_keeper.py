@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from sqlalchemy import Connection, Executable
 
-from outboxq.effects.protocol import Hold, clock
+from outboxq.clock import clock
+from outboxq.effects.protocol import Hold
 from outboxq.effects.request import Request
 from outboxq.statements import effects as statements
 

@@ -15,7 +15,9 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from outboxq.clock import clock
 from outboxq.codec.entities import entity_state
+from outboxq.codec.text import name_of, storable
 from outboxq.codec.values import MAX_ARGS_BYTES, decode_stored, encode_value
 from outboxq.database.sessions import sqlstate_of
 from outboxq.effects.request import Doubt, Request, provider_key
@@ -32,7 +34,6 @@ from outboxq.errors import (
     HandlerError,
     ResultNotStorable,
 )
-from outboxq.execution.failure import name_of, storable
 from outboxq.fault_points import fault_point
 from outboxq.statements import effects as statements
 from outboxq.statements.effects import Seen, Status
@@ -101,11 +102,6 @@ class Pause:
 
 Step: TypeAlias = Transact | Call | Ask | Pause
 Steps: TypeAlias = Generator[Step, Any, T]
-
-
-def clock() -> float:
-    """Seconds that also pass while the machine is suspended, where the system has such a clock."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Hold:

@@ -10,8 +10,9 @@ from uuid import UUID, uuid4, uuid5
 import msgspec
 
 from outboxq.codec.signature import resolve_return
-from outboxq.codec.values import MAX_SCOPE_BYTES, build_decoder, check_key, fingerprint
+from outboxq.codec.values import build_decoder, fingerprint
 from outboxq.errors import ConfigError
+from outboxq.names import MAX_SCOPE_BYTES, check_key
 
 Doubt: TypeAlias = Literal["retryable", "final", "ambiguous"]
 Classify: TypeAlias = Callable[[Exception], Doubt]

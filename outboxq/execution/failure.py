@@ -8,7 +8,7 @@ A handler whose messages are withheld leaves none.
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,13 +21,13 @@ import msgspec
 import psycopg
 from sqlalchemy.exc import StatementError
 
+from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, _described, _type_name, storable
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Retry
 
 R = TypeVar("R")
 
-MAX_MESSAGE_CHARACTERS = 2_000
 # Of a text that values are taken out of, which makes it shorter.
 _READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
 _LABEL_CHARACTERS = 63
@@ -105,14 +105,6 @@ def describe_reason(reason: object, job: Job) -> str:
     return _described(lambda: redact(_text_of(reason), job.args))
 
 
-def _described(describe: Callable[[], str]) -> str:
-    """A storable text, whatever users' values do to our description of it: a job must always be settled."""
-    try:
-        return storable(describe())
-    except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
-        return "(text withheld: it could not be redacted)"
-
-
 def redact(message: str, args: str) -> str:
     """The beginning of `message`, with every value of the stored arguments replaced by the name of its argument."""
     return _covered(message, _named_values(args), _READ_CHARACTERS)
@@ -167,15 +159,6 @@ def kept_errors(stored: str) -> str:
     except (msgspec.DecodeError, RecursionError):
         return "[]"
     return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
-
-
-def name_of(error: BaseException) -> str:
-    """The exception's class, storable whatever it is called."""
-    return _described(lambda: _type_name(type(error)))
-
-
-def _type_name(kind: type[BaseException]) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _message(error: BaseException, args: str) -> str:
@@ -248,12 +231,6 @@ def _text_of(value: object) -> str:
         return f"(the text of this {type(value).__name__} cannot be read)"
 
 
-def storable(text: str) -> str:
-    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
-    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return kept.encode(errors="replace").decode()
-
-
 def _leaves(args: str) -> Iterator[tuple[str, str]]:
     """The values in the stored arguments that can identify anything, each with its argument's name."""
     try:
@@ -288,7 +265,7 @@ def _spellings(value: str) -> Iterator[str]:
 
 def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
     """The user's innermost frames, without ours and those of libraries: `app/jobs.py:12 in credit`."""
-    own = str(PurePath(__file__).parent)
+    own = str(PurePath(__file__).parent.parent)
     frames = [
         frame
         for frame in stack

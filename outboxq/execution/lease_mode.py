@@ -16,8 +16,8 @@ from typing import Protocol
 import psycopg
 from sqlalchemy import Connection
 
+from outboxq.clock import clock
 from outboxq.database.driver import is_lost, pause, run_script, sqlstate_of
-from outboxq.effects.protocol import clock
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
 from outboxq.execution.attempt import ConnectionLost, Work
 from outboxq.execution.batch_state import BatchReport, Progress

@@ -36,7 +36,7 @@ from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.set_based import row_write
 from outboxq.handlers.table_facts import RowWrite, TableFacts
 from outboxq.job import Job
-from outboxq.outbox.kinds import NewJob
+from outboxq.new_job import NewJob
 from outboxq.outbox.session import holds_only_jobs, take_jobs
 from outboxq.outcomes import Done
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from outboxq.handlers.deferred import Write
 from outboxq.handlers.set_based import FactsOf, Row, Statement, executions
-from outboxq.outbox.kinds import NewJob
+from outboxq.new_job import NewJob
 from outboxq.outbox.session import QUEUES_ANNOUNCED, insert_all, queues_of
 
 # The oid of a table, and a primary key.

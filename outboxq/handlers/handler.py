@@ -6,15 +6,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, cast, get_args, overload
 
+from outboxq.backoff import Backoff
+from outboxq.codec.parameters import Signature, build_signature
 from outboxq.codec.signature import declared_signature
-from outboxq.codec.values import Signature, build_signature, check_name
 from outboxq.errors import RegistryError
 from outboxq.handlers.batch_handler import Arguments, called_with_many, called_with_one
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
 from outboxq.handlers.returned import Returned
 from outboxq.handlers.unlocked import UnlockedChanges
+from outboxq.names import check_name
 from outboxq.outbox.kinds import JobKind, P
-from outboxq.outcomes import Backoff, Outcome
+from outboxq.outcomes import Outcome
 
 C = TypeVar("C")
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
-from outboxq.codec.values import check_name
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import RegistryError
+from outboxq.names import check_name
 from outboxq.outcomes import MAX_DELAY
 
 Owner: TypeAlias = Literal["scope", "consumer"]

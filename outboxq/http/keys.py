@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, overload
 from urllib.parse import quote
 
-from outboxq.codec.values import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
 from outboxq.errors import ConfigError, InvalidKey
+from outboxq.names import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
 
 # As ASGI has them: https://asgi.readthedocs.io/en/latest/specs/www.html
 Scope: TypeAlias = Mapping[str, Any]

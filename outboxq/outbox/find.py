@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from outboxq.outbox.kinds import JobHandle
+from outboxq.new_job import JobHandle
 from outboxq.statements import find as statements
 
 

@@ -33,7 +33,8 @@ from outboxq.database.sessions import (
 )
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.job import uuid7s
-from outboxq.outbox.kinds import JobHandle, JobKind, NewJob, P
+from outboxq.new_job import JobHandle, NewJob
+from outboxq.outbox.kinds import JobKind, P
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
 from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import JobRow, job, job_mapper, mapped_schema

@@ -1,6 +1,6 @@
 """A throw-away PostgreSQL server of our own: made in a second, gone with the process that made it.
 
-The owner never runs the server itself. It talks to a watchdog (`postgres_watchdog.py`), which runs it and removes
+The owner never runs the server itself. It talks to a watchdog (`watchdog.py`), which runs it and removes
 everything once the owner closes its end of a pipe or dies. A parent-death signal could not do that: it fires when the
 *thread* that started the server ends.
 """
@@ -221,7 +221,7 @@ def _start_watchdog(directory: Path) -> tuple[subprocess.Popen[bytes], FileIO, F
     our_replies, their_replies = os.pipe()
     commands, replies = FileIO(our_commands, "w"), FileIO(our_replies, "r")
     _close_in_forked_children(commands)
-    script = Path(__file__).with_name("postgres_watchdog.py")
+    script = Path(__file__).with_name("watchdog.py")
     try:
         with (directory / "log").open("ab") as log:
             watchdog = subprocess.Popen(  # noqa: S603 - this interpreter, with a file of this package

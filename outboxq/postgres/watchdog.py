@@ -1,6 +1,6 @@
 """The keeper of one throw-away PostgreSQL server: a process between the server and its owner.
 
-Run as a script, with the standard library alone: `python -I -S postgres_watchdog.py WORK_DIRECTORY`.
+Run as a script, with the standard library alone: `python -I -S watchdog.py WORK_DIRECTORY`.
 It is the parent of the server, so none of its signals can reach another process under a reused pid. Commands come as
 lines of JSON on stdin, one reply each on stdout, the server's output goes to stderr. Only the owner holds the other
 end of stdin: its end of file means that the owner is gone, however it went. Then the server is stopped and the work

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.database.driver import driver_connection, give_up
-from outboxq.database.engines import opening
+from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker

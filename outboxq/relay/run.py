@@ -24,7 +24,8 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.config import RelayConfig, SlotGroup
-from outboxq.database.engines import Engines, NoConnection, check_durability, listen_connector, opening
+from outboxq.database.engines import Engines, listen_connector
+from outboxq.database.errors import NoConnection, opening
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
@@ -42,6 +43,7 @@ from outboxq.relay.maintenance.reindexer import Upkeep
 from outboxq.relay.poller import Lookout
 from outboxq.relay.runners import SlotTask, SlotThread
 from outboxq.relay.slot import describe_error, is_outage
+from outboxq.relay.startup import check_durability
 from outboxq.relay.state import Shared, Tally
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 

@@ -7,7 +7,7 @@ import threading
 import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.engines import NoConnection
+from outboxq.database.errors import NoConnection
 from outboxq.execution.attempt import Abandoned, ConnectionLost
 from outboxq.relay.connections import AsyncLines, Lines
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS

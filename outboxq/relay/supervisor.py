@@ -99,8 +99,8 @@ def supervise(
     children and ends this process by that signal.
 
     Args:
-        command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (see `outboxq.relay.signals.stop_when_parent_dies`),
-            and may tell of its life through `OUTBOXQ_HEARTBEAT_PIPE` (see `outboxq.health.send_beats`).
+        command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (`outboxq.relay.signals.stop_when_parent_dies`),
+            and may tell of its life through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
         drain_seconds: How long children may take to finish their jobs; a little later they are killed.

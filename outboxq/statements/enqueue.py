@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.types import TypeEngine
 
-from outboxq.outbox.kinds import Envelope, NewJob
+from outboxq.new_job import Envelope, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 

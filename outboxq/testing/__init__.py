@@ -35,7 +35,8 @@ from outboxq.fault_points import fault_action as fault_action
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
 from outboxq.job import Job, uuid7
-from outboxq.outbox.kinds import JobHandle, JobKind, P
+from outboxq.new_job import JobHandle
+from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 from outboxq.postgres import Database as Database
 from outboxq.postgres import Server as Server

@@ -16,8 +16,9 @@ from uuid import uuid4
 import msgspec
 from sqlalchemy import URL, Connection, Engine, select, text
 
-from outboxq.config import RelayConfig, child_environment, psycopg_url
+from outboxq.config import RelayConfig, child_environment
 from outboxq.database.engines import make_engine
+from outboxq.database.urls import psycopg_url
 from outboxq.errors import ConfigError
 from outboxq.fault_points import EFFECT_FAULT_POINTS, FAULT_POINTS, FaultPoint
 from outboxq.outbox.session import OutboxSession
@@ -81,7 +82,7 @@ class RelayProcess:
         )
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._process = subprocess.Popen(  # this interpreter, with a module of this package
-            [sys.executable, "-m", "outboxq.testing.relay_process"],
+            [sys.executable, "-m", "outboxq.testing"],
             env=child_environment({"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}),
             stdin=subprocess.PIPE,
             stdout=self._log,

@@ -1,6 +1,6 @@
 """A relay process for tests, which dies or loses its connections at a step of its way that the test has chosen.
 
-Run as `python -m outboxq.testing.relay_process`: one line of JSON on standard input is its order, the end of standard input the
+`python -m outboxq.testing` runs it: one line of JSON on standard input is its order, the end of standard input the
 death of its parent. Started by `outboxq.testing.crashes.RelayProcess`.
 """
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import msgspec
 import psycopg
 
-from outboxq.config import RelayConfig, psycopg_url
+from outboxq.config import RelayConfig
+from outboxq.database.urls import psycopg_url
 from outboxq.errors import ConfigError
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers.registry import Jobs
@@ -121,7 +122,3 @@ def _fault(order: RelayOrder) -> AbstractContextManager[None]:
     if order.terminate_at is not None:
         return on_passing(order.terminate_at, order.passing, lambda: terminate_backends(order.url))
     return nullcontext()
-
-
-if __name__ == "__main__":
-    main()

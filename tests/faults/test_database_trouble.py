@@ -11,10 +11,12 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.engines import check_durability, make_engine, outage_reason
+from outboxq.database.engines import make_engine
+from outboxq.database.errors import outage_reason
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, JobRetried
 from outboxq.postgres import Database, Server
+from outboxq.relay.startup import check_durability
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect

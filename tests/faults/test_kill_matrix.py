@@ -12,7 +12,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig, SlotGroup
-from outboxq.config import psycopg_url
+from outboxq.database.urls import psycopg_url
 from outboxq.postgres import Database
 from outboxq.testing import FAULT_POINTS, CommitProxy, FaultPoint, RelayProcess
 from outboxq.testing.relay_process import on_passing, terminate_backends

@@ -15,8 +15,9 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Effects, Jobs, OutboxSession, RelayConfig
+from outboxq.clock import clock
 from outboxq.effects.lock_keeper import Keeper
-from outboxq.effects.protocol import Hold, Transact, claim, clock, once
+from outboxq.effects.protocol import Hold, Transact, claim, once
 from outboxq.effects.request import Request, make_request
 from outboxq.effects.runners import Caller
 from outboxq.effects.transactions import EngineTransactions

@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_demo_and_every_process_that_it_started() -> None:
             # Its third line: the relays serve and the customers order.
             lines = [demo.stdout.readline() for _ in range(3)]
             started = psutil.Process(demo.pid).children(recursive=True)
-            watchdogs = [process.cmdline() for process in started if "postgres_watchdog.py" in str(process.cmdline())]
+            watchdogs = [process.cmdline() for process in started if "postgres/watchdog.py" in str(process.cmdline())]
             demo.send_signal(signal.SIGINT)
             rest = demo.stdout.read()
             demo.wait(LIMIT_SECONDS)

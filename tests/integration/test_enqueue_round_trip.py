@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import make_url
 
-from outboxq.codec.values import build_signature
+from outboxq.codec.parameters import build_signature
 from outboxq.postgres import Server
 
 

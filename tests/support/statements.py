@@ -18,7 +18,7 @@ from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
 from outboxq.job import Job
-from outboxq.outbox.kinds import Envelope, NewJob
+from outboxq.new_job import Envelope, NewJob
 from outboxq.statements.aside import WAITS
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter

@@ -17,17 +17,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, make_tran
 from sqlmodel import Field as SQLField
 from sqlmodel import SQLModel
 
-from outboxq.codec.values import (
-    MAX_HEADERS_BYTES,
-    EntityKey,
-    Signature,
-    build_signature,
-    check_name,
-    encode_headers,
-    encode_value,
-    primary_key_of,
-)
+from outboxq.codec.parameters import Signature, build_signature
+from outboxq.codec.values import MAX_HEADERS_BYTES, EntityKey, encode_headers, encode_value, primary_key_of
 from outboxq.errors import ArgumentError, EnqueueError, PayloadError, RegistryError
+from outboxq.names import check_name
 
 SECRET = "hunter2-the-secret"
 

@@ -3,8 +3,8 @@
 import pytest
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
-from outboxq.config import host_names, psycopg_url
 from outboxq.database.engines import connect_arguments
+from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ConfigError
 
 

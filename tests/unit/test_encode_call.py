@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
 
 from outboxq import Context, Jobs
-from outboxq.codec.values import Signature, encode_value, join_object
+from outboxq.codec.parameters import Signature
+from outboxq.codec.values import encode_value, join_object
 from outboxq.errors import ArgumentError
 
 

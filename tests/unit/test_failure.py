@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, StatementError
 
+from outboxq.codec.text import MAX_MESSAGE_CHARACTERS
 from outboxq.errors import EntityGone, PayloadError, PermanentError
 from outboxq.execution.failure import (
     _READ_CHARACTERS,
     KEPT_ERRORS,
-    MAX_MESSAGE_CHARACTERS,
     ErrorRecord,
     describe_failure,
     describe_reason,

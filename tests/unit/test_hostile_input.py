@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from outboxq.codec.values import check_name, encode_value
+from outboxq.codec.values import encode_value
 from outboxq.doctor.formatting import identifier
 from outboxq.doctor.server import seconds_of
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey
@@ -16,6 +16,7 @@ from outboxq.execution.failure import kept_errors
 from outboxq.http.bodies import _declared_bytes
 from outboxq.http.keys import read_key
 from outboxq.http.middleware import _check_documentation
+from outboxq.names import check_name
 from outboxq.testing import proxy
 from tests.support.growth import LINEAR, growth
 

@@ -1,0 +1,274 @@
+"""A handler's arguments: each checked, stored and read by its annotation, together encoded and decoded."""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from typing import NotRequired, TypedDict, Union
+from uuid import UUID
+
+import msgspec
+
+from outboxq.codec.entities import (
+    EntityKey,
+    entity_mapper,
+    entity_of,
+    entity_state,
+    is_locked,
+    is_same_key,
+    primary_key_of,
+    primary_key_type,
+)
+from outboxq.codec.signature import declared_signature, resolve_annotation
+from outboxq.codec.values import _decode_foreign, _encoder, _object_decoder, _problem, encode_value
+from outboxq.errors import ArgumentError, PayloadError, RegistryError
+
+_NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
+
+
+_EMPTY = inspect.Parameter.empty
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a handler: how it is checked, stored and read."""
+
+    name: str
+    annotation: object
+    required: bool
+    entity: type[object] | None
+    optional: bool
+    locked: bool
+    decoder: msgspec.json.Decoder[object]
+
+    def encode(self, value: object) -> bytes:
+        """The value as JSON text that `decode` reads again.
+
+        Raises:
+            ArgumentError: it does not fit the annotation, or JSON cannot hold it.
+        """
+        if self.entity is not None or entity_state(value) is not None:
+            self.check_entity(value)
+            data = encode_value(self.name, value)
+            self._check_key(value, data)
+            return data
+        data = encode_value(self.name, value)
+        try:
+            self.decoder.decode(data)
+        except ValueError as error:
+            # Without its cause, whose text may quote the value.
+            raise ArgumentError(f"argument {self.name!r}: {_problem(error)}") from None
+        return data
+
+    def _check_key(self, entity: object, data: bytes) -> None:
+        if entity is None or self.entity is None:
+            return
+        try:
+            key = self.loaded(self.decoder.decode(data))
+        except ValueError:
+            key = None
+        if not (isinstance(key, EntityKey) and self.leads_to(key.identity, entity)):
+            raise ArgumentError(
+                f"argument {self.name!r}: JSON does not give back the primary key of {type(entity).__name__}: say in "
+                "its class what it is (`id: Mapped[UUID]`), or pass what the row can be found by instead"
+            )
+
+    def leads_to(self, key: tuple[object, ...], entity: object) -> bool:
+        """Whether the relay finds the row of an entity by a key that it has read."""
+        state = entity_state(entity)
+        assert state is not None
+        assert state.key is not None
+        assert self.entity is not None
+        return is_same_key(self.entity, key, tuple(state.key[1]))
+
+    def plain(self, value: object) -> object:
+        """A value that cannot be an entity, or the key of an entity that fits; whatever else is refused.
+
+        Raises:
+            ArgumentError: it has to be looked at more closely.
+        """
+        if self.entity is None and type(value) in _NEVER_ENTITIES:
+            return value
+        if self.entity is None or not isinstance(value, self.entity):
+            raise ArgumentError(f"argument {self.name!r} is not plain")
+        return primary_key_of(value)
+
+    def check_entity(self, value: object) -> None:
+        """Refuse a value that is not an entity of the annotated class."""
+        if self.entity is None:
+            raise ArgumentError(f"argument {self.name!r} is not annotated with a mapped class, got an entity")
+        if not (isinstance(value, self.entity) or (value is None and self.optional)):
+            raise ArgumentError(
+                f"argument {self.name!r} takes {'an optional' if self.optional else 'a'} {self.entity.__name__}, "
+                f"got {type(value).__name__}"
+            )
+
+    def decode(self, data: msgspec.Raw) -> object:
+        """The stored value, with an `EntityKey` for an entity.
+
+        Raises:
+            PayloadError: it does not fit the annotation.
+        """
+        try:
+            value = self.decoder.decode(data)
+        except ValueError as error:
+            raise PayloadError(f"argument {self.name!r}: {_problem(error)}") from None
+        return self.loaded(value)
+
+    def loaded(self, value: object) -> object:
+        """A decoded value, with an `EntityKey` for an entity."""
+        if self.entity is None or value is None:
+            return value
+        identity = tuple(value) if isinstance(value, list | tuple) else (value,)
+        return EntityKey(self.entity, identity, self.optional, self.locked)
+
+
+class Signature:
+    """The arguments of a handler after its context."""
+
+    def __init__(self, kind: str, parameters: tuple[Parameter, ...], binder: inspect.Signature) -> None:
+        self._kind = kind
+        self._binder = binder
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.locks = any(parameter.locked for parameter in parameters)
+        self._takes_entities = any(parameter.entity is not None for parameter in parameters)
+        self._decoder = _object_decoder_of(parameters)
+        self._reader = _struct_decoder_of(parameters)
+        self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
+
+    def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
+        """All arguments of a call as a JSON object, in one pass; None where each has to be looked at on its own.
+
+        What it gives is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
+        """
+        values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
+        if args and len(values) != len(args) + len(kwargs):
+            return None
+        try:
+            if self._takes_entities:
+                values = {name: self.parameters[name].plain(value) for name, value in values.items()}
+            elif not _NEVER_ENTITIES.issuperset(map(type, values.values())):
+                return None
+            data = _encoder.encode(values)
+            # Refuses a missing name, and leaves an unknown one out.
+            known = self._decoder.decode(data)
+        except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
+            return None
+        if self._takes_entities and not all(map(self._gives_back, values, values.values(), map(known.get, values))):
+            return None
+        # Searched as str, which is several times as fast as in bytes.
+        text = data.decode()
+        return None if len(known) < len(values) or "null" in text or "\\u0000" in text else text
+
+    def _gives_back(self, name: str, stored: object, read: object) -> bool:
+        """Whether the primary key of an entity is read as it was stored, and nothing has to be looked at."""
+        return self.parameters[name].entity is None or read == (tuple(stored) if type(stored) is list else stored)
+
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
+        try:
+            return dict(self._binder.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise ArgumentError(f"{self._kind}{self._binder}: {error}") from error
+
+    def encode(self, name: str, value: object) -> bytes:
+        return self.parameters[name].encode(value)
+
+    def check_entity(self, name: str, value: object) -> None:
+        """Refuse an entity that does not fit, by its class alone: a pending one has no key yet."""
+        self.parameters[name].check_entity(value)
+
+    def decode(self, args: str) -> dict[str, object]:
+        """The stored JSON object as call arguments, with an `EntityKey` for each entity.
+
+        Raises:
+            PayloadError: the text is not such an object; the message never quotes a value.
+        """
+        try:
+            read = msgspec.structs.asdict(self._reader.decode(args))
+        except (ValueError, RecursionError):
+            return self._decode_each(args)
+        if self._is_plain:
+            return read
+        given = {name: value for name, value in read.items() if value is not msgspec.UNSET}
+        return {name: self.parameters[name].loaded(value) for name, value in given.items()}
+
+    def _decode_each(self, args: str) -> dict[str, object]:
+        """The same, slower, and it says what does not fit."""
+        try:
+            fields = _object_decoder.decode(args.encode())
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise PayloadError("the stored arguments are not a JSON object that can be decoded") from error
+        unknown = sorted(fields.keys() - self.parameters.keys())
+        missing = [p.name for p in self.parameters.values() if p.required and p.name not in fields]
+        if unknown or missing:
+            raise PayloadError(
+                f"the stored arguments do not fit {self._kind}{self._binder}: "
+                f"unknown {unknown or 'none'}, missing {missing or 'none'}"
+            )
+        return {name: self.parameters[name].decode(data) for name, data in fields.items()}
+
+
+def _object_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[dict[str, object]]:
+    fields = {p.name: p.decoder.type if p.required else NotRequired[p.decoder.type] for p in parameters}
+    return msgspec.json.Decoder(TypedDict("Arguments", fields), dec_hook=_decode_foreign)  # type: ignore[operator]  # built at run time
+
+
+def _struct_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
+    fields = [(p.name, p.decoder.type) if p.required else (p.name, p.decoder.type, msgspec.UNSET) for p in parameters]
+    struct = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(struct, dec_hook=_decode_foreign)
+
+
+def build_signature(kind: str, function: Callable[..., object]) -> Signature:
+    """Read a handler's signature, leaving out its first parameter, the context.
+
+    Raises:
+        RegistryError: a parameter that cannot be stored (`*args`, `**kwargs`, an unknown annotation).
+    """
+    declared = list(declared_signature(function).parameters.values())[1:]
+    parameters = tuple(_build_parameter(kind, function, parameter) for parameter in declared)
+    # The binder shows in error texts: without the context, and with annotations as they were written.
+    return Signature(kind, parameters, inspect.Signature(declared))
+
+
+def _build_parameter(kind: str, function: Callable[..., object], declared: inspect.Parameter) -> Parameter:
+    if declared.kind in (declared.VAR_POSITIONAL, declared.VAR_KEYWORD):
+        raise RegistryError(
+            f"handler {kind!r} takes {declared}: its stored arguments need names, so write each one out"
+        )
+    if declared.kind is declared.POSITIONAL_ONLY:
+        raise RegistryError(
+            f"handler {kind!r}, argument {declared.name!r}: stored arguments go by name, so remove the '/'"
+        )
+    annotation = object if declared.annotation is _EMPTY else resolve_annotation(function, declared)
+    entity, optional = entity_of(annotation)
+    stored = typing.Any if annotation is object else annotation
+    if entity is None:
+        _refuse_nested_entities(kind, declared.name, annotation)
+    else:
+        stored = primary_key_type(entity)
+        stored = Union[stored, None] if optional and stored is not typing.Any else stored  # noqa: UP007  # at run time
+    try:
+        decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
+    except TypeError as error:
+        raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
+    locked = is_locked(annotation)
+    if locked and entity is None:
+        raise RegistryError(
+            f"handler {kind!r}, argument {declared.name!r}: Locked[...] takes a mapped class, or one of them or None"
+        )
+    return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, locked, decoder)
+
+
+def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:
+    if entity_mapper(annotation) is not None:
+        raise RegistryError(
+            f"handler {kind!r}, argument {name!r}: an entity must be an argument of its own "
+            "(`account: Account` or `account: Account | None`); inside other types pass its key"
+        )
+    for member in typing.get_args(annotation):
+        _refuse_nested_entities(kind, name, member)

@@ -1,0 +1,54 @@
+"""Names and keys, as PostgreSQL, a channel and the command line can carry them."""
+
+from outboxq.errors import ArgumentError, InvalidKey
+
+MAX_NAME_BYTES = 63
+
+
+MAX_KEY_BYTES = 512
+
+
+MAX_SCOPE_BYTES = 255
+
+
+def check_name(what: str, name: str) -> str:
+    """Refuse names that PostgreSQL, a channel or the command line could not carry.
+
+    Raises:
+        ArgumentError: not 1 to 63 bytes of UTF-8, or with control characters (NUL included).
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"a {what} name is a string, got {type(name).__name__}")
+    try:
+        size_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the {what} name {name!r} holds a lone surrogate") from error
+    if not 1 <= size_bytes <= MAX_NAME_BYTES:
+        raise ArgumentError(f"a {what} name takes 1 to {MAX_NAME_BYTES} bytes, got {size_bytes}: {name[:80]!r}")
+    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in name):
+        raise ArgumentError(f"the {what} name {name!r} holds a control character")
+    if what == "queue" and (set(name) & set(",=*") or name != name.strip()):
+        raise ArgumentError(f"the queue name {name!r} may not hold ',', '=' or '*', nor begin or end with a space")
+    return name
+
+
+def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
+    """Refuse a consumer, a message id, a scope or a key that its column could not hold.
+
+    Raises:
+        InvalidKey: not a string, empty, over `max_bytes` of UTF-8, or with control characters (NUL included).
+    """
+    if not isinstance(key, str):
+        raise InvalidKey(f"a {what} is a string, got {type(key).__name__}: {what} = str(...)")
+    try:
+        size_bytes = len(key.encode())
+    except UnicodeEncodeError:
+        raise InvalidKey(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
+    if not 1 <= size_bytes <= max_bytes:
+        raise InvalidKey(
+            f"a {what} takes 1 to {max_bytes} bytes, got {size_bytes}: "
+            + ("a hash of it, such as hashlib.sha256(...).hexdigest(), is as good" if size_bytes else "it is empty")
+        )
+    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in key):
+        raise InvalidKey(f"the {what} {key[:80]!r} holds a control character")
+    return key

@@ -199,7 +199,7 @@ class ChildStuck:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildSilent:
+class ChildUnresponsive:
     """A relay process of the supervisor showed no life for `silent_seconds`; it is killed, and dies of that."""
 
     pid: int
@@ -207,7 +207,7 @@ class ChildSilent:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildLingers:
+class ChildStopTimedOut:
     """A relay process of the supervisor is ending since `stopping_seconds`; it is killed, and dies of that."""
 
     pid: int
@@ -234,8 +234,8 @@ Event: TypeAlias = (
     | IndexRebuilt
     | ChildDied
     | ChildStuck
-    | ChildSilent
-    | ChildLingers
+    | ChildUnresponsive
+    | ChildStopTimedOut
 )
 Hook: TypeAlias = Callable[[Event], None]
 

@@ -132,13 +132,13 @@ def _examine(
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.database.urls import psycopg_url
-    from outboxq.doctor import examine, unreachable
+    from outboxq.doctor import run_checks, unreachable
 
     url = config.database_url(given_url)
     listen = config.listen_url(given_listen_url)
     config.check_schema(schema)
     try:
-        return examine(
+        return run_checks(
             lambda: connect(url),
             schema=schema,
             limits=limits,

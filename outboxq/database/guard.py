@@ -178,8 +178,8 @@ def _is_asked_by_driver() -> bool:
 class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
-    `opener` begins it, where a handler runs whose savepoint has not begun: also for what a handler sends through the
-    connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
+    `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
+    the connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
     the driver's connection. `thread`: whose it is.
 
     Args:
@@ -188,7 +188,7 @@ class Guard:
 
     def __init__(self, connection: Connection, harmless: AbstractSet[str] = frozenset()) -> None:
         self.savepoint: Savepoint | None = None
-        self.opener: Callable[[], None] | None = None
+        self.on_first_use: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
         # What of a handler's may outlive its transaction on this connection, in words that hold no value; then the
         # functions that may do so, if it is they alone.
@@ -282,9 +282,9 @@ class Guard:
         """The driver's own connection is taken."""
         if self.watcher is not None:
             self.watcher.hands_out()
-        elif self.opener is not None:
+        elif self.on_first_use is not None:
             # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
-            self.opener()
+            self.on_first_use()
         if self.is_handlers_turn:
             self.left = "the driver's own connection"
 
@@ -311,8 +311,8 @@ class Guard:
     ) -> None:
         if connection is self._connection and get_ident() != self.thread:
             raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
-        if self.opener is not None:
-            self.opener()
+        if self.on_first_use is not None:
+            self.on_first_use()
         if self.watcher is not None:
             self.watcher.sees(statement, context)
         if self.savepoint is not None:
@@ -362,16 +362,16 @@ class Guard:
     @property
     def is_handlers_turn(self) -> bool:
         """Whether a handler runs."""
-        return self.savepoint is not None or self.opener is not None
+        return self.savepoint is not None or self.on_first_use is not None
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
-        return (self.opener is not None or not self._lent) and self.left is None
+        return (self.on_first_use is not None or not self._lent) and self.left is None
 
     def let_go(self) -> None:
         """No handler runs any more."""
-        self.savepoint = self.opener = self.watcher = None
+        self.savepoint = self.on_first_use = self.watcher = None
 
 
 def lend(connection: Connection) -> Connection:

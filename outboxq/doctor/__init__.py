@@ -4,10 +4,10 @@ It only reads: each check is a short READ ONLY transaction of its own that waits
 not allowed to make is a finding itself, never an error.
 """
 
-from outboxq.doctor.examination import examine as examine
+from outboxq.doctor.examination import run_checks as run_checks
 from outboxq.doctor.findings import Finding as Finding
 from outboxq.doctor.findings import Limits as Limits
 from outboxq.doctor.findings import Severity as Severity
 from outboxq.doctor.pooler import unreachable as unreachable
 
-__all__ = ["Finding", "Limits", "Severity", "examine", "unreachable"]
+__all__ = ["Finding", "Limits", "Severity", "run_checks", "unreachable"]

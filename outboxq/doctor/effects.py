@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from outboxq.doctor.findings import Check, Examination, Finding, detail_of
+from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age, several, size
 from outboxq.statements.doctor import effects as statements
 
@@ -10,7 +10,7 @@ from outboxq.statements.doctor import effects as statements
 _ABANDONED_SECONDS = 3_600.0
 
 
-def find_unknown_effects(examination: Examination) -> Iterator[Finding]:
+def find_unknown_effects(examination: CheckContext) -> Iterator[Finding]:
     """Effects that nobody will call again until an operator says what became of them."""
     found = examination.connection.execute(statements.unknown_effects(examination.schema)).one()
     if found.effects:
@@ -28,7 +28,7 @@ def find_unknown_effects(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_abandoned_effects(examination: Examination) -> Iterator[Finding]:
+def find_abandoned_effects(examination: CheckContext) -> Iterator[Finding]:
     """Effects whose caller died, or failed in doubt, and that nobody called again."""
     connection, schema = examination.connection, examination.schema
     bytes_to_read: int = connection.execute(statements.bytes_to_read(schema)).scalar_one()

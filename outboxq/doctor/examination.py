@@ -12,7 +12,7 @@ from outboxq.admin.roles import Part
 from outboxq.database.driver import driver_connection, is_lost, run_script
 from outboxq.doctor import effects, pooler, rights, server, sessions, vacuum, work
 from outboxq.doctor import schema as structure
-from outboxq.doctor.findings import Check, Connect, Examination, Finding, Limits
+from outboxq.doctor.findings import Check, CheckContext, Connect, Finding, Limits
 from outboxq.handlers.registry import Registry
 from outboxq.tables import SCHEMA
 
@@ -39,7 +39,7 @@ _REASONS = {
 }
 
 
-def examine(
+def run_checks(
     connect: Connect,
     *,
     schema: str = SCHEMA,
@@ -60,7 +60,9 @@ def examine(
         # A pooler's next backend does not know what was prepared on this one.
         driver_connection(given).prepare_threshold = None
         connection = given.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
-        start = Examination(connection=connection, schema=schema, limits=limits or Limits(), use=use, registry=registry)
+        start = CheckContext(
+            connection=connection, schema=schema, limits=limits or Limits(), use=use, registry=registry
+        )
         try:
             found = [*_round(start), *_look_at_pooler(start, connect, listen_connect)]
         except ConnectionLost as lost:
@@ -79,7 +81,7 @@ class ConnectionLost(Exception):
         self.finding = finding
 
 
-def _round(start: Examination) -> Iterator[Finding]:
+def _round(start: CheckContext) -> Iterator[Finding]:
     findings: list[Finding] = []
     tables: frozenset[str] = frozenset()
     with _not_made(start.connection, "the schema", "USAGE on it", findings), _transaction(start.connection):
@@ -97,14 +99,14 @@ def _round(start: Examination) -> Iterator[Finding]:
             yield from _make(check, examination)
 
 
-def _make(check: Check, examination: Examination) -> Iterable[Finding]:
+def _make(check: Check, examination: CheckContext) -> Iterable[Finding]:
     findings: list[Finding] = []
     with _not_made(examination.connection, check.subject, check.grant, findings), _transaction(examination.connection):
         findings += check.find(examination)
     return findings
 
 
-def _look_at_pooler(start: Examination, connect: Connect, listen_connect: Connect | None) -> list[Finding]:
+def _look_at_pooler(start: CheckContext, connect: Connect, listen_connect: Connect | None) -> list[Finding]:
     findings: list[Finding] = []
     with _not_made(start.connection, pooler.SUBJECT, "pg_monitor", findings):
         findings += pooler.look_at_pooler(start.connection, connect, listen_connect)

@@ -63,7 +63,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
+class CheckContext:
     """What every check works on, inside a transaction that is its own.
 
     Args:
@@ -93,7 +93,7 @@ class Check:
     """
 
     subject: str
-    find: Callable[[Examination], Iterable[Finding]]
+    find: Callable[[CheckContext], Iterable[Finding]]
     tables: frozenset[str] = field(default=frozenset())
     needs_current: bool = False
     grant: str = "pg_monitor"

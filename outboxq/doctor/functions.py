@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from outboxq.doctor.findings import Examination, Finding
+from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.migrations.quoting import quote_identifier
 from outboxq.statements.doctor import tables as statements
@@ -45,7 +45,7 @@ def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
     return found
 
 
-def find_different_functions(examination: Examination) -> Iterator[Finding]:
+def find_different_functions(examination: CheckContext) -> Iterator[Finding]:
     """Functions that are not there, or that say something else than the migrations wrote for this schema."""
     rows = examination.connection.execute(statements.functions(examination.schema)).all()
     for name, made in sorted(made_by_migrations(examination.schema).items()):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from outboxq.admin.roles import RIGHTS, Part
-from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.findings import Check, CheckContext, Finding
 from outboxq.doctor.formatting import identifier, shell_word
 from outboxq.statements.doctor import tables as statements
 from outboxq.statements.doctor.sessions import role_settings
@@ -15,7 +15,7 @@ _SELECT = ("SELECT",)
 _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 
-def find_missing_rights(examination: Examination) -> Iterator[Finding]:
+def find_missing_rights(examination: CheckContext) -> Iterator[Finding]:
     """Grants that this role lacks for its use."""
     connection, schema, use = examination.connection, examination.schema, examination.use
     if not connection.execute(statements.schema_usage(schema)).scalar():
@@ -47,7 +47,7 @@ def find_missing_rights(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_wide_producers(examination: Examination) -> Iterator[Finding]:
+def find_wide_producers(examination: CheckContext) -> Iterator[Finding]:
     """Roles that may write the relays' own columns of a new job, without being a relay or an operator."""
     for row in examination.connection.execute(statements.inserters(examination.schema)):
         grant = f"Run what `outboxq roles --sql --producer {shell_word(row.role)}` prints"
@@ -61,7 +61,7 @@ def find_wide_producers(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_hidden_rows(examination: Examination) -> Iterator[Finding]:
+def find_hidden_rows(examination: CheckContext) -> Iterator[Finding]:
     """Row level security without a policy that lets this role, or anybody, through."""
     for row in examination.connection.execute(statements.row_security(examination.schema)):
         wanted = _commands(examination.use, row.table)
@@ -80,7 +80,7 @@ def find_hidden_rows(examination: Examination) -> Iterator[Finding]:
             )
 
 
-def find_open_schemas(examination: Examination) -> Iterator[Finding]:
+def find_open_schemas(examination: CheckContext) -> Iterator[Finding]:
     """Schemas of a relay's search path in which others could put functions and operators for it to call."""
     paths = _search_paths(examination)
     behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}
@@ -110,7 +110,7 @@ def find_open_schemas(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def _search_paths(examination: Examination) -> dict[str, list[str]]:
+def _search_paths(examination: CheckContext) -> dict[str, list[str]]:
     """The schemas of this role's search path, and of the other roles' that could be a relay's, in their order."""
     own = examination.connection.execute(statements.search_path())
     others = examination.connection.execute(role_settings(examination.schema, ("search_path",)))

@@ -8,7 +8,7 @@ from sqlalchemy import Index, Row, Table
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.findings import Check, CheckContext, Finding
 from outboxq.doctor.formatting import identifier
 from outboxq.doctor.functions import find_different_functions
 from outboxq.migrations import LATEST
@@ -28,12 +28,12 @@ class Version:
     is_current: bool
 
 
-def existing_tables(examination: Examination) -> frozenset[str]:
+def existing_tables(examination: CheckContext) -> frozenset[str]:
     """The names of what is in the schema."""
     return frozenset(examination.connection.execute(statements.tables(examination.schema)).scalars())
 
 
-def look_at_version(examination: Examination) -> Version:
+def look_at_version(examination: CheckContext) -> Version:
     """Compare the marker that migrations leave with what the code needs."""
     step = None
     if "migration" in examination.tables:
@@ -91,7 +91,7 @@ def _tables_new(schema: str, step: int) -> Finding:
     )
 
 
-def find_missing_tables(examination: Examination) -> Iterator[Finding]:
+def find_missing_tables(examination: CheckContext) -> Iterator[Finding]:
     """Tables that the marker promises."""
     for name in sorted({str(table.name) for table in metadata.tables.values()} - examination.tables):
         yield Finding(
@@ -103,7 +103,7 @@ def find_missing_tables(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_broken_indexes(examination: Examination) -> Iterator[Finding]:
+def find_broken_indexes(examination: CheckContext) -> Iterator[Finding]:
     """Indexes that are not there, not whole, or not what they were."""
     found = examination.connection.execute(statements.indexes(examination.schema)).all()
     whole = {_identity(row) for row in found if row.is_valid}
@@ -178,7 +178,7 @@ def _plain(definition: str) -> str:
     return "".join(character for character in kept if character not in ' ()"\n').lower()
 
 
-def find_missing_code(examination: Examination) -> Iterator[Finding]:
+def find_missing_code(examination: CheckContext) -> Iterator[Finding]:
     """The functions, and the trigger that wakes relays."""
     yield from find_different_functions(examination)
     connection, schema = examination.connection, examination.schema

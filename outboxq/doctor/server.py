@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.findings import Check, CheckContext, Finding
 from outboxq.doctor.formatting import age
 from outboxq.migrations.server import unsupported
 from outboxq.statements.doctor import sessions as statements
@@ -38,7 +38,7 @@ _DURABILITY: Mapping[str, tuple[str, str]] = {
 _UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
-def find_short_timeouts(examination: Examination) -> Iterator[Finding]:
+def find_short_timeouts(examination: CheckContext) -> Iterator[Finding]:
     """Time-outs that a session of this role starts with, and those of other roles that could be a relay's."""
     names = tuple(_TIMEOUTS)
     for row in examination.connection.execute(statements.settings(names)):
@@ -47,7 +47,7 @@ def find_short_timeouts(examination: Examination) -> Iterator[Finding]:
         yield from _short(examination, row.name, row.value, row.role)
 
 
-def _short(examination: Examination, name: str, value: str, role: str | None) -> Iterator[Finding]:
+def _short(examination: CheckContext, name: str, value: str, role: str | None) -> Iterator[Finding]:
     seconds = seconds_of(value)
     if not 0 < seconds < _shortest(examination, name):
         return
@@ -62,7 +62,7 @@ def _short(examination: Examination, name: str, value: str, role: str | None) ->
     )
 
 
-def _shortest(examination: Examination, name: str) -> float:
+def _shortest(examination: CheckContext, name: str) -> float:
     short = examination.limits.short_timeout_seconds
     # An idle relay sleeps for long; a wait for a lock is short.
     return {"idle_session_timeout": max(short, _HOUR_SECONDS), "lock_timeout": min(short, _LOCK_TIMEOUT_SECONDS)}.get(
@@ -76,7 +76,7 @@ def seconds_of(value: str) -> float:
     return float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
 
 
-def find_unsafe_settings(examination: Examination) -> Iterator[Finding]:
+def find_unsafe_settings(examination: CheckContext) -> Iterator[Finding]:
     """What is off and should not be."""
     for row in examination.connection.execute(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
@@ -90,7 +90,7 @@ def find_unsafe_settings(examination: Examination) -> Iterator[Finding]:
             )
 
 
-def find_used_up_connections(examination: Examination) -> Iterator[Finding]:
+def find_used_up_connections(examination: CheckContext) -> Iterator[Finding]:
     """Limits of connections that are nearly reached."""
     for row in examination.connection.execute(statements.connection_room()):
         if row.allowed >= 0 and row.open >= _USED_UP * row.allowed:
@@ -104,7 +104,7 @@ def find_used_up_connections(examination: Examination) -> Iterator[Finding]:
             )
 
 
-def find_unsupported_server(examination: Examination) -> Iterator[Finding]:
+def find_unsupported_server(examination: CheckContext) -> Iterator[Finding]:
     """A server that is too old, and a database that does not keep its texts in UTF-8."""
     for reason, advice in unsupported(examination.connection):
         yield Finding(

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.doctor.findings import Check, Examination, Finding, Value, detail_of
+from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, several, size
 from outboxq.statements.doctor import sessions as statements
 
@@ -16,7 +16,7 @@ _TABLE_LOCK_SECONDS = 10.0
 _PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"
 
 
-def find_lock_holders(examination: Examination) -> Iterator[Finding]:
+def find_lock_holders(examination: CheckContext) -> Iterator[Finding]:
     """Sessions that hold jobs, or a whole table, for long."""
     holders = examination.connection.execute(statements.lock_holders(examination.schema)).all()
     limit = examination.limits.older_than_seconds
@@ -32,7 +32,7 @@ def _blocks(row: Row[Any]) -> bool:
     return not set(statements.BLOCKING_MODES).isdisjoint(row.modes)
 
 
-def _count_held_jobs(examination: Examination, transactions: list[str]) -> dict[str, int]:
+def _count_held_jobs(examination: CheckContext, transactions: list[str]) -> dict[str, int]:
     if not transactions:
         return {}
     try:
@@ -74,7 +74,7 @@ def _jobs_held(row: Row[Any], jobs: int) -> Finding:
     )
 
 
-def find_pinned_snapshot(examination: Examination) -> Iterator[Finding]:
+def find_pinned_snapshot(examination: CheckContext) -> Iterator[Finding]:
     """The session that holds back vacuum the most."""
     rows = examination.connection.execute(statements.snapshot_holders()).all()
     old = [row for row in rows if (row.seconds or 0) >= examination.limits.older_than_seconds]
@@ -91,7 +91,7 @@ def find_pinned_snapshot(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_hidden_sessions(examination: Examination) -> Iterator[Finding]:
+def find_hidden_sessions(examination: CheckContext) -> Iterator[Finding]:
     """Transactions whose age this role may not see."""
     hidden: int = examination.connection.execute(statements.hidden_transactions()).scalar_one()
     if hidden:
@@ -105,7 +105,7 @@ def find_hidden_sessions(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_prepared_transactions(examination: Examination) -> Iterator[Finding]:
+def find_prepared_transactions(examination: CheckContext) -> Iterator[Finding]:
     """Prepared transactions that nobody has ended."""
     for row in examination.connection.execute(statements.prepared_transactions(examination.schema)):
         if row.seconds < examination.limits.older_than_seconds:
@@ -141,7 +141,7 @@ def find_prepared_transactions(examination: Examination) -> Iterator[Finding]:
             )
 
 
-def find_slots(examination: Examination) -> Iterator[Finding]:
+def find_slots(examination: CheckContext) -> Iterator[Finding]:
     """Slots that nobody reads, and slots that hold a snapshot back."""
     limits = examination.limits
     for row in examination.connection.execute(statements.replication_slots()):
@@ -180,7 +180,7 @@ def _slot_pins(row: Row[Any], pinned: int) -> Finding:
     )
 
 
-def find_standby_feedback(examination: Examination) -> Iterator[Finding]:
+def find_standby_feedback(examination: CheckContext) -> Iterator[Finding]:
     """Standbys whose queries hold a snapshot back."""
     for row in examination.connection.execute(statements.standby_feedback()):
         if row.transactions >= examination.limits.older_than_transactions:

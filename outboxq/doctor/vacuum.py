@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from outboxq.database.driver import run_script
-from outboxq.doctor.findings import Check, Examination, Finding
+from outboxq.doctor.findings import Check, CheckContext, Finding
 from outboxq.doctor.formatting import age, identifier, several, size
 from outboxq.relay.maintenance.reindexer import BYTES_PER_ENTRY, MIN_BYTES
 from outboxq.statements import reindex
@@ -32,7 +32,7 @@ _OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
 _SPELLINGS = {"true": "on", "yes": "on", "1": "on", "false": "off", "no": "off"}
 
 
-def find_neglected_tables(examination: Examination) -> Iterator[Finding]:
+def find_neglected_tables(examination: CheckContext) -> Iterator[Finding]:
     """Tables that vacuum does not visit, or does not get clean."""
     limit = examination.limits.dead_tuples
     for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
@@ -53,7 +53,7 @@ def _autovacuum_off(schema: str, table: str) -> Finding:
     )
 
 
-def find_changed_settings(examination: Examination) -> Iterator[Finding]:
+def find_changed_settings(examination: CheckContext) -> Iterator[Finding]:
     """Settings for vacuum that are gone, or not the migrations'."""
     for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
         wanted = _OWN_SETTINGS.get(row.table, {})
@@ -101,7 +101,7 @@ def _set(schema: str, table: str, names: list[str]) -> str:
     return f"ALTER TABLE {identifier(schema, table)} SET ({settings});"
 
 
-def find_wasted_indexes(examination: Examination) -> Iterator[Finding]:
+def find_wasted_indexes(examination: CheckContext) -> Iterator[Finding]:
     """Indexes of the queue that are files of almost nothing."""
     found = run_script(examination.connection, reindex.wasted_indexes(examination.schema, MIN_BYTES, BYTES_PER_ENTRY))
     for name, given in found[-1].rows:

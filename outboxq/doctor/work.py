@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from outboxq.doctor.findings import Check, Examination, Finding, detail_of
+from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age, several, shell_word
 from outboxq.statements.doctor import work as statements
 
@@ -15,7 +15,7 @@ _LEASE_GRACE_SECONDS = 30.0
 _JOB = frozenset({"job"})
 
 
-def _waiting(examination: Examination) -> list[Row[Any]]:
+def _waiting(examination: CheckContext) -> list[Row[Any]]:
     connection, schema = examination.connection, examination.schema
     ready = connection.execute(statements.waiting_ready(schema)).all()
     return [*ready, *connection.execute(statements.waiting_scheduled(schema)).all()]
@@ -30,7 +30,7 @@ def _jobs_wait(number: int) -> str:
     return f"{_jobs(number)} {'waits' if number == 1 else 'wait'}"
 
 
-def find_unknown_kinds(examination: Examination) -> Iterator[Finding]:
+def find_unknown_kinds(examination: CheckContext) -> Iterator[Finding]:
     """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
     jobs: dict[tuple[str, str], int] = {}
     parked: dict[tuple[str, str], int] = {}
@@ -53,7 +53,7 @@ def find_unknown_kinds(examination: Examination) -> Iterator[Finding]:
     yield from _shared_queues(examination, parked)
 
 
-def _unknown_to_registry(examination: Examination, queue: str, kind: str, number: int) -> Iterator[Finding]:
+def _unknown_to_registry(examination: CheckContext, queue: str, kind: str, number: int) -> Iterator[Finding]:
     registry = examination.registry
     if registry is None or kind in registry.handlers:
         return
@@ -71,7 +71,7 @@ def _unknown_to_registry(examination: Examination, queue: str, kind: str, number
     )
 
 
-def _shared_queues(examination: Examination, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
+def _shared_queues(examination: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
     """Queues whose jobs were put off although the registry knows them: by relays that have another one."""
     registry = examination.registry
     if registry is None:
@@ -91,7 +91,7 @@ def _shared_queues(examination: Examination, parked: Mapping[tuple[str, str], in
         )
 
 
-def find_late_queues(examination: Examination) -> Iterator[Finding]:
+def find_late_queues(examination: CheckContext) -> Iterator[Finding]:
     """Queues whose next jobs have waited for long, and paused ones that fill up."""
     connection, schema = examination.connection, examination.schema
     paused = set(connection.execute(statements.paused_queues(schema)).scalars())
@@ -109,7 +109,7 @@ def find_late_queues(examination: Examination) -> Iterator[Finding]:
             yield _unserved(queue, jobs[queue], seconds) if not relays else _late(queue, jobs[queue], seconds)
 
 
-def _number_of_relays(examination: Examination) -> int:
+def _number_of_relays(examination: CheckContext) -> int:
     connected: int = examination.connection.execute(statements.connected_relays()).scalar_one()
     if "relay" in examination.tables:
         connected += examination.connection.execute(statements.living_relays(examination.schema)).scalar_one()
@@ -149,7 +149,7 @@ def _late(queue: str, jobs: int, seconds: float) -> Finding:
     )
 
 
-def find_suspects(examination: Examination) -> Iterator[Finding]:
+def find_suspects(examination: CheckContext) -> Iterator[Finding]:
     """Jobs whose claim died, which wait to be run alone."""
     rows = examination.connection.execute(statements.suspects(examination.schema)).all()
     if rows:
@@ -165,7 +165,7 @@ def find_suspects(examination: Examination) -> Iterator[Finding]:
         )
 
 
-def find_orphaned_leases(examination: Examination) -> Iterator[Finding]:
+def find_orphaned_leases(examination: CheckContext) -> Iterator[Finding]:
     """Leased jobs of relays that are dead, which a running relay would have put back."""
     found = statements.orphaned_leases(examination.schema, _LEASE_GRACE_SECONDS)
     for row in examination.connection.execute(found):

@@ -13,7 +13,7 @@ from outboxq.effects.protocol import LookUp
 from outboxq.effects.protocol import NotApplied as NotApplied
 from outboxq.effects.protocol import Unknown as Unknown
 from outboxq.effects.request import Classify
-from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.effects.transactions import EngineTransactions, async_transactions, schema_of
 from outboxq.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Effects:
             raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
         window = check_retention(retention)
         self._transactions = EngineTransactions(engine, schema_of(engine, schema))
-        self._permit = Permit(Caller(self._transactions, lease_seconds), lambda _: window)
+        self._permit = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     def once(
         self,
@@ -88,7 +88,7 @@ class AsyncEffects:
     ) -> None:
         window = check_retention(retention)
         self._transactions = async_transactions(engine, schema)
-        self._permit = Permit(AsyncCaller(self._transactions, lease_seconds), lambda _: window)
+        self._permit = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     async def once(
         self,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from sqlalchemy import Connection, Executable
 
 from outboxq.clock import clock
-from outboxq.effects.protocol import Hold
+from outboxq.effects.protocol import LockExpiry
 from outboxq.effects.request import Request
 from outboxq.statements import effects as statements
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("outboxq.effects")
 Transaction = Callable[[Callable[[Connection], object]], object]
 
 
-class Keeper:
+class LockKeeper:
     """Extends the locks that are held through it.
 
     Args:
@@ -32,12 +32,12 @@ class Keeper:
     def __init__(self, transact: Transaction, lease_seconds: float) -> None:
         self._transact = transact
         self._beat_seconds = lease_seconds / 3
-        self._held: dict[Hold, float] = {}
+        self._held: dict[LockExpiry, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def keeping(self, hold: Hold) -> Iterator[None]:
+    def keeping(self, hold: LockExpiry) -> Iterator[None]:
         """Within the block, the lock is extended."""
         with self._changed:
             self._held[hold] = clock() + self._beat_seconds
@@ -64,10 +64,10 @@ class Keeper:
                     continue
             self._extend(due)
 
-    def _extend(self, due: list[Hold]) -> None:
+    def _extend(self, due: list[LockExpiry]) -> None:
         begun = clock()
-        committed: list[list[Hold]] = []
-        extended: set[Hold] = set()
+        committed: list[list[LockExpiry]] = []
+        extended: set[LockExpiry] = set()
         try:
             self._transact(lambda connection: committed.append(_extend_all(connection, due)))
             # Only now: what was extended and not committed is not extended.
@@ -82,7 +82,7 @@ class Keeper:
                     self._held[hold] = begun + self._beat_seconds
 
 
-def _extend_all(connection: Connection, due: list[Hold]) -> list[Hold]:
+def _extend_all(connection: Connection, due: list[LockExpiry]) -> list[LockExpiry]:
     """Those whose lock was still ours."""
     return [hold for hold in due if connection.execute(_extension(hold.request)).first() is not None]
 

@@ -20,7 +20,7 @@ from outboxq.codec.entities import entity_state
 from outboxq.codec.text import name_of, storable
 from outboxq.codec.values import MAX_ARGS_BYTES, decode_stored, encode_value
 from outboxq.database.sessions import sqlstate_of
-from outboxq.effects.request import Doubt, Request, provider_key
+from outboxq.effects.request import ErrorClass, Request, provider_key
 from outboxq.errors import (
     ArgumentError,
     CallNotApplied,
@@ -36,7 +36,7 @@ from outboxq.errors import (
 )
 from outboxq.fault_points import fault_point
 from outboxq.statements import effects as statements
-from outboxq.statements.effects import Seen, Status
+from outboxq.statements.effects import EffectState, Status
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LookUpCall:
     """Ask the other side whether a call with this key was applied."""
 
     provider_key: str
@@ -100,11 +100,11 @@ class Pause:
     settles: bool = False
 
 
-Step: TypeAlias = Transact | Call | Ask | Pause
+Step: TypeAlias = Transact | Call | LookUpCall | Pause
 Steps: TypeAlias = Generator[Step, Any, T]
 
 
-class Hold:
+class LockExpiry:
     """How long this process may believe that the lock on a call is its own."""
 
     def __init__(self, request: Request) -> None:
@@ -121,7 +121,7 @@ class Hold:
         return clock() < self._until
 
 
-def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
+def once(request: Request, hold: LockExpiry, deployment: UUID) -> Steps[object]:
     """Call once, and record what it came to; or replay what an earlier call came to.
 
     Raises:
@@ -160,7 +160,7 @@ def once(request: Request, hold: Hold, deployment: UUID) -> Steps[object]:
     return (yield from _record_result(request, value))
 
 
-def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
+def claim(request: Request, hold: LockExpiry, deployment: UUID) -> Steps[EffectState]:
     """Claim the call or take it over, else see what stands; `hold` says for how long it is ours."""
     wanted = provider_key(deployment, request.scope, request.key)
     statement = statements.claim(request.scope, request.key, request.fingerprint, wanted, request.token, request.lease)
@@ -171,10 +171,10 @@ def claim(request: Request, hold: Hold, deployment: UUID) -> Steps[Seen]:
         # Measured from before the statement: what the server adds, we leave out.
         if row is not None:
             hold.renew(begun, row.locked_seconds)
-    return Seen(*row)
+    return EffectState(*row)
 
 
-def _replay(request: Request, seen: Seen) -> object:
+def _replay(request: Request, seen: EffectState) -> object:
     """What an earlier call came to, as its result or as its error."""
     scope, key = request.scope, request.key
     if not seen.same_request:
@@ -190,12 +190,12 @@ def _replay(request: Request, seen: Seen) -> object:
     raise EffectInProgress(scope, key, max(seen.locked_seconds, 0.0))
 
 
-def _look_up(request: Request, seen: Seen, begun: float) -> Steps[LookUp[object]]:
+def _look_up(request: Request, seen: EffectState, begun: float) -> Steps[LookUp[object]]:
     """Find out whether an earlier call was applied; returns only where it may be called again, or need not be."""
     answer: LookUp[object] = Unknown()
     if request.asks:
         try:
-            answer = _check_answer((yield Ask(str(seen.provider_key))))
+            answer = _check_answer((yield LookUpCall(str(seen.provider_key))))
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -225,7 +225,7 @@ def _check_answer(answer: object) -> LookUp[object]:
     return answer
 
 
-def _still_remembered(request: Request, seen: Seen, waited_seconds: float = 0.0) -> bool:
+def _still_remembered(request: Request, seen: EffectState, waited_seconds: float = 0.0) -> bool:
     """Whether the other side still knows the key, so that a second call with it is no second effect."""
     remembers = request.provider_remembers
     return remembers is not None and seen.known_seconds + waited_seconds < remembers.total_seconds()
@@ -239,7 +239,7 @@ def _why_unknown(request: Request, *, asked: bool) -> str:
     return f"{asked_text}, and the other side {known}"
 
 
-def _record_failure(request: Request, error: BaseException, seen: Seen, *, in_doubt: bool) -> Steps[None]:
+def _record_failure(request: Request, error: BaseException, seen: EffectState, *, in_doubt: bool) -> Steps[None]:
     """Record a call that raised; returns where the error itself is to go on to the caller."""
     doubt = _doubt_of(request, error)
     if doubt == "final":
@@ -270,7 +270,7 @@ def _refusal(error: BaseException) -> str:
         return "(this text cannot be read)"
 
 
-def _doubt_of(request: Request, error: BaseException) -> Doubt:
+def _doubt_of(request: Request, error: BaseException) -> ErrorClass:
     if not isinstance(error, Exception):
         return "ambiguous"
     if isinstance(error, CallRefused):
@@ -382,7 +382,7 @@ def _try_twice(run: Callable[[Connection], T]) -> Steps[T]:
         try:
             answer: T = yield Transact(run)
         except Exception as error:
-            if not is_outage(error):
+            if not is_database_unavailable(error):
                 raise
             still_waits = _is_lock_timeout(error) and (yield Transact(_waits_without_end))
             if was_away and not still_waits:
@@ -423,10 +423,10 @@ def insist(
         except GeneratorExit:
             raise
         except Exception as error:
-            if instead is not None and not is_outage(error):
+            if instead is not None and not is_database_unavailable(error):
                 step = write = Transact(instead(error), settles=True)
                 instead = None
-            elif is_outage(error) and time.monotonic() + pause_seconds <= deadline:
+            elif is_database_unavailable(error) and time.monotonic() + pause_seconds <= deadline:
                 step = Pause(pause_seconds, settles=True)
                 pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
             elif interruption is not None:
@@ -446,7 +446,7 @@ def insist(
     return cast("T", answer)
 
 
-def is_outage(error: Exception) -> bool:
+def is_database_unavailable(error: Exception) -> bool:
     """Whether the server is gone, going, starting or full, its pool is, or it took us for another's deadlock.
 
     By any driver.

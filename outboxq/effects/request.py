@@ -14,8 +14,8 @@ from outboxq.codec.values import build_decoder, fingerprint
 from outboxq.errors import ConfigError
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 
-Doubt: TypeAlias = Literal["retryable", "final", "ambiguous"]
-Classify: TypeAlias = Callable[[Exception], Doubt]
+ErrorClass: TypeAlias = Literal["retryable", "final", "ambiguous"]
+Classify: TypeAlias = Callable[[Exception], ErrorClass]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,33 +14,33 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.sessions import explain_missing_tables
-from outboxq.effects.lock_keeper import Keeper, Transaction
-from outboxq.effects.protocol import Ask, Call, Hold, LookUp, Pause, Step, Steps, Transact, once
+from outboxq.effects.lock_keeper import LockKeeper, Transaction
+from outboxq.effects.protocol import Call, LockExpiry, LookUp, LookUpCall, Pause, Step, Steps, Transact, once
 from outboxq.effects.request import Classify, Request, make_request
 from outboxq.effects.transactions import AsyncTransactions, Transactions
 from outboxq.errors import CallNotApplied, ConfigError, EffectRefused, HandlerError
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
-C = TypeVar("C", "Caller", "AsyncCaller")
+C = TypeVar("C", "EffectRunner", "AsyncEffectRunner")
 
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.5, 3600.0
 
 
-class Caller:
+class EffectRunner:
     """Makes calls once, where the caller stands."""
 
     def __init__(self, transactions: Transactions, lease_seconds: float) -> None:
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions
-        self._keeper = Keeper(transactions.keeper_transaction(), lease_seconds)
+        self._keeper = LockKeeper(transactions.keeper_transaction(), lease_seconds)
         self._deployment: UUID | None = None
 
     def run(self, request: Request, call: Callable[[str], object], ask: Callable[[str], LookUp[Any]] | None) -> object:
         """What the call comes to, or came to; see `once` for what it raises."""
         if self._deployment is None:
             self._deployment = self._transactions.run(_read_deployment)
-        hold = Hold(request)
+        hold = LockExpiry(request)
         with self._keeper.keeping(hold):
             return self._drive(once(request, hold, self._deployment), call, ask)
 
@@ -63,7 +63,7 @@ class Caller:
                 return self._transactions.run(work, settles=settles)
             case Call(provider_key):
                 return _not_awaitable(call(provider_key))
-            case Ask(provider_key):
+            case LookUpCall(provider_key):
                 assert ask is not None
                 return ask(provider_key)
             case Pause(seconds):
@@ -72,7 +72,7 @@ class Caller:
         assert_never(step)
 
 
-class AsyncCaller:
+class AsyncEffectRunner:
     """Makes calls once, in an event loop.
 
     Args:
@@ -83,16 +83,16 @@ class AsyncCaller:
         self._keep = keep
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions
-        self._keepers: dict[asyncio.AbstractEventLoop, Keeper] = {}
+        self._keepers: dict[asyncio.AbstractEventLoop, LockKeeper] = {}
         self._deployment: UUID | None = None
 
-    def keeping(self, hold: Hold) -> AbstractContextManager[None]:
+    def keeping(self, hold: LockExpiry) -> AbstractContextManager[None]:
         """Within the block, the lock is extended."""
         loop = asyncio.get_running_loop()
         keeper = self._keepers.get(loop)
         if keeper is None:
             keep = self._keep or self._transactions.keeper_transaction()
-            keeper = Keeper(keep, self.lease.total_seconds())
+            keeper = LockKeeper(keep, self.lease.total_seconds())
             self._keepers = {loop: keeper}
         return keeper.keeping(hold)
 
@@ -108,9 +108,9 @@ class AsyncCaller:
         call: Callable[[str], Awaitable[object]],
         ask: Callable[[str], Awaitable[LookUp[Any]]] | None,
     ) -> object:
-        """See `Caller.run`."""
+        """See `EffectRunner.run`."""
         deployment = await self.deployment()
-        hold = Hold(request)
+        hold = LockExpiry(request)
         with self.keeping(hold):
             return await self._drive(once(request, hold, deployment), call, ask)
 
@@ -173,7 +173,7 @@ class AsyncCaller:
 
     async def _perform(
         self,
-        step: Call | Ask | Pause,
+        step: Call | LookUpCall | Pause,
         call: Callable[[str], Awaitable[object]],
         ask: Callable[[str], Any] | None,
         cancelled: asyncio.CancelledError | None,
@@ -184,7 +184,7 @@ class AsyncCaller:
         match step:
             case Call(provider_key):
                 return await _awaited(call(provider_key))
-            case Ask(provider_key):
+            case LookUpCall(provider_key):
                 assert ask is not None
                 return await _awaited(ask(provider_key))
             case Pause(seconds):
@@ -194,7 +194,7 @@ class AsyncCaller:
 
 
 @dataclass(frozen=True, slots=True)
-class Permit(Generic[C]):
+class EffectAccess(Generic[C]):
     """Leave to call the outside through `caller`, or why there is none.
 
     `retention_of` says how long a scope's results are remembered.

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import give_up, is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.database.guard import Guard, Savepoint
-from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import (
     EffectInProgress,
     EffectRefused,
@@ -31,7 +31,7 @@ from outboxq.errors import (
     TransactionEndedByHandler,
 )
 from outboxq.execution.failure import Failed, R, describe_failure, withheld
-from outboxq.execution.invoke import Invoker, LazySession, Opened, Run, hand_over
+from outboxq.execution.invoke import AttemptSession, HandlerSession, Invoker, Run, hand_over
 from outboxq.execution.preload import load_entity, watch_unlocked
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.fault_points import fault_point
@@ -83,15 +83,15 @@ class TransactionEscaped(OutboxqError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownKindResult:
     """No handler here can run this kind in this slot."""
 
 
-Result: TypeAlias = Outcome | Failed | Unknown
+Result: TypeAlias = Outcome | Failed | UnknownKindResult
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Runtime:
     """What executing needs besides the job, fixed for the life of a slot's connection.
 
     Args:
@@ -105,7 +105,7 @@ class Work:
     schema: str
     max_crashes: int
     epoch: str
-    caller: Caller | AsyncCaller | None
+    caller: EffectRunner | AsyncEffectRunner | None
     sharing_queues: frozenset[str]
     is_interruption: Callable[[BaseException], bool]
     catalog: Catalog = field(default_factory=Catalog)
@@ -145,7 +145,7 @@ class Work:
         give_up(connection)
         raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))
 
-    def permit(self, handler: AnyHandler, job: Job) -> Permit[Any] | None:
+    def permit(self, handler: AnyHandler, job: Job) -> EffectAccess[Any] | None:
         """Leave for this run to call the outside, or why it has none."""
         if self.caller is None:
             return None
@@ -153,7 +153,7 @@ class Work:
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
         # Of the slot's flavour, as the handler is.
         caller: Any = self.caller
-        return Permit(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
+        return EffectAccess(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
 
     def _retention(self, handler: AnyHandler, job: Job, scope: str) -> timedelta:
         if not self.registry.may_call(scope, handler.kind):
@@ -182,7 +182,7 @@ class Work:
         return handler if handler is not None and handler.flavour == self.invoker.flavour else None
 
 
-class Place:
+class AttemptSavepoint:
     """Where the rows of one attempt go: a savepoint in the relay's transaction.
 
     It begins when the handler first names its session, so that a handler which does not costs nothing; under a lease
@@ -204,14 +204,14 @@ class Place:
         self._begin = begin
         self._connection = connection
         guard.savepoint = None
-        guard.opener = self.open
+        guard.on_first_use = self.open
 
     def open(self) -> None:
         """Begin, unless that was done."""
         if self.savepoint is not None:
             return
         # First: what follows goes through the guarded connection too.
-        self._guard.opener = None
+        self._guard.on_first_use = None
         try:
             seal = self._begin()
             self.in_transaction = True
@@ -219,7 +219,7 @@ class Place:
             self.savepoint = self._guard.savepoint
         except BaseException:
             # The handler may swallow it, and go on unguarded.
-            self._guard.opener = self.open
+            self._guard.on_first_use = self.open
             raise
 
     @property
@@ -233,7 +233,7 @@ def execute(
     connection: Connection,
     handler: AnyHandler | None,
     job: Job,
-    work: Work,
+    work: Runtime,
     *,
     shared_xid: str | None,
     begin: Callable[[], str | None],
@@ -245,14 +245,14 @@ def execute(
     Args:
         shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
             deferred constraints would raise at COMMIT; a job alone meets them in the certificate.
-        begin: Called before the handler's session is first used. See `Place`.
+        begin: Called before the handler's session is first used. See `AttemptSavepoint`.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: the handler ended the transaction.
     """
     if handler is None:
-        return Unknown()
+        return UnknownKindResult()
     free_retries = FREE_RETRIES
     while True:
         result = work.invoker.apart(_attempt, connection, handler, job, work, shared_xid, begin)
@@ -265,13 +265,13 @@ def _attempt(
     connection: Connection,
     handler: AnyHandler,
     job: Job,
-    work: Work,
+    work: Runtime,
     shared_xid: str | None,
     begin: Callable[[], str | None],
 ) -> Result:
     # Without a lease it is the claim's own.
     in_transaction = job.lease_token is None or transaction_status(connection) == TransactionStatus.INTRANS
-    place = Place(connection, work.guard, begin, in_transaction=in_transaction)
+    place = AttemptSavepoint(connection, work.guard, begin, in_transaction=in_transaction)
     if place.in_transaction and work.invoker.flavour == "async":
         # Where its session is first named, a coroutine cannot send anything.
         try:
@@ -279,7 +279,7 @@ def _attempt(
         except BaseException:
             work.guard.let_go()
             raise
-    opened = Opened(partial(_open_session, connection, work, place))
+    opened = AttemptSession(partial(_open_session, connection, work, place))
     begun = time.monotonic()
     result: Result
     kept = False
@@ -320,7 +320,7 @@ def _attempt(
     return result
 
 
-def _open_session(connection: Connection, work: Work, place: Place) -> LazySession:
+def _open_session(connection: Connection, work: Runtime, place: AttemptSavepoint) -> HandlerSession:
     session = work.invoker.open_session(connection, place.open)
     if place.in_transaction:
         # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
@@ -336,7 +336,14 @@ def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) ->
     return HandlerTimedOut(limit).with_traceback(error.__traceback__)
 
 
-def _run(connection: Connection, handler: AnyHandler, job: Job, work: Work, opened: Opened, place: Place) -> Outcome:
+def _run(
+    connection: Connection,
+    handler: AnyHandler,
+    job: Job,
+    work: Runtime,
+    opened: AttemptSession,
+    place: AttemptSavepoint,
+) -> Outcome:
     arguments = handler.signature().decode(job.args)
     keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
     if keys:
@@ -372,7 +379,7 @@ def check_not_undone(connection: Connection, savepoint: Savepoint | None) -> Non
         raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
 
 
-def _keep(connection: Connection, session: Session, place: Place, shared_xid: str | None) -> None:
+def _keep(connection: Connection, session: Session, place: AttemptSavepoint, shared_xid: str | None) -> None:
     # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined by
     # "rollback_only", it commits nothing.
     session.commit()
@@ -383,7 +390,7 @@ def _keep(connection: Connection, session: Session, place: Place, shared_xid: st
     place.savepoint.commit()
 
 
-def _undone(connection: Connection, place: Place, *, intact: bool) -> bool:
+def _undone(connection: Connection, place: AttemptSavepoint, *, intact: bool) -> bool:
     """Go back to before the handler; False where the transaction is not there any more, or not as we left it."""
     if is_lost(connection):
         raise ConnectionLost("the connection was lost while a handler ran")

@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.errors import HandlerError, HandlerRolledBack
-from outboxq.execution.attempt import Work
-from outboxq.execution.batch_state import Progress
-from outboxq.execution.invoke import LazySession, Run, nothing
+from outboxq.execution.attempt import Runtime
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.invoke import HandlerSession, Run, nothing
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.fault_points import fault_point
@@ -21,10 +21,10 @@ from outboxq.handlers.handler import BatchHandler
 from outboxq.outcomes import Outcome
 
 
-def run_group(
+def call_batch_handler(
     connection: Connection,
-    batch: Progress,
-    work: Work,
+    batch: BatchState,
+    work: Runtime,
     places: range,
     arguments: Sequence[Mapping[str, object]],
     locks: Locks,
@@ -67,11 +67,11 @@ def run_group(
 
 def _call(
     connection: Connection,
-    batch: Progress,
-    work: Work,
+    batch: BatchState,
+    work: Runtime,
     places: range,
     arguments: Sequence[Mapping[str, object]],
-    session: LazySession,
+    session: HandlerSession,
     place: SharedSavepoint,
     locks: Locks,
 ) -> Sequence[Outcome]:
@@ -117,14 +117,14 @@ def _loaded(
     ]
 
 
-def _given(session: LazySession, arguments: Mapping[str, object]) -> dict[str, object]:
+def _given(session: HandlerSession, arguments: Mapping[str, object]) -> dict[str, object]:
     return {
         name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
         for name, value in arguments.items()
     }
 
 
-def _close(session: Session, work: Work) -> bool:
+def _close(session: Session, work: Runtime) -> bool:
     try:
         session.close()
     except BaseException as error:

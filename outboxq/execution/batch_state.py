@@ -10,14 +10,14 @@ from sqlalchemy import Connection
 
 from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
 from outboxq.execution.attempt import Abandoned, Result
-from outboxq.execution.claim import Anchor, anchor
+from outboxq.execution.claim import ClaimTransaction, anchor
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
 # Held for a moment, but for a cancellation that is on its way to the server.
 _LOCK_SECONDS = 1.0
 
-How: TypeAlias = Literal["shared", "group", "alone"]
+SegmentKind: TypeAlias = Literal["shared", "group", "alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class BatchReport:
 
 
 @dataclass(slots=True)
-class Progress:
+class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
     `anchor` is None until the transaction has begun, `begun` says that it was tried. `position` is the job that runs,
@@ -53,7 +53,7 @@ class Progress:
 
     queue: str
     jobs: tuple[Job, ...]
-    anchor: Anchor | None
+    anchor: ClaimTransaction | None
     moved: int = 0
     timeout_seconds: float | None = None
     epoch: str = ""
@@ -70,7 +70,7 @@ class Progress:
     buried_because: str = ""
     deadlocked: bool = False
     together: int = 1
-    one_run: How | None = None
+    one_run: SegmentKind | None = None
     is_apart: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,7 +89,7 @@ class Progress:
         """Whether its claim is committed already."""
         return self.jobs[0].lease_token is not None
 
-    def begin(self, connection: Connection) -> Anchor:
+    def begin(self, connection: Connection) -> ClaimTransaction:
         """The transaction of the batch, begun if it has not been."""
         if self.seized:
             raise Abandoned("the relay does not wait for this job any more")
@@ -125,7 +125,7 @@ class Progress:
             self._lock.release()
 
     @contextmanager
-    def held(self, deadline: float) -> Iterator[bool]:
+    def while_running(self, deadline: float) -> Iterator[bool]:
         """Whether the job with this deadline still runs; meanwhile it is neither committed nor taken away."""
         with self._lock:
             yield self.deadline == deadline and not self.certifying

@@ -17,7 +17,7 @@ from outboxq.statements.functions import functions_without_side_effects
 _MOST = 10_000
 
 
-class Functions:
+class CalledFunctions:
     """What a relay's slots have learned. Any thread may ask; at worst two ask the same."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ _CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class ClaimTransaction:
     """Which transaction a batch runs in: what to ask the server about it, and which backend holds it.
 
     Two savepoints lie behind the claim, under names that no handler can guess. Releasing the upper one, the seal,
@@ -64,7 +64,7 @@ class Claimed:
     request: "ClaimRequest"
     jobs: tuple[Job, ...]
     moved: int
-    anchor: Anchor | None
+    anchor: ClaimTransaction | None
 
 
 class PreparedClaims:
@@ -130,7 +130,7 @@ class PreparedClaims:
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class PiggybackQuery:
     """A question that goes along with a claim, and who is told the answer: its first row."""
 
     statement: str
@@ -154,7 +154,7 @@ class ClaimRequest:
     queue: str = ""
     timeout_seconds: float | None = None
     prepared: PreparedClaims | None = None
-    aside: Aside | None = None
+    aside: PiggybackQuery | None = None
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
@@ -166,7 +166,7 @@ class ClaimRequest:
         settings = local_timeouts(self.timeout_seconds) or TIMED_AGAIN
         return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
 
-    def text_behind_commit(self) -> str:
+    def text_after_commit(self) -> str:
         """What follows a COMMIT in one string: BEGIN, the question and the claim.
 
         The question stands behind BEGIN: in front of it, it would be the first statement of the same transaction, whose
@@ -174,7 +174,7 @@ class ClaimRequest:
         """
         return f"{BEGIN}; {'' if self.aside is None else f'{self.aside.statement}; '}{self.text()}"
 
-    def read_behind_commit(self, results: Sequence[ScriptResult]) -> Claimed:
+    def read_after_commit(self, results: Sequence[ScriptResult]) -> Claimed:
         """What that brought."""
         results = results[1:]
         if self.aside is not None:
@@ -199,7 +199,9 @@ class ClaimRequest:
         if self.script.leased or not taken:
             return Claimed(self, _in_order(taken), moved, None)
         xid, pid = taken[0][_END_OF_JOB:]
-        return Claimed(self, _in_order(taken), moved, Anchor(self.savepoint, cast("str", xid), cast("int", pid)))
+        return Claimed(
+            self, _in_order(taken), moved, ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
+        )
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
@@ -218,12 +220,12 @@ def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
-def anchor(connection: Connection, settings: str = "") -> Anchor:
+def anchor(connection: Connection, settings: str = "") -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
     results = run_script(connection, f"{settings}SELECT {ANCHOR}; {_savepoints(savepoint)}")
     xid, pid = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
-    return Anchor(savepoint, cast("str", xid), cast("int", pid))
+    return ClaimTransaction(savepoint, cast("str", xid), cast("int", pid))
 
 
 def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> None:

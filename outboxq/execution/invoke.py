@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.database.guard import lend
-from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import HandlerTimedOut
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.deferred import Write, defer
@@ -33,14 +33,14 @@ def nothing() -> None:
     """The opener of a session whose transaction and savepoint are there already."""
 
 
-class LazySession(OutboxSession):
-    """Calls `opener` before it first uses its connection.
+class HandlerSession(OutboxSession):
+    """Calls `on_first_use` before it first uses its connection.
 
     Attributes:
         watched: Entities whose rows are not locked, and what is told of their changes before these are written.
     """
 
-    opener: Callable[[], None]
+    on_first_use: Callable[[], None]
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
@@ -56,7 +56,7 @@ class LazySession(OutboxSession):
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """SQLAlchemy's hook before every use of a connection."""
-        self.opener()
+        self.on_first_use()
         if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
             # The handler locks rows itself, and perhaps these.
             self.watched = None
@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
     job: Job
     state: object
-    permit: Callable[[], Permit[Any] | None]
+    permit: Callable[[], EffectAccess[Any] | None]
     deferred: list[Write]
 
 
@@ -98,15 +98,15 @@ def hand_over(deferred: list[Write], session: Session) -> None:
         deferred.clear()
 
 
-class Opened:
+class AttemptSession:
     """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
 
-    def __init__(self, make: Callable[[], LazySession]) -> None:
+    def __init__(self, make: Callable[[], HandlerSession]) -> None:
         self._make = make
         self._is_over = False
-        self.made: LazySession | None = None
+        self.made: HandlerSession | None = None
 
-    def session(self) -> LazySession:
+    def session(self) -> HandlerSession:
         """The session.
 
         Raises:
@@ -145,8 +145,8 @@ class _OpeningContext(Context[Any]):
             self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
-    def permit(self) -> Permit[Caller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: Permit[Caller] | None = self.__dict__["_run"].permit()
+    def permit(self) -> EffectAccess[EffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        permit: EffectAccess[EffectRunner] | None = self.__dict__["_run"].permit()
         return permit
 
     @functools.cached_property
@@ -169,8 +169,8 @@ class _OpeningAsyncContext(AsyncContext[Any]):
             self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
-    def permit(self) -> Permit[AsyncCaller] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: Permit[AsyncCaller] | None = self.__dict__["_run"].permit()
+    def permit(self) -> EffectAccess[AsyncEffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        permit: EffectAccess[AsyncEffectRunner] | None = self.__dict__["_run"].permit()
         return permit
 
     @functools.cached_property
@@ -189,8 +189,8 @@ class Invoker(Protocol):
         """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
         ...
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
-        """A fresh session that joins the connection's savepoint, which `opener` begins if need be."""
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
+        """A fresh session that joins the connection's savepoint, which `on_first_use` begins if need be."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
@@ -215,10 +215,10 @@ class SyncInvoker:
         """Run one attempt in a context of its own."""
         return copy_context().run(attempt, *args, **kwargs)
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        session = LazySession(bind=lend(connection), **SESSION_OPTIONS)
-        session.opener = opener
+        session = HandlerSession(bind=lend(connection), **SESSION_OPTIONS)
+        session.on_first_use = opener
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
@@ -251,13 +251,13 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> LazySession:
+    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
-        self._session = AsyncOutboxSession(bind=lent, sync_session_class=LazySession, **SESSION_OPTIONS)
+        self._session = AsyncOutboxSession(bind=lent, sync_session_class=HandlerSession, **SESSION_OPTIONS)
         session = self._session.sync_session
-        assert isinstance(session, LazySession)
-        session.opener = opener
+        assert isinstance(session, HandlerSession)
+        session.on_first_use = opener
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:

@@ -19,8 +19,8 @@ from sqlalchemy import Connection
 from outboxq.clock import clock
 from outboxq.database.driver import is_lost, pause, run_script, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
-from outboxq.execution.attempt import ConnectionLost, Work
-from outboxq.execution.batch_state import BatchReport, Progress
+from outboxq.execution.attempt import ConnectionLost, Runtime
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.transaction_mode import Pilot, end_transaction, is_listened_to, work_off
 from outboxq.fault_points import fault_point
@@ -45,7 +45,7 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Unsettled:
     """What is to be settled of the jobs of a claim: those that are over, each with its event, and those that never ran.
 
     `unsure`: it was tried before, and the answer to its COMMIT was lost.
@@ -81,7 +81,7 @@ class Rest:
 
 
 @dataclass(slots=True)
-class Held:
+class LeasedBatch:
     """The jobs of one claim, and how far they have come.
 
     The slot begins one after the other. The relay's watch takes away what does not run, where that lasts too long. One
@@ -136,12 +136,12 @@ class Held:
         kinds = tuple(sorted({job.kind for job in self.unknown}))
         return (JobsParked(self.queue, kinds, len(self.unknown)),) if self.unknown else ()
 
-    def take(self) -> Rest | None:
+    def take(self) -> Unsettled | None:
         """Everything that waits, for who settles it, until it is `settled` or `put_back`; None where another does."""
         with self._lock:
             if self._is_taken:
                 return None
-            rest = Rest(tuple(self._finished), tuple(self._waiting), self._unsure)
+            rest = Unsettled(tuple(self._finished), tuple(self._waiting), self._unsure)
             self._is_taken = True
             self._finished.clear()
             self._waiting.clear()
@@ -152,7 +152,7 @@ class Held:
         with self._lock:
             self._is_taken = False
 
-    def put_back(self, rest: Rest, *, unsure: bool) -> None:
+    def put_back(self, rest: Unsettled, *, unsure: bool) -> None:
         """It could not be settled; `unsure` where it may have been."""
         with self._lock:
             self._is_taken = False
@@ -181,11 +181,11 @@ class Held:
 class Holder(Pilot, Protocol):
     """A pilot whose jobs are held under a lease. Its `following` is asked where nothing of a claim waits any more."""
 
-    def holds(self, held: Held | None) -> None:
+    def holds(self, held: LeasedBatch | None) -> None:
         """Jobs were claimed and none has begun; None where all of them are settled."""
         ...
 
-    def runs(self, progress: Progress | None) -> None:
+    def runs(self, progress: BatchState | None) -> None:
         """A handler is about to begin, or none any more. After any error, `resolve` this progress."""
         ...
 
@@ -193,15 +193,15 @@ class Holder(Pilot, Protocol):
         """Whether the lease is held, and the relay is not stopping."""
         ...
 
-    def following_held(self, held: Held) -> ClaimRequest | None:
+    def following_held(self, held: LeasedBatch) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of the last of these jobs, if any should."""
         ...
 
 
-def run_held(connection: Connection, request: ClaimRequest, work: Work, holder: Holder) -> BatchReport | None:
+def run_held(connection: Connection, request: ClaimRequest, work: Runtime, holder: Holder) -> BatchReport | None:
     """Claim under the lease, run the jobs, settle them, and so on while `holder` says so; the last claim's report.
 
-    None where nothing waited. After any error `relieve` what is held.
+    None where nothing waited. After any error `release_waiting` what is held.
 
     Raises:
         LeaseLost: nothing of the job that ran was committed, and another relay may have it.
@@ -217,7 +217,7 @@ def run_held(connection: Connection, request: ClaimRequest, work: Work, holder: 
             if report is not None:
                 holder.ended(report)
             # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that nobody runs.
-            held = Held(claimed.request.queue, claimed.jobs)
+            held = LeasedBatch(claimed.request.queue, claimed.jobs)
             holder.holds(held)
             fault_point("after-claim")
             report, claimed = _work_off_held(connection, held, work, holder)
@@ -226,7 +226,7 @@ def run_held(connection: Connection, request: ClaimRequest, work: Work, holder: 
 
 
 def _work_off_held(
-    connection: Connection, held: Held, work: Work, holder: Holder
+    connection: Connection, held: LeasedBatch, work: Runtime, holder: Holder
 ) -> tuple[BatchReport, Claimed | None]:
     """Run what is held and settle it; what was claimed with that."""
     claimed: Claimed | None = None
@@ -244,8 +244,8 @@ def _work_off_held(
     return BatchReport(len(held.jobs), events), claimed
 
 
-def _run_one(connection: Connection, held: Held, job: Job, work: Work, holder: Holder) -> Claimed | None:
-    progress = Progress(held.queue, (job,), None, epoch=work.epoch)
+def _run_one(connection: Connection, held: LeasedBatch, job: Job, work: Runtime, holder: Holder) -> Claimed | None:
+    progress = BatchState(held.queue, (job,), None, epoch=work.epoch)
     holder.runs(progress)
     claimed = work_off(connection, progress, work, holder)
     if progress.anchor is None:
@@ -259,9 +259,9 @@ def _run_one(connection: Connection, held: Held, job: Job, work: Work, holder: H
 
 
 def _settle(
-    connection: Connection, held: Held, schema: str, following: ClaimRequest | None = None, *, free: bool = False
+    connection: Connection, held: LeasedBatch, schema: str, following: ClaimRequest | None = None, *, free: bool = False
 ) -> tuple[tuple[Event, ...], Claimed | None]:
-    """Settle all that waits, in the transaction of the next claim. `free`: as `Rest.script`."""
+    """Settle all that waits, in the transaction of the next claim. `free`: as `Unsettled.script`."""
     fault_point("before-commit")
     while (rest := held.take()) is None:
         pause(connection, _LOOK_SECONDS)
@@ -304,13 +304,13 @@ def _settle(
     return _events(rest, missing), None if following is None else following.read(results)
 
 
-def _events(rest: Rest, missing: "set[object]") -> tuple[Event, ...]:
+def _events(rest: Unsettled, missing: "set[object]") -> tuple[Event, ...]:
     if not missing:
         return rest.finished
     return tuple(JobLeaseLost(event.job) if event.job.id in missing else event for event in rest.finished)
 
 
-def relieve(connection: Connection, held: Held, schema: str) -> BatchReport:
+def release_waiting(connection: Connection, held: LeasedBatch, schema: str) -> BatchReport:
     """Settle what waits of a claim, by itself.
 
     Raises:

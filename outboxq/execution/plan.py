@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from outboxq.execution.attempt import Work
-from outboxq.execution.batch_state import How, Progress
+from outboxq.execution.attempt import Runtime
+from outboxq.execution.batch_state import BatchState, SegmentKind
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
@@ -17,21 +17,21 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Segment:
     """Jobs of a batch that lie one behind the other, and how they run; with their arguments where they run together."""
 
-    how: How
+    how: SegmentKind
     places: range
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-def arrange(batch: Progress, work: Work) -> list[Span]:
+def plan_segments(batch: BatchState, work: Runtime) -> list[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
     """
     if len(batch.jobs) == 1:
-        return [Span("alone", range(1))]
+        return [Segment("alone", range(1))]
     shared: list[_Given] = []
     groups: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
@@ -55,23 +55,23 @@ def arrange(batch: Progress, work: Work) -> list[Span]:
 
 
 def _spans(
-    batch: Progress, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
-) -> list[Span]:
-    together: list[tuple[How, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
+    batch: BatchState, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
+) -> list[Segment]:
+    together: list[tuple[SegmentKind, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
     for handler, given in groups.items():
         together.extend(("group", some) for some in _in_parts(given, handler.max_size))
     jobs: list[Job] = []
-    spans: list[Span] = []
+    spans: list[Segment] = []
     lone: list[Job] = []
     for how, given in together:
         if len(given) > 1:
             places = range(len(jobs), len(jobs) + len(given))
-            spans.append(Span(how, places, [arguments for _, arguments in given]))
+            spans.append(Segment(how, places, [arguments for _, arguments in given]))
             jobs += [job for job, _ in given]
         else:
             lone += [job for job, _ in given]
     if alone := lone + alone:
-        spans.append(Span("alone", range(len(jobs), len(jobs) + len(alone))))
+        spans.append(Segment("alone", range(len(jobs), len(jobs) + len(alone))))
         jobs += alone
     batch.jobs = tuple(jobs)
     return spans

@@ -15,7 +15,7 @@ from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 from outboxq.codec.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
 from outboxq.execution.changes import Listeners, is_listened_to
-from outboxq.execution.invoke import SESSION_OPTIONS, LazySession, nothing
+from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession, nothing
 from outboxq.execution.write_buffer import RowId
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
@@ -54,7 +54,7 @@ def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool =
 
 
 def watch_unlocked(
-    session: LazySession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
+    session: HandlerSession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
 ) -> None:
     """Have `changes` told of what is changed of these entities, but for those whose rows are locked."""
     if changes.is_said:
@@ -124,7 +124,7 @@ def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -
     return found + _load_others(session, keys, found)
 
 
-class Preloaded:
+class PreloadedEntities:
     """Rows that were loaded ahead, each for the next job that has it as an argument.
 
     Args:
@@ -190,8 +190,8 @@ class Preloaded:
 
 
 def _session_on(connection: Connection) -> Session:
-    session = LazySession(connection, **SESSION_OPTIONS)
-    session.opener = nothing
+    session = HandlerSession(connection, **SESSION_OPTIONS)
+    session.on_first_use = nothing
     return session
 
 

@@ -13,8 +13,8 @@ from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, take_one
-from outboxq.execution.attempt import ConnectionLost, Result, TransactionEscaped, Unknown, Work
-from outboxq.execution.batch_state import BatchReport, Progress
+from outboxq.execution.attempt import ConnectionLost, Result, Runtime, TransactionEscaped, UnknownKindResult
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import anchor, claim_one, clear_marks
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.transaction_mode import end_transaction, settle_result
@@ -44,7 +44,7 @@ class _LeftPrepared(Exception):
         self.gid = gid
 
 
-def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
+def find_outcome(connection: Connection, progress: BatchState) -> BatchReport | None:
     """Find out what stands of a batch that ended in an error, on a connection that works; None where nothing does.
 
     Committed by our certificate, whose answer was lost: everything stands. Committed although we never sent COMMIT: a
@@ -61,7 +61,7 @@ def resolve(connection: Connection, progress: Progress) -> BatchReport | None:
         return _leave_prepared(connection, progress, describe_failure(TransactionEndedByHandler(), progress.job), left)
 
 
-def _resolve(connection: Connection, progress: Progress) -> BatchReport | None:
+def _resolve(connection: Connection, progress: BatchState) -> BatchReport | None:
     if progress.anchor is not None and _server_epoch(connection) != progress.epoch:
         return _resolve_by_presence(connection, progress)
     # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
@@ -75,7 +75,7 @@ def _resolve(connection: Connection, progress: Progress) -> BatchReport | None:
     return _bury(connection, progress, COMMITTED_BY_HANDLER, failed)
 
 
-def _resolve_by_presence(connection: Connection, progress: Progress) -> BatchReport | None:
+def _resolve_by_presence(connection: Connection, progress: BatchState) -> BatchReport | None:
     """After a crash or a failover, when the number of a lost transaction is given out again: the row is the truth.
 
     Gone, it was removed by our COMMIT, if we sent it and the server may know of it; else another relay has been
@@ -95,7 +95,9 @@ def _server_epoch(connection: Connection) -> str:
         return server_epoch(connection)
 
 
-def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
+def record_failed_attempt(
+    connection: Connection, job: Job, failed: Failed, work: Runtime, batch: tuple[Job, ...] = ()
+) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
     Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead.
@@ -113,45 +115,47 @@ def charge(connection: Connection, job: Job, failed: Failed, work: Work, batch: 
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return put_off(connection, job, work, batch)
+        return postpone(connection, job, work, batch)
 
 
-def put_off(connection: Connection, job: Job, work: Work, batch: tuple[Job, ...] = ()) -> BatchReport:
+def postpone(connection: Connection, job: Job, work: Runtime, batch: tuple[Job, ...] = ()) -> BatchReport:
     """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
 
     Args:
-        batch: As of `charge`.
+        batch: As of `record_failed_attempt`.
     """
     with connection.begin():
         clear_marks(connection, work.schema, batch)
-        settle.put_off(connection, job, PUT_OFF)
+        settle.postpone(connection, job, PUT_OFF)
     return BatchReport(1, ())
 
 
-def settle_late(connection: Connection, progress: Progress, work: Work, result: Result) -> BatchReport:
+def settle_on_new_connection(
+    connection: Connection, progress: BatchState, work: Runtime, result: Result
+) -> BatchReport:
     """A leased handler that wrote nothing had ended when its idle connection turned out to be gone: settle it here."""
     job = progress.job
     try:
         with connection.begin():
             seal = anchor(connection).seal
-            if isinstance(result, Unknown):
+            if isinstance(result, UnknownKindResult):
                 settle.park(connection, job)
                 events: tuple[Event, ...] = (JobsParked(progress.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, work, 0.0),)
-            settle.certify(connection, seal)
+            settle.commit_checked(connection, seal)
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError):
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return put_off(connection, job, work)
+        return postpone(connection, job, work)
     return BatchReport(1, events)
 
 
-def lost_with(
-    connection: Connection, job: Job, work: Work, message: str = "the connection was lost while the job ran"
+def return_to_suspects(
+    connection: Connection, job: Job, work: Runtime, message: str = "the connection was lost while the job ran"
 ) -> BatchReport:
     """A leased job's run came to nothing while its relay lives on: as if the relay had died with it."""
 
@@ -166,7 +170,7 @@ def lost_with(
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
-def held_up(connection: Connection, job: Job, work: Work) -> BatchReport:
+def held_up(connection: Connection, job: Job, work: Runtime) -> BatchReport:
     """A leased job ended well, and another transaction held its row: it runs again.
 
     While the row is held nothing can be done about it: the relay's beat takes it back later.
@@ -184,8 +188,8 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
 
 
-def cut_off(
-    connection: Connection, progress: Progress, work: Work, failed: Failed | None, *, is_crash: bool
+def settle_aborted(
+    connection: Connection, progress: BatchState, work: Runtime, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
     """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
 
@@ -197,28 +201,28 @@ def cut_off(
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
     """
-    report = resolve(connection, progress)
+    report = find_outcome(connection, progress)
     if report is not None:
         return report
     if failed is not None:
-        return charge(connection, progress.job, failed, work, progress.jobs)
+        return record_failed_attempt(connection, progress.job, failed, work, progress.jobs)
     if is_crash:
         # Without a lease the claim's mark says so.
         if progress.is_leased:
-            return lost_with(connection, progress.job, work, "the event loop was blocked while the job ran")
+            return return_to_suspects(connection, progress.job, work, "the event loop was blocked while the job ran")
     elif not progress.is_leased:
         with connection.begin():
             clear_marks(connection, work.schema, progress.jobs)
     else:
         try:
             with connection.begin():
-                settle.give_back(connection, progress.job)
+                settle.release(connection, progress.job)
         except LeaseLost:
             return BatchReport(0, (JobLeaseLost(progress.job),))
     return BatchReport(0, (JobInterrupted(progress.job),))
 
 
-def end_other_transaction(connection: Connection, progress: Progress, *, terminate: bool) -> None:
+def end_other_transaction(connection: Connection, progress: BatchState, *, terminate: bool) -> None:
     """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
     if progress.anchor is not None:
         with connection.begin():
@@ -256,7 +260,7 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
             raise _LeftPrepared(gid) from error
 
 
-def _leave_prepared(connection: Connection, progress: Progress, failed: Failed, left: _LeftPrepared) -> BatchReport:
+def _leave_prepared(connection: Connection, progress: BatchState, failed: Failed, left: _LeftPrepared) -> BatchReport:
     """Free the slot of a transaction that is prepared, and not ours to end.
 
     It holds the rows of the jobs that it claimed: they wait for its end, and nothing can be written about them. A
@@ -267,7 +271,9 @@ def _leave_prepared(connection: Connection, progress: Progress, failed: Failed, 
     return _bury(connection, progress, _PREPARED_BY_HANDLER.format(gid=left.gid), failed)
 
 
-def recover(connection: Connection, progress: Progress, work: Work, escaped: TransactionEscaped) -> BatchReport | None:
+def recover(
+    connection: Connection, progress: BatchState, work: Runtime, escaped: TransactionEscaped
+) -> BatchReport | None:
     """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
 
     None where all jobs wait again as they were, since one handler ran several of them: nobody knows whose fault it was.
@@ -295,7 +301,7 @@ def recover(connection: Connection, progress: Progress, work: Work, escaped: Tra
 
 
 def _settle_anew(
-    connection: Connection, job: Job, failed: Failed, work: Work, batch: tuple[Job, ...] = ()
+    connection: Connection, job: Job, failed: Failed, work: Runtime, batch: tuple[Job, ...] = ()
 ) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None where another relay has taken it meanwhile."""
     with connection.begin():
@@ -309,11 +315,11 @@ def _settle_anew(
         else:
             seal = anchor(connection).seal
         event = settle_result(connection, job, failed, work, 0.0)
-        settle.certify(connection, seal)
+        settle.commit_checked(connection, seal)
     return event
 
 
-def _bury(connection: Connection, progress: Progress, reason: str, failed: Failed) -> BatchReport:
+def _bury(connection: Connection, progress: BatchState, reason: str, failed: Failed) -> BatchReport:
     """Bury what may stand already, and put the jobs behind it back."""
     jobs, position = progress.jobs, progress.position
     try:
@@ -321,16 +327,16 @@ def _bury(connection: Connection, progress: Progress, reason: str, failed: Faile
             if progress.is_leased:
                 run_script(connection, _BRIEFLY)
             for job in jobs[position : position + progress.together]:
-                settle.bury(connection, job, reason, failed.record)
+                settle.dead_letter(connection, job, reason, failed.record)
             for job in jobs[position + progress.together :]:
-                settle.give_back(connection, job)
+                settle.release(connection, job)
             progress.recovery_xid, progress.buried_because = str(settle.current_xid(connection)), reason
     except LeaseLost:
         return BatchReport(len(jobs), (JobLeaseLost(progress.job),))
     return _recovered(progress)
 
 
-def _recovered(progress: Progress) -> BatchReport:
+def _recovered(progress: BatchState) -> BatchReport:
     ran = progress.jobs[progress.position : progress.position + progress.together]
     died = (JobDied(job, progress.buried_because) for job in ran)
     return BatchReport(len(progress.jobs), (*progress.events, *died))

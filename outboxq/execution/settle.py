@@ -1,7 +1,7 @@
 """Settle: what becomes of a claimed job after its attempt, written in the transaction of its handler's rows.
 
 In transaction mode success writes nothing: the claim's delete stands. Under a lease each of these is refused once the
-lease was lost. Then `certify` commits, and knows that it did.
+lease was lost. Then `commit_checked` commits, and knows that it did.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def snooze(connection: Connection, job: Job, delay: timedelta) -> None:
     _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
 
 
-def give_back(connection: Connection, job: Job) -> None:
+def release(connection: Connection, job: Job) -> None:
     """Put the job back as it was, to run at once."""
     _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
 
@@ -53,7 +53,7 @@ def park(connection: Connection, job: Job) -> None:
     _write(connection, job, put_back_parked(job))
 
 
-def bury(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
+def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
     """Move the job to the dead letters."""
     finish(connection, job)
     errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
@@ -65,12 +65,12 @@ def is_unchanged(connection: Connection, job: Job) -> bool:
     return connection.execute(unchanged(job)).first() is not None
 
 
-def put_off(connection: Connection, job: Job, delay: timedelta) -> None:
+def postpone(connection: Connection, job: Job, delay: timedelta) -> None:
     """Move a job that cannot even be settled out of the way of its queue."""
-    connection.execute(statements.put_off(job, delay))
+    connection.execute(statements.postpone(job, delay))
 
 
-def certificate(seal: str) -> str:
+def commit_script(seal: str) -> str:
     """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
     PostgreSQL stops at the first failure. The seal comes first: a transaction that a handler ended has lost it (3B001,
@@ -86,13 +86,13 @@ NO_SUCH_SAVEPOINT = "3B001"
 UNSEALED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 
-def certify(connection: Connection, seal: str) -> None:
-    """Commit what stands under `seal`. See `certificate`.
+def commit_checked(connection: Connection, seal: str) -> None:
+    """Commit what stands under `seal`. See `commit_script`.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.
     """
-    check_committed(run_script(connection, certificate(seal)))
+    check_committed(run_script(connection, commit_script(seal)))
 
 
 def check_committed(results: Sequence[ScriptResult]) -> None:

@@ -22,11 +22,11 @@ from outboxq.database.guard import may_end_transaction
 from outboxq.database.sql_words import first_word
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execution.attempt import TransactionEscaped, Work, check_not_undone
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.attempt import Runtime, TransactionEscaped, check_not_undone
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.changes import row_changes, row_writes, uses_only
-from outboxq.execution.invoke import LazySession, Opened, Run, hand_over, nothing
-from outboxq.execution.preload import Locks, Preloaded, entity_keys, load_entity, watch_unlocked
+from outboxq.execution.invoke import AttemptSession, HandlerSession, Run, hand_over, nothing
+from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
 from outboxq.execution.settle import check_shared
 from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.execution.write_buffer import RowChange, WriteBuffer
@@ -43,8 +43,8 @@ from outboxq.outcomes import Done
 
 def run_shared(
     connection: Connection,
-    batch: Progress,
-    work: Work,
+    batch: BatchState,
+    work: Runtime,
     jobs: range,
     arguments: Sequence[Mapping[str, object]],
     locks: Locks,
@@ -87,8 +87,8 @@ class _SharedRun:
     def __init__(
         self,
         connection: Connection,
-        batch: Progress,
-        work: Work,
+        batch: BatchState,
+        work: Runtime,
         jobs: range,
         arguments: Sequence[Mapping[str, object]],
         locks: Locks,
@@ -112,7 +112,7 @@ class _SharedRun:
         self._ahead = len(jobs)
         self._facts: dict[Table, TableFacts | None] = {}
         self._buffer = WriteBuffer(self._facts_of, locks.has)
-        self._rows = Preloaded(connection, self._facts_of, locks)
+        self._rows = PreloadedEntities(connection, self._facts_of, locks)
         self._place = SharedSavepoint(connection, work, batch, jobs.start)
 
     def run(self) -> None:
@@ -174,7 +174,7 @@ class _SharedRun:
         handler = work.registry.find(job.kind)
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
-        opened = Opened(self._open_session)
+        opened = AttemptSession(self._open_session)
         run = Run(job, work.state, partial(work.permit, handler, job), [])
         try:
             given = self._given(opened, handler, arguments)
@@ -198,10 +198,10 @@ class _SharedRun:
             self._mark_sent()
         fault_point("after-handler")
 
-    def _open_session(self) -> LazySession:
+    def _open_session(self) -> HandlerSession:
         return self._work.invoker.open_session(self._connection, nothing)
 
-    def _given(self, opened: Opened, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
+    def _given(self, opened: AttemptSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities, as they are now, in its own session."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
@@ -240,7 +240,7 @@ class _SharedRun:
             self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
         self._ahead *= 2
 
-    def _keep(self, opened: Opened, run: Run) -> None:
+    def _keep(self, opened: AttemptSession, run: Run) -> None:
         """Put what the job left to be written into the buffer; what may not wait is sent at once."""
         self._check()
         if self._is_suspicious and not self._place.is_same_transaction():

@@ -8,8 +8,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.database.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.database.guard import Savepoint
 from outboxq.errors import TransactionEndedByHandler
-from outboxq.execution.attempt import ConnectionLost, TransactionEscaped, Work
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.attempt import ConnectionLost, Runtime, TransactionEscaped
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.failure import describe_failure
 from outboxq.execution.settle import check_shared, current_xid
 
@@ -25,7 +25,7 @@ class SharedSavepoint:
         first: The place of the first of them in the batch.
     """
 
-    def __init__(self, connection: Connection, work: Work, batch: Progress, first: int) -> None:
+    def __init__(self, connection: Connection, work: Runtime, batch: BatchState, first: int) -> None:
         assert batch.anchor is not None
         seal = batch.anchor.seal
         if first > 0:

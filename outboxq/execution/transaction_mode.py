@@ -27,12 +27,20 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.execution import settle
-from outboxq.execution.attempt import FREE_RETRIES, ConnectionLost, Result, TransactionEscaped, Unknown, Work, execute
-from outboxq.execution.batch_call import run_group
-from outboxq.execution.batch_state import BatchReport, Progress
-from outboxq.execution.claim import Anchor, Claimed, ClaimRequest, claim, forgive
+from outboxq.execution.attempt import (
+    FREE_RETRIES,
+    ConnectionLost,
+    Result,
+    Runtime,
+    TransactionEscaped,
+    UnknownKindResult,
+    execute,
+)
+from outboxq.execution.batch_call import call_batch_handler
+from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, claim, forgive
 from outboxq.execution.failure import ErrorRecord, Failed, describe_failure, describe_reason
-from outboxq.execution.plan import Span, arrange
+from outboxq.execution.plan import Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.shared_batch import run_shared
 from outboxq.fault_points import fault_point
@@ -45,7 +53,7 @@ from outboxq.statements.transaction import local_timeouts, local_timeouts_off, x
 _CERTIFICATE = 3
 
 
-def _begin(connection: Connection, progress: Progress, *, shared: bool) -> str | None:
+def _begin(connection: Connection, progress: BatchState, *, shared: bool) -> str | None:
     """The transaction of the batch; the seal of a job that is alone in it is as good as a savepoint of its own."""
     anchored = progress.begin(connection)
     return None if shared else anchored.seal
@@ -54,11 +62,11 @@ def _begin(connection: Connection, progress: Progress, *, shared: bool) -> str |
 class Pilot(Protocol):
     """Who has batches run: told how far they are, and asked where to go on."""
 
-    def started(self, progress: Progress) -> None:
+    def started(self, progress: BatchState) -> None:
         """Jobs were claimed, and the first handler has not begun. After any error, `resolve` this progress."""
         ...
 
-    def following(self, progress: Progress) -> ClaimRequest | None:
+    def following(self, progress: BatchState) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of these jobs, if any should."""
         ...
 
@@ -67,7 +75,7 @@ class Pilot(Protocol):
         ...
 
 
-def run_batches(connection: Connection, request: ClaimRequest, work: Work, pilot: Pilot) -> BatchReport | None:
+def run_batches(connection: Connection, request: ClaimRequest, work: Runtime, pilot: Pilot) -> BatchReport | None:
     """Claim, run the jobs, commit, and so on while `pilot` says so and jobs come; the last batch's report.
 
     In transaction mode; under a lease see `outboxq.execution.lease_mode`.
@@ -88,10 +96,10 @@ def run_batches(connection: Connection, request: ClaimRequest, work: Work, pilot
     return BatchReport(0, (JobsSuspected(request.queue, claimed.moved),)) if claimed.moved else None
 
 
-def _run_claimed(connection: Connection, claimed: Claimed, work: Work, pilot: Pilot) -> BatchReport:
+def _run_claimed(connection: Connection, claimed: Claimed, work: Runtime, pilot: Pilot) -> BatchReport:
     while True:
         request = claimed.request
-        progress = Progress(
+        progress = BatchState(
             request.queue, claimed.jobs, claimed.anchor, claimed.moved, request.timeout_seconds, work.epoch
         )
         pilot.started(progress)
@@ -113,7 +121,7 @@ def end_transaction(connection: Connection) -> None:
         run_script(connection, "ROLLBACK")
 
 
-def execute_all(connection: Connection, progress: Progress, work: Work, *, shared: bool) -> None:
+def execute_all(connection: Connection, progress: BatchState, work: Runtime, *, shared: bool) -> None:
     """Execute and settle each job of a claimed batch; its events become true when the transaction commits.
 
     Args:
@@ -125,7 +133,7 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
     """
     # New, or undone to before the first handler.
     work.guard.is_altered = False
-    spans = [Span("alone", range(len(progress.jobs)))] if progress.is_apart else arrange(progress, work)
+    spans = [Segment("alone", range(len(progress.jobs)))] if progress.is_apart else plan_segments(progress, work)
     progress.one_run = spans[0].how if len(spans) == 1 and spans[0].how != "alone" else None
     try:
         _execute_spans(connection, progress, work, spans, shared=shared)
@@ -135,7 +143,7 @@ def execute_all(connection: Connection, progress: Progress, work: Work, *, share
 
 
 def _execute_spans(
-    connection: Connection, progress: Progress, work: Work, spans: Sequence[Span], *, shared: bool
+    connection: Connection, progress: BatchState, work: Runtime, spans: Sequence[Segment], *, shared: bool
 ) -> None:
     locks = Locks()
     if progress.one_run is None:
@@ -156,7 +164,7 @@ def _execute_spans(
             _execute_alone(connection, progress, work, shared=shared)
 
 
-def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Locks) -> None:
+def _lock_rows(connection: Connection, progress: BatchState, work: Runtime, locks: Locks) -> None:
     """Lock what the handlers of several jobs ask for, before the first of them runs.
 
     All in one order: else two batches that have rows in common could wait for each other.
@@ -179,7 +187,7 @@ def _lock_rows(connection: Connection, progress: Progress, work: Work, locks: Lo
             locks.forget()
 
 
-def _locked_keys(handler: AnyHandler, job: Job, work: Work) -> list[EntityKey]:
+def _locked_keys(handler: AnyHandler, job: Job, work: Runtime) -> list[EntityKey]:
     try:
         return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
     except BaseException as error:
@@ -189,9 +197,9 @@ def _locked_keys(handler: AnyHandler, job: Job, work: Work) -> list[EntityKey]:
         return []
 
 
-def _execute_group(connection: Connection, progress: Progress, work: Work, span: Span, locks: Locks) -> bool:
+def _execute_group(connection: Connection, progress: BatchState, work: Runtime, span: Segment, locks: Locks) -> bool:
     begun = time.perf_counter()
-    outcomes = work.invoker.apart(run_group, connection, progress, work, span.places, span.arguments, locks)
+    outcomes = work.invoker.apart(call_batch_handler, connection, progress, work, span.places, span.arguments, locks)
     if outcomes is None:
         return False
     seconds = time.perf_counter() - begun
@@ -201,7 +209,7 @@ def _execute_group(connection: Connection, progress: Progress, work: Work, span:
     return True
 
 
-def _execute_alone(connection: Connection, progress: Progress, work: Work, *, shared: bool) -> None:
+def _execute_alone(connection: Connection, progress: BatchState, work: Runtime, *, shared: bool) -> None:
     job = progress.job
     begun = time.perf_counter()
     result = _execute_one(connection, progress, job, work, shared=shared)
@@ -217,20 +225,20 @@ def _execute_alone(connection: Connection, progress: Progress, work: Work, *, sh
         progress.late_result = result
     progress.begin(connection)
     progress.late_result = None
-    if isinstance(result, Unknown):
+    if isinstance(result, UnknownKindResult):
         progress.unknown.append(job)
         settle.park(connection, job)
     else:
         progress.events.append(settle_result(connection, job, result, work, time.perf_counter() - begun))
 
 
-def _wrote_nothing(connection: Connection, progress: Progress) -> bool:
+def _wrote_nothing(connection: Connection, progress: BatchState) -> bool:
     """Whether a leased job's transaction has not begun, nor one around it on the driver's own connection."""
     is_untouched = progress.anchor is None and not progress.begun
     return is_untouched and transaction_status(connection) == TransactionStatus.IDLE
 
 
-def _execute_one(connection: Connection, progress: Progress, job: Job, work: Work, *, shared: bool) -> Result:
+def _execute_one(connection: Connection, progress: BatchState, job: Job, work: Runtime, *, shared: bool) -> Result:
     handler = work.handler_of(job)
     seconds = None if handler is None else handler.timeout_seconds
     if seconds != progress.timeout_seconds and handler is not None:
@@ -249,7 +257,7 @@ def _execute_one(connection: Connection, progress: Progress, job: Job, work: Wor
         progress.deadline = None
 
 
-def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> Claimed | None:
+def work_off(connection: Connection, progress: BatchState, work: Runtime, pilot: Pilot) -> Claimed | None:
     """Execute, settle and commit; what was claimed with that.
 
     A leased job that is over and wrote nothing has no `anchor` afterwards: it is left to be removed with others.
@@ -284,7 +292,7 @@ def work_off(connection: Connection, progress: Progress, work: Work, pilot: Pilo
     raise AssertionError("the last try is recorded, whatever it came to")
 
 
-def _following(connection: Connection, progress: Progress, work: Work, pilot: Pilot) -> ClaimRequest | None:
+def _following(connection: Connection, progress: BatchState, work: Runtime, pilot: Pilot) -> ClaimRequest | None:
     return None if is_listened_to(connection) or work.guard.left else pilot.following(progress)
 
 
@@ -297,14 +305,14 @@ def is_listened_to(connection: Connection) -> bool:
     return bool(listeners.begin or listeners.commit)
 
 
-def _certify(connection: Connection, progress: Progress, following: ClaimRequest | None = None) -> Claimed | None:
+def _certify(connection: Connection, progress: BatchState, following: ClaimRequest | None = None) -> Claimed | None:
     """Commit, and claim the next jobs in the same round trip; None where none were asked for."""
     fault_point("before-commit")
     progress.begin_commit()
     assert progress.anchor is not None
-    script = settle.certificate(progress.anchor.seal)
+    script = settle.commit_script(progress.anchor.seal)
     if following is not None:
-        script += f"; {following.text_behind_commit()}"
+        script += f"; {following.text_after_commit()}"
     try:
         results = run_script(connection, script)
     except psycopg.Error as error:
@@ -324,7 +332,7 @@ def _certify(connection: Connection, progress: Progress, following: ClaimRequest
     if following is None:
         return None
     fault_point("before-claim")
-    return following.read_behind_commit(results[_CERTIFICATE:])
+    return following.read_after_commit(results[_CERTIFICATE:])
 
 
 def _forgive(connection: Connection, request: ClaimRequest) -> None:
@@ -337,7 +345,7 @@ def _forgive(connection: Connection, request: ClaimRequest) -> None:
         run_script(connection, "ROLLBACK")
 
 
-def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg.Error) -> bool:
+def _failed_behind_commit(connection: Connection, anchor: ClaimTransaction, error: psycopg.Error) -> bool:
     """Whether it was the next claim that failed: the transaction was sealed, and its savepoint is gone."""
     if error.sqlstate in settle.UNSEALED or is_lost(connection):
         return False
@@ -353,7 +361,7 @@ def _failed_behind_commit(connection: Connection, anchor: Anchor, error: psycopg
     return False
 
 
-def _back_to_claim(connection: Connection, progress: Progress, work: Work, error: psycopg.Error) -> Failed:
+def _back_to_claim(connection: Connection, progress: BatchState, work: Runtime, error: psycopg.Error) -> Failed:
     """After a certificate failed, mostly for a deferred constraint: undo all rows behind the claim. What it failed for.
 
     Raises:
@@ -377,7 +385,7 @@ def _back_to_claim(connection: Connection, progress: Progress, work: Work, error
     return failed
 
 
-def settle_result(connection: Connection, job: Job, result: Result, work: Work, seconds: float) -> JobEvent:
+def settle_result(connection: Connection, job: Job, result: Result, work: Runtime, seconds: float) -> JobEvent:
     """Write what becomes of the job, and return the event to send once that is committed."""
     result = work.kept(job, result)
     match result:
@@ -386,7 +394,7 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
             return _ended(job, result, seconds)
         case Failed(record) if result.permanent:
             reason = f"{record.type}: another attempt cannot help"
-            settle.bury(connection, job, reason, record)
+            settle.dead_letter(connection, job, reason, record)
             return JobDied(job, reason, record.where)
         case Failed(record):
             return _retry_or_bury(connection, job, record, work, None)
@@ -399,9 +407,9 @@ def settle_result(connection: Connection, job: Job, result: Result, work: Work, 
             return JobSnoozed(job, delay.total_seconds())
         case DeadLetter(reason):
             described = describe_reason(reason, job)
-            settle.bury(connection, job, described)
+            settle.dead_letter(connection, job, described)
             return JobDied(job, described)
-        case Unknown():
+        case UnknownKindResult():
             raise AssertionError("unknown kinds are parked, not settled")
     assert_never(result)
 
@@ -413,13 +421,13 @@ def _ended(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
 
 
 def _retry_or_bury(
-    connection: Connection, job: Job, record: ErrorRecord, work: Work, pause_seconds: float | None
+    connection: Connection, job: Job, record: ErrorRecord, work: Runtime, pause_seconds: float | None
 ) -> JobEvent:
     policy = work.registry.find(job.kind).retry
     limit = job.max_attempts or policy.max_attempts
     if job.attempt >= limit:
         reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
-        settle.bury(connection, job, reason, record)
+        settle.dead_letter(connection, job, reason, record)
         return JobDied(job, reason, record.where)
     delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
     settle.retry(connection, job, record, timedelta(seconds=delay_seconds))

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from outboxq.effects.protocol import LookUp
 from outboxq.effects.request import Classify
-from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.set_based import Statement
@@ -21,7 +21,7 @@ from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 S = TypeVar("S", default=Any)
 T = TypeVar("T")
-C = TypeVar("C", Caller, AsyncCaller)
+C = TypeVar("C", EffectRunner, AsyncEffectRunner)
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
@@ -68,7 +68,7 @@ class Context(_JobContext[S]):
     """
 
     session: OutboxSession = field(repr=False)
-    permit: Permit[Caller] | None = field(default=None, repr=False)
+    permit: EffectAccess[EffectRunner] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent after the handler's flush and before COMMIT, together with its equals.
@@ -145,7 +145,7 @@ class AsyncContext(_JobContext[S]):
     """What an async handler receives first. See `Context`."""
 
     session: AsyncOutboxSession = field(repr=False)
-    permit: Permit[AsyncCaller] | None = field(default=None, repr=False)
+    permit: EffectAccess[AsyncEffectRunner] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent before COMMIT. Not a coroutine: it does no I/O. See `Context.defer`."""
@@ -205,7 +205,7 @@ class AsyncBatchContext(_BatchContext[S]):
     session: AsyncOutboxSession
 
 
-def _permitted(permit: Permit[C] | None) -> Permit[C]:
+def _permitted(permit: EffectAccess[C] | None) -> EffectAccess[C]:
     if permit is None:
         raise EffectRefused("this context was made without a database for effects: see outboxq.testing.sync_context")
     return permit

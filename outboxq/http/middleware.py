@@ -20,11 +20,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outboxq.config import check_retention
 from outboxq.database.sessions import explain_missing_tables
 from outboxq.effects.api import DEFAULT_LEASE_SECONDS
-from outboxq.effects.protocol import Hold
+from outboxq.effects.protocol import LockExpiry
 from outboxq.effects.protocol import claim as claim
-from outboxq.effects.protocol import is_outage as is_outage
+from outboxq.effects.protocol import is_database_unavailable as is_database_unavailable
 from outboxq.effects.request import Request
-from outboxq.effects.runners import AsyncCaller
+from outboxq.effects.runners import AsyncEffectRunner
 from outboxq.effects.transactions import async_transactions, schema_of
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, given_whole, read_body
@@ -38,12 +38,12 @@ from outboxq.http.keys import (
     read_key,
     request_fingerprint,
 )
-from outboxq.http.response_recorder import Exchange, Send
+from outboxq.http.response_recorder import ResponseRecorder, Send
 from outboxq.http.responses import KEY_IGNORED, Answer, Problems
 from outboxq.http.routing import was_not_routed
-from outboxq.http.settlement import Guard, RecordingGuard, standing_answer
-from outboxq.http.shielding import Undisturbed
-from outboxq.statements.effects import Seen
+from outboxq.http.settlement import RecordingGuard, RequestSettlement, standing_answer
+from outboxq.http.shielding import UncancelledWrites
+from outboxq.statements.effects import EffectState
 
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 Predicate: TypeAlias = Callable[[Scope], bool]
@@ -129,9 +129,9 @@ class IdempotencyMiddleware:
             schema=schema_of(engine.sync_engine if isinstance(engine, AsyncEngine) else engine, schema),
         )
         self._app = app
-        self._caller = AsyncCaller(self._transactions, lease_seconds)
+        self._caller = AsyncEffectRunner(self._transactions, lease_seconds)
         self._problems = Problems(_check_documentation(documentation))
-        self._undisturbed = Undisturbed()
+        self._undisturbed = UncancelledWrites()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -199,7 +199,7 @@ class IdempotencyMiddleware:
             request, self._settings.schema, self._settings.max_response_bytes, self._settings.in_transaction(scope)
         )
         guard = self._guard(request, idempotency, partial(was_not_routed, scope))
-        hold = Hold(request)
+        hold = LockExpiry(request)
         with self._caller.keeping(hold):
             try:
                 seen = await self._claim(request, hold, guard)
@@ -215,19 +215,19 @@ class IdempotencyMiddleware:
             finally:
                 idempotency.forget()
 
-    def _unavailable(self, error: SQLAlchemyError | OSError, guard: Guard) -> Answer:
+    def _unavailable(self, error: SQLAlchemyError | OSError, guard: RequestSettlement) -> Answer:
         """The answer where the database cannot be reached; any other error is raised."""
         missing = explain_missing_tables(error)
         if missing is not None:
             raise missing from error
-        if not is_outage(error):
+        if not is_database_unavailable(error):
             raise error
         # The claim may have been committed all the same.
         self._undisturbed.start(guard.give_back())
         logger.warning("idempotency keys cannot be checked", extra={"error_type": type(error).__name__})
         return self._problems.unavailable()
 
-    async def _claim(self, request: Request, hold: Hold, guard: Guard) -> Seen:
+    async def _claim(self, request: Request, hold: LockExpiry, guard: RequestSettlement) -> EffectState:
         claiming = self._undisturbed.start(self._claim_in_time(request, hold))
         try:
             return await self._undisturbed.wait(claiming)
@@ -235,7 +235,7 @@ class IdempotencyMiddleware:
             self._undisturbed.start(_give_back(claiming, guard))
             raise
 
-    async def _claim_in_time(self, request: Request, hold: Hold) -> Seen:
+    async def _claim_in_time(self, request: Request, hold: LockExpiry) -> EffectState:
         deployment = await self._caller.deployment()
         while True:
             seen = await self._caller.drive(claim(request, hold, deployment))
@@ -243,8 +243,10 @@ class IdempotencyMiddleware:
             if not seen.claimed or hold.lasts:
                 return seen
 
-    async def _execute(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, guard: Guard) -> None:
-        exchange = Exchange(guard, send, self._settings.max_response_bytes, self._undisturbed)
+    async def _execute(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send, guard: RequestSettlement
+    ) -> None:
+        exchange = ResponseRecorder(guard, send, self._settings.max_response_bytes, self._undisturbed)
         _close_bypasses(scope)
         try:
             await self._app(scope, receive, exchange.send)
@@ -264,17 +266,21 @@ class IdempotencyMiddleware:
             retention=self._settings.retention,
         )
 
-    def _guard(self, request: Request, idempotency: Idempotency, is_refused: Callable[[int], bool]) -> Guard:
+    def _guard(
+        self, request: Request, idempotency: Idempotency, is_refused: Callable[[int], bool]
+    ) -> RequestSettlement:
         assert idempotency.claimed is not None
         settings = self._settings
         if idempotency.claimed.in_transaction:
             return RecordingGuard(
                 request, self._caller, self._problems, settings.max_response_bytes, is_refused, idempotency
             )
-        return Guard(request, self._caller, self._problems, settings.max_response_bytes, is_refused, settings.released)
+        return RequestSettlement(
+            request, self._caller, self._problems, settings.max_response_bytes, is_refused, settings.released
+        )
 
 
-async def _give_back(claiming: "asyncio.Task[Seen]", guard: Guard) -> None:
+async def _give_back(claiming: "asyncio.Task[EffectState]", guard: RequestSettlement) -> None:
     """The client, or the server, went away before anything was executed."""
     if (await claiming).claimed:
         await guard.give_back()

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from outboxq.http.responses import NOT_REPLAYABLE, Answer
-from outboxq.http.settlement import Guard
-from outboxq.http.shielding import Undisturbed
+from outboxq.http.settlement import RequestSettlement
+from outboxq.http.shielding import UncancelledWrites
 
 # As ASGI servers and applications have them.
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
@@ -14,7 +14,7 @@ Send: TypeAlias = Callable[[Any], Awaitable[None]]
 _CUT_SHORT = ", and was cut short"
 
 
-class Exchange:
+class ResponseRecorder:
     """Takes what the application sends, and settles it with its guard.
 
     A response of known and bearable length is recorded before its first byte leaves. Anything else passes through, and
@@ -25,7 +25,7 @@ class Exchange:
         max_bytes: Of a response that is held back.
     """
 
-    def __init__(self, guard: Guard, send: Send, max_bytes: int, undisturbed: Undisturbed) -> None:
+    def __init__(self, guard: RequestSettlement, send: Send, max_bytes: int, undisturbed: UncancelledWrites) -> None:
         self._guard = guard
         self._undisturbed = undisturbed
         self._settling: Task[Answer | None] | None = None

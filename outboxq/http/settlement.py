@@ -1,7 +1,7 @@
 """What is written of a guarded request when its answer is there, and what is answered for that.
 
-`Guard` knows nothing of what the application did: every answer is the outcome. `RecordingGuard` serves endpoints that
-record in their own transaction: what they did not record did not happen, so it may be done again.
+`RequestSettlement` knows nothing of what the application did: every answer is the outcome. `RecordingGuard` serves
+endpoints that record in their own transaction: what they did not record did not happen, so it may be done again.
 """
 
 import logging
@@ -15,12 +15,12 @@ from outboxq.effects.protocol import Steps
 from outboxq.effects.protocol import insist as insist
 from outboxq.effects.protocol import record as record
 from outboxq.effects.request import Request
-from outboxq.effects.runners import AsyncCaller
+from outboxq.effects.runners import AsyncEffectRunner
 from outboxq.errors import EffectError, EffectLockLost
 from outboxq.http.endpoint import Idempotency
 from outboxq.http.responses import NOT_REPLAYABLE, RECORDED_LATE, Answer, Problems, decode_answer, encode_answer
 from outboxq.statements import http as statements
-from outboxq.statements.effects import Seen, Status
+from outboxq.statements.effects import EffectState, Status
 
 logger = logging.getLogger("outboxq.http")
 
@@ -28,7 +28,7 @@ FIRST_ERROR_STATUS = 400
 _UNRECORDED = "an endpoint of in_transaction answered with success, and without idempotency.record(...)"
 
 
-def standing_answer(seen: Seen, problems: Problems) -> Answer:
+def standing_answer(seen: EffectState, problems: Problems) -> Answer:
     """The answer to a request whose key was used before."""
     if not seen.same_request:
         return problems.reused()
@@ -39,7 +39,7 @@ def standing_answer(seen: Seen, problems: Problems) -> Answer:
     return problems.unknown()
 
 
-class Guard:
+class RequestSettlement:
     """Settles a request of which nobody but its application knows what it did.
 
     Args:
@@ -50,7 +50,7 @@ class Guard:
     def __init__(
         self,
         request: Request,
-        caller: AsyncCaller,
+        caller: AsyncEffectRunner,
         problems: Problems,
         max_bytes: int,
         is_refused: Callable[[int], bool],
@@ -143,13 +143,13 @@ class Guard:
         logger.error(message, extra=extra if error is None else {**extra, "error_type": type(error).__name__})
 
 
-class RecordingGuard(Guard):
+class RecordingGuard(RequestSettlement):
     """Settles a request whose endpoint records in its own transaction."""
 
     def __init__(
         self,
         request: Request,
-        caller: AsyncCaller,
+        caller: AsyncEffectRunner,
         problems: Problems,
         max_bytes: int,
         is_refused: Callable[[int], bool],
@@ -159,7 +159,7 @@ class RecordingGuard(Guard):
         self._idempotency = idempotency
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:
-        """See `Guard.settle`. None while the endpoint's transaction has not been committed."""
+        """See `RequestSettlement.settle`. None while the endpoint's transaction has not been committed."""
         recorded = self._idempotency.recorded
         if recorded is None:
             return await self._settle_unrecorded(answer)
@@ -181,7 +181,7 @@ class RecordingGuard(Guard):
         return self._problems.rolled_back()
 
     async def settle_stream(self, status: int, reason: str) -> None:
-        """See `Guard.settle_stream`."""
+        """See `RequestSettlement.settle_stream`."""
         if await self._stands():
             return
         if status >= FIRST_ERROR_STATUS:
@@ -191,7 +191,7 @@ class RecordingGuard(Guard):
             await self._settle_started("done", None, reason)
 
     async def fail(self, error: BaseException | None) -> Answer | None:
-        """See `Guard.fail`."""
+        """See `RequestSettlement.fail`."""
         recorded = self._idempotency.recorded
         if recorded is not None and await self._stands():
             # It raised after its commit: the retries get what it recorded, and so does this client.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Undisturbed:
+class UncancelledWrites:
     """Runs coroutines in tasks of their own.
 
     A scope of anyio, such as the one of Starlette's BaseHTTPMiddleware, cancels a task again at each of its awaits, so

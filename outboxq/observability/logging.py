@@ -10,9 +10,9 @@ from outboxq.codec.text import printable
 from outboxq.events import (
     BatchRolledBack,
     ChildDied,
-    ChildLingers,
-    ChildSilent,
+    ChildStopTimedOut,
     ChildStuck,
+    ChildUnresponsive,
     DatabaseBack,
     DatabaseLost,
     Event,
@@ -64,8 +64,8 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     IndexRebuilt: (logging.INFO, "index of the queue was built again"),
     ChildDied: (logging.ERROR, "relay process died, starting another"),
     ChildStuck: (logging.ERROR, "relay process had a handler that could not be freed, starting another"),
-    ChildSilent: (logging.ERROR, "relay process shows no life, killing it"),
-    ChildLingers: (logging.ERROR, "relay process does not come to its end, killing it"),
+    ChildUnresponsive: (logging.ERROR, "relay process shows no life, killing it"),
+    ChildStopTimedOut: (logging.ERROR, "relay process does not come to its end, killing it"),
 }
 
 

@@ -8,13 +8,13 @@ import time
 from dataclasses import replace
 from typing import cast
 
-from outboxq.execution.batch_state import Progress
-from outboxq.execution.claim import Aside, ClaimRequest, PreparedClaims
-from outboxq.execution.lease_mode import Held
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.claim import ClaimRequest, PiggybackQuery, PreparedClaims
+from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.job import Job
-from outboxq.relay.cursors import Position
+from outboxq.relay.cursors import QueueCursor
 from outboxq.relay.poller import Order, Sort
-from outboxq.relay.state import Shared
+from outboxq.relay.state import RelayState
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.wake import calls_away
 
@@ -28,10 +28,10 @@ COUNTS_SECONDS = 10.0
 _NO_LIMIT = 1_000_000
 
 
-class Claims:
+class ClaimPlanner:
     """The claims of one slot, one after the other. `request` is the last one."""
 
-    def __init__(self, shared: Shared, order: Order) -> None:
+    def __init__(self, shared: RelayState, order: Order) -> None:
         queues = order.queues
         # Of the line that the slot has.
         self.prepared: PreparedClaims | None = None
@@ -59,7 +59,7 @@ class Claims:
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
-        self._positions = {name: Position(name, shared.sweeps) for name in queues}
+        self._positions = {name: QueueCursor(name, shared.sweep_schedule) for name in queues}
         self._follow_until = 0.0
         self._counts_due_at = 0.0
         self._walks_since: float | None = None
@@ -85,12 +85,12 @@ class Claims:
 
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
-        seen_at = self._shared.lookout.seen_at(self._order.queues[0])
+        seen_at = self._shared.poller.seen_at(self._order.queues[0])
         return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
         """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
-        turn = self._shared.lookout.take_turn(self._order, self._last, self._due_next)
+        turn = self._shared.poller.take_turn(self._order, self._last, self._due_next)
         if turn is None:
             return None
         self._last, sort = turn
@@ -119,7 +119,7 @@ class Claims:
         self._due_first = True
         self._due_next.clear()
 
-    def suspects(self, name: str) -> ClaimScript:
+    def quarantine(self, name: str) -> ClaimScript:
         """For the suspects of a queue, which run one by one under the lease."""
         return self._statements[name].lease_suspect
 
@@ -142,7 +142,7 @@ class Claims:
         if self._walks_since is not None:
             self.is_called_away = False
             # In a round each of those that take turns has its share, and one claim at least.
-            shares = 1 + self._order.count_peers(name, self._shared.lookout.waiting())
+            shares = 1 + self._order.count_peers(name, self._shared.poller.waiting())
             share_seconds = follow_seconds(_now() - self._walks_since) / shares
             # So small that the next claim belongs to another queue: here it would mostly find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
@@ -171,7 +171,7 @@ class Claims:
         else:
             self._most = half
 
-    def following(self, progress: Progress) -> ClaimRequest | None:
+    def following(self, progress: BatchState) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should.
 
         Now and then the queues before this one, other sorts of jobs and suspects have their turn.
@@ -188,7 +188,7 @@ class Claims:
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
         """The claim from the next queue in which something is known to wait."""
-        if not self._changes_queues or self._shared.suspects.wait_in(self._order.queues) or self.wants_look():
+        if not self._changes_queues or self._shared.quarantine.wait_in(self._order.queues) or self.wants_look():
             return None
         # Should it not be sent, or find nothing, the look that ends the slot's turns finds what it has missed.
         turn = self.take_turn()
@@ -197,7 +197,7 @@ class Claims:
         self._walks_since = _now()
         return self.ask(*turn)
 
-    def following_held(self, held: Held) -> ClaimRequest | None:
+    def following_held(self, held: LeasedBatch) -> ClaimRequest | None:
         """As `following`, under a lease. The faster its handlers were, the more jobs the next claim takes."""
         request = self._claimed
         assert request is not None
@@ -211,12 +211,12 @@ class Claims:
     def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
         if _now() <= self._follow_until:
             return self.ask(name, script)
-        has_suspects = self._shared.suspects.wait_in(self._order.queues)
-        has_others = self.is_called_away or self._order.before(name, self._shared.lookout.waiting())
+        has_suspects = self._shared.quarantine.wait_in(self._order.queues)
+        has_others = self.is_called_away or self._order.before(name, self._shared.poller.waiting())
         if has_others or has_suspects or not script.is_keyed or script.leased:
             return None
         asked = calls_away(self._shared.schema, self._order.before(name, self._order.queues), name)
-        return replace(self.ask(name, script), aside=Aside(asked, self._is_called))
+        return replace(self.ask(name, script), aside=PiggybackQuery(asked, self._is_called))
 
     def _is_called(self, row: tuple[object, ...]) -> None:
         """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""

@@ -31,7 +31,7 @@ LINGER_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class SlotConnection:
     """A connection that is set up for claiming, and what is known of it. `epoch`: the run of the server behind it."""
 
     connection: Connection
@@ -43,21 +43,23 @@ class Line:
     asynchronous: AsyncConnection | None = None
     used_at: float = field(default_factory=time.monotonic)
 
-    async def run(self, action: Callable[["Line"], T]) -> T:
+    async def run(self, action: Callable[["SlotConnection"], T]) -> T:
         """Run what is written for both worlds, in the event loop."""
         assert self.asynchronous is not None
         return await self.asynchronous.run_sync(lambda _: action(self))
 
 
-def make_line(connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()) -> Line:
+def make_line(connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()) -> SlotConnection:
     """Set a new connection up. `harmless`: functions that are known to leave nothing on it."""
     with connection.begin():
         epoch = server_epoch(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
-    return Line(connection, invoker, Guard(connection, harmless), epoch, PreparedClaims() if prepares else None)
+    return SlotConnection(
+        connection, invoker, Guard(connection, harmless), epoch, PreparedClaims() if prepares else None
+    )
 
 
-class Spares:
+class SpareConnections:
     """The lines that no slot uses.
 
     Args:
@@ -66,11 +68,11 @@ class Spares:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._lines: list[Line] = []
+        self._lines: list[SlotConnection] = []
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def take(self) -> Line | None:
+    def take(self) -> SlotConnection | None:
         """The one that was used last, for the thread that asks."""
         with self._lock:
             line = self._lines.pop() if self._lines else None
@@ -78,7 +80,7 @@ class Spares:
             line.guard.thread = threading.get_ident()
         return line
 
-    def give_back(self, line: Line) -> bool:
+    def put_back(self, line: SlotConnection) -> bool:
         """A slot needs it no longer; False where the caller is to close it: a handler left something, or it is late."""
         line.used_at = time.monotonic()
         with self._lock:
@@ -87,7 +89,7 @@ class Spares:
                 self._lines.append(line)
             return is_taken
 
-    def cold(self) -> list[Line]:
+    def cold(self) -> list[SlotConnection]:
         """Those that were not used for a while, for the caller to close."""
         oldest = time.monotonic() - LINGER_SECONDS
         with self._lock:
@@ -96,7 +98,7 @@ class Spares:
             del self._lines[: len(cold)]
             return cold
 
-    def all(self, *, for_good: bool = False) -> list[Line]:
+    def all(self, *, for_good: bool = False) -> list[SlotConnection]:
         """All of them, for the caller to close; `for_good`, and none is given back any more."""
         with self._lock:
             self._is_closed |= for_good
@@ -104,17 +106,17 @@ class Spares:
             return lines
 
 
-class Lines:
+class SlotConnections:
     """The lines of the slots with sync handlers."""
 
     def __init__(self, engine: Engine, schema: str, kept: int, harmless: AbstractSet[str]) -> None:
         self._engine = engine
         self._harmless = harmless
         self._options = connection_options(engine, schema)
-        self._spares = Spares(kept)
+        self._spares = SpareConnections(kept)
 
     @contextmanager
-    def line(self) -> Iterator[Line]:
+    def line(self) -> Iterator[SlotConnection]:
         """One of them, for the length of a block."""
         line = self._spares.take() or self._open()
         try:
@@ -123,10 +125,10 @@ class Lines:
             # The others may be as old, and as lost.
             _close([line, *self._spares.all()])
             raise
-        if not self._spares.give_back(line):
+        if not self._spares.put_back(line):
             _close([line])
 
-    def _open(self) -> Line:
+    def _open(self) -> SlotConnection:
         with opening():
             connection = self._engine.connect()
         try:
@@ -144,7 +146,7 @@ class Lines:
         _close(self._spares.all(for_good=True))
 
 
-def _close(lines: list[Line]) -> None:
+def _close(lines: list[SlotConnection]) -> None:
     """Session settings must not leak into the pool of the user's engine: never returned to it."""
     for line in lines:
         with suppress(SQLAlchemyError):
@@ -152,31 +154,31 @@ def _close(lines: list[Line]) -> None:
             line.connection.close()
 
 
-class AsyncLines:
-    """As `Lines`, in the event loop."""
+class AsyncSlotConnections:
+    """As `SlotConnections`, in the event loop."""
 
     def __init__(self, engine: AsyncEngine, schema: str, kept: int, harmless: AbstractSet[str]) -> None:
         self._engine = engine
         self._harmless = harmless
         self._options = connection_options(engine, schema)
-        self._spares = Spares(kept)
+        self._spares = SpareConnections(kept)
 
     def line(self) -> "_Borrowed":
         """One of them, for the length of a block."""
         return _Borrowed(self)
 
-    async def take(self) -> Line:
+    async def take(self) -> SlotConnection:
         """One that no other slot uses."""
         return self._spares.take() or await self._open()
 
-    async def give_back(self, line: Line, *, failed: bool) -> None:
+    async def put_back(self, line: SlotConnection, *, failed: bool) -> None:
         """It is needed no longer; after a failure, it is closed with all that are spare."""
         if failed:
             await _close_async([line, *self._spares.all()])
-        elif not self._spares.give_back(line):
+        elif not self._spares.put_back(line):
             await _close_async([line])
 
-    async def _open(self) -> Line:
+    async def _open(self) -> SlotConnection:
         with opening():
             connection = await self._engine.connect()
         try:
@@ -200,18 +202,18 @@ class AsyncLines:
 class _Borrowed:
     """A line for the length of a block. No generator: those of a loop are closed by its `shutdown_asyncgens()`."""
 
-    def __init__(self, lines: AsyncLines) -> None:
+    def __init__(self, lines: AsyncSlotConnections) -> None:
         self._lines = lines
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> SlotConnection:
         self._line = await self._lines.take()
         return self._line
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self._lines.give_back(self._line, failed=kind is not None)
+        await self._lines.put_back(self._line, failed=kind is not None)
 
 
-async def _close_async(lines: list[Line]) -> None:
+async def _close_async(lines: list[SlotConnection]) -> None:
     for line in lines:
         with suppress(SQLAlchemyError):
             assert line.asynchronous is not None

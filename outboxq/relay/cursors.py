@@ -22,7 +22,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
 _WEIGHT = 0.1
 
 
-class Sweeps:
+class SweepSchedule:
     """When a relay's slots sweep: one for all of them."""
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Sweeps:
             self._usual_seconds[queue] = usual + (seconds - usual) * _WEIGHT
 
 
-class Position:
+class QueueCursor:
     """Where one slot goes on in one queue."""
 
-    def __init__(self, queue: str, sweeps: Sweeps) -> None:
+    def __init__(self, queue: str, sweeps: SweepSchedule) -> None:
         self._queue = queue
         self._sweeps = sweeps
         self._cursor: Cursor | None = None

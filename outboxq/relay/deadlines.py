@@ -23,11 +23,11 @@ from sqlalchemy.util import await_only
 from outboxq.database.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execution.attempt import ConnectionLost
-from outboxq.execution.batch_state import BatchReport, Progress
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.invoke import SyncInvoker
-from outboxq.execution.lease_mode import Held, relieve
-from outboxq.execution.recovery import cut_off, end_other_transaction
+from outboxq.execution.lease_mode import LeasedBatch, release_waiting
+from outboxq.execution.recovery import end_other_transaction, settle_aborted
 from outboxq.relay.connections import connection_options, make_line
 from outboxq.relay.slot import Slot
 from outboxq.relay.threads import BoundedStart
@@ -84,7 +84,7 @@ class Runner(Protocol):
         ...
 
 
-class Watch:
+class DeadlineEnforcer:
     """Looks at the runners of a relay, from the relay's own thread.
 
     `cuts` counts the handlers that were cut off.
@@ -136,14 +136,14 @@ class Watch:
     def _look_after_held(self, runners: list[Runner]) -> None:
         self._relieving = {runner: thread for runner, thread in self._relieving.items() if thread.is_alive()}
         for runner in runners:
-            held = runner.slot.held
+            held = runner.slot.leased_batch
             if held is not None and runner not in self._relieving and held.wants_relief():
                 self._start(self._relieving, runner, partial(self._relieve, runner, held, tuple(runners)))
 
-    def relieve(self, runners: list[Runner]) -> None:
+    def release_waiting(self, runners: list[Runner]) -> None:
         """Settle what slots still hold besides the job that ran when they ended."""
         for runner in runners:
-            if (held := runner.slot.held) is not None:
+            if (held := runner.slot.leased_batch) is not None:
                 self._start(self._relieving, runner, partial(self._relieve, runner, held))
 
     def interrupt(self, runners: list[Runner]) -> int:
@@ -189,7 +189,7 @@ class Watch:
         self._cut.append((runner, now + FREE_AFTER_SECONDS))
         self._replace(runner)
 
-    def _enforce(self, runner: Runner, progress: Progress, deadline: float) -> None:
+    def _enforce(self, runner: Runner, progress: BatchState, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
         runner.ask()
         until = time.monotonic() + CUT_AFTER_SECONDS
@@ -216,7 +216,7 @@ class Watch:
         finally:
             self._ended.append(runner)
 
-    def _cancel(self, progress: Progress, deadline: float) -> None:
+    def _cancel(self, progress: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that is alone in its transaction.
 
         Among others a cancellation that comes late would hit the next one's; there its backend is terminated.
@@ -226,13 +226,13 @@ class Watch:
 
         def cancel(connection: Connection, _pause: Pause) -> None:
             # Held, so that it does not hit the certificate either.
-            with progress.held(deadline) as runs:
+            with progress.while_running(deadline) as runs:
                 if runs:
                     end_other_transaction(connection, progress, terminate=False)
 
         self._on_connection(cancel)
 
-    def _end(self, runner: Runner, progress: Progress, failed: Failed | None, *, is_crash: bool) -> None:
+    def _end(self, runner: Runner, progress: BatchState, failed: Failed | None, *, is_crash: bool) -> None:
         slot = runner.slot
 
         def settle(connection: Connection, pause: Pause) -> BatchReport:
@@ -241,20 +241,20 @@ class Watch:
         try:
             report = self._on_connection(settle)
         finally:
-            slot.shared.suspects.end_turn(slot)
+            slot.shared.quarantine.end_turn(slot)
             runner.abandon()
         if report is not None:
-            slot.tell(report)
-        if (held := slot.held) is not None:
+            slot.publish(report)
+        if (held := slot.leased_batch) is not None:
             self._relieve(runner, held)
 
-    def _relieve(self, runner: Runner, held: Held, others: tuple[Runner, ...] = ()) -> None:
+    def _relieve(self, runner: Runner, held: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
         """Settle what waits with a handler that takes long, or was cut off; idle slots look what was given back."""
-        report = self._on_connection(lambda connection, _: relieve(connection, held, self._schema))
+        report = self._on_connection(lambda connection, _: release_waiting(connection, held, self._schema))
         if report is not None:
-            runner.slot.tell(report)
+            runner.slot.publish(report)
         for other in others:
-            other.slot.rest.sleeper.wake()
+            other.slot.sleep.idle_slot.wake()
 
     def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
         """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""
@@ -294,7 +294,7 @@ class Watch:
 
 
 def _settle(
-    connection: Connection, pause: Pause, slot: Slot, progress: Progress, failed: Failed | None, *, is_crash: bool
+    connection: Connection, pause: Pause, slot: Slot, progress: BatchState, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
@@ -304,7 +304,7 @@ def _settle(
         deadline = time.monotonic() + _RESOLVE_SECONDS
         while True:
             try:
-                return cut_off(connection, progress, work, failed, is_crash=is_crash)
+                return settle_aborted(connection, progress, work, failed, is_crash=is_crash)
             except ConnectionLost:
                 if time.monotonic() > deadline:
                     raise
@@ -313,6 +313,6 @@ def _settle(
         work.guard.remove()
 
 
-def _timed_out(runner: Runner, progress: Progress) -> Failed:
+def _timed_out(runner: Runner, progress: BatchState) -> Failed:
     """The record of a handler that was cut off, with the place where it stands."""
     return describe_failure(HandlerTimedOut(progress.timeout_seconds or 0.0), progress.job, runner.stack())

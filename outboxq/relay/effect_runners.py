@@ -4,16 +4,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from outboxq.database.engines import EFFECTS_NAME, Engines, make_async_engine, make_engine
-from outboxq.effects.runners import AsyncCaller, Caller
+from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 
 
 @dataclass(frozen=True, slots=True)
-class Callers:
+class EffectRunners:
     """One for each flavour that the relay has an engine for. No connection is opened before the first call."""
 
-    sync: Caller | None
-    asynchronous: AsyncCaller | None
+    sync: EffectRunner | None
+    asynchronous: AsyncEffectRunner | None
     _sync_transactions: EngineTransactions | None
     _async_transactions: AsyncEngineTransactions | None
 
@@ -35,7 +35,7 @@ class Callers:
             in_loop(self._async_transactions.dispose())
 
 
-def make_callers(engines: Engines, schema: str, lease_seconds: float) -> Callers:
+def make_callers(engines: Engines, schema: str, lease_seconds: float) -> EffectRunners:
     """For the user's own engines pools beside theirs, else pools of our own that grow with the slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
     if engines.owns_sync and sync is not None:
@@ -46,9 +46,9 @@ def make_callers(engines: Engines, schema: str, lease_seconds: float) -> Callers
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
     # Through a sync engine, where there is one: an event loop that a handler blocks keeps no locks.
     keeper = None if plain is None else plain.keeper_transaction()
-    return Callers(
-        None if plain is None else Caller(plain, lease_seconds),
-        None if awaited is None else AsyncCaller(awaited, lease_seconds, keeper),
+    return EffectRunners(
+        None if plain is None else EffectRunner(plain, lease_seconds),
+        None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper),
         plain,
         awaited,
     )

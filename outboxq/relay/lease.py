@@ -38,7 +38,7 @@ _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 
-class Suspects:
+class QuarantineTurns:
     """Which queues are known to have suspects, and whose turn it is.
 
     One at a time per process: should it kill the process, it takes no other suspect with it.
@@ -67,7 +67,7 @@ class Suspects:
                 self._holder = None
 
 
-class Lease:
+class RelayLease:
     """A relay's lease. It is written from the first time that it is needed: a relay without suspects needs none.
 
     Args:
@@ -85,7 +85,7 @@ class Lease:
         schema: str,
         owner: UUID,
         queues: tuple[str, ...],
-        suspects: Suspects,
+        suspects: QuarantineTurns,
         running: Callable[[], set[tuple[str, int]]],
         emit: Emitter,
         on_reaped: Callable[[JobCrashed], None],

@@ -35,7 +35,7 @@ PROBE_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Sleeper:
+class IdleSlot:
     """A slot that sleeps: `wake` may be called from any thread, any number of times."""
 
     queues: frozenset[str]
@@ -44,13 +44,13 @@ class Sleeper:
 
 @dataclass(frozen=True, slots=True)
 class _FallAsleep:
-    sleeper: Sleeper
+    idle_slot: IdleSlot
     flagged: "Future[float | None]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
 class _WakeUp:
-    sleeper: Sleeper
+    idle_slot: IdleSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Listener:
         self._called = called
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         # Each with whether it was rung since it fell asleep.
-        self._sleepers: dict[Sleeper, bool] = {}
+        self._sleepers: dict[IdleSlot, bool] = {}
         # Each with since when it is up.
         self._flags: dict[str, float] = {}
         self._lower_at: float | None = None
@@ -105,7 +105,7 @@ class Listener:
             self._inbox.close()
             self._bell.close()
 
-    def fall_asleep(self, sleeper: Sleeper) -> "Future[float | None]":
+    def fall_asleep(self, sleeper: IdleSlot) -> "Future[float | None]":
         """Raise the sleep flags of the sleeper's queues.
 
         The future says since when (monotonic) this process holds all of them. Every job that is committed after a look
@@ -116,7 +116,7 @@ class Listener:
         self._ring()
         return request.flagged
 
-    def wake_up(self, sleeper: Sleeper) -> None:
+    def wake_up(self, sleeper: IdleSlot) -> None:
         """The slot has work: soon lower the flags that nobody here sleeps under any more. Returns at once."""
         self._requests.put(_WakeUp(sleeper))
         self._ring()
@@ -271,7 +271,7 @@ class Listener:
         fresh = [sleeper for sleeper in sleepers if not self._sleepers[sleeper]][-1:]
         self._wake(fresh or sleepers)
 
-    def _wake(self, sleepers: Iterable[Sleeper]) -> None:
+    def _wake(self, sleepers: Iterable[IdleSlot]) -> None:
         for sleeper in list(sleepers):
             self._sleepers[sleeper] = True
             sleeper.wake()

@@ -20,7 +20,7 @@ OVERDUE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Poll:
     """A look that was begun: its number, and when."""
 
     number: int = 0
@@ -61,17 +61,17 @@ class Order:
         return min(keys, default=(0, 0, None))[2]
 
 
-class Lookout:
+class SharedPoller:
     """The looks of a relay's slots, what the last ones saw, and where nobody has gone to claim it yet."""
 
     def __init__(self, schema: str, queues: tuple[str, ...]) -> None:
         self.statement = look(schema, queues)
         self.queues = queues
-        self.latest = Look()
+        self.latest = Poll()
         self._schema = schema
         # The last look of each queue that came back: they may do so in another order.
         self._seen = dict.fromkeys(queues, self.latest)
-        self._under_way: Look | None = None
+        self._under_way: Poll | None = None
         self._ready: set[str] = set()
         # The last look that was begun before a queue called: what it saw of ready jobs is older than the call.
         self._called_after: dict[str, int] = {}
@@ -86,16 +86,16 @@ class Lookout:
         """A look at some of the queues."""
         return self.statement if queues == self.queues else look(self._schema, queues)
 
-    def begin(self) -> Look:
+    def begin(self) -> Poll:
         """Begin a look, whoever else does."""
         with self._lock:
             return self._begin()
 
-    def _begin(self) -> Look:
-        self.latest = Look(self.latest.number + 1)
+    def _begin(self) -> Poll:
+        self.latest = Poll(self.latest.number + 1)
         return self.latest
 
-    def take(self, queue: str, since: Look) -> Look | None:
+    def take(self, queue: str, since: Poll) -> Poll | None:
         """Begin a look at all queues, for all that sleep; None where one has come back that was begun after `since`.
 
         None also while another one is under way: it was begun too early, or it will do.
@@ -106,12 +106,12 @@ class Lookout:
             self._under_way = self._begin()
             return self._under_way
 
-    def is_known(self, queue: str, since: Look) -> bool:
+    def is_known(self, queue: str, since: Poll) -> bool:
         """Whether a look at this queue has come back that was begun after `since`."""
         with self._lock:
             return self._is_known(queue, since)
 
-    def _is_known(self, queue: str, since: Look) -> bool:
+    def _is_known(self, queue: str, since: Poll) -> bool:
         return self._seen[queue].number > max(since.number, self._all_called_after)
 
     def is_awaited(self) -> bool:
@@ -122,13 +122,13 @@ class Lookout:
     def _is_awaited(self) -> bool:
         return self._under_way is not None and time.monotonic() < self._under_way.begun_at + OVERDUE_SECONDS
 
-    def ended(self, taken: Look) -> None:
+    def ended(self, taken: Poll) -> None:
         """A look that was taken is over, whatever came of it."""
         with self._lock:
             if self._under_way == taken:
                 self._under_way = None
 
-    def saw(self, taken: Look, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
+    def record(self, taken: Poll, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
         """What a look found: queues, whether they have a ready job, and the seconds to their next scheduled one."""
         now = time.monotonic()
         found = {str(row[0]): (bool(row[1]), row[2]) for row in rows}

@@ -32,19 +32,19 @@ from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.registry import Lifespan, Registry
 from outboxq.migrations.server import check_server, refusing_bytes
-from outboxq.relay.connections import AsyncLines, Lines
-from outboxq.relay.cursors import Sweeps
-from outboxq.relay.deadlines import Runner, Watch
+from outboxq.relay.connections import AsyncSlotConnections, SlotConnections
+from outboxq.relay.cursors import SweepSchedule
+from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_callers
-from outboxq.relay.lease import Lease, Suspects
+from outboxq.relay.lease import QuarantineTurns, RelayLease
 from outboxq.relay.listener import Listener
 from outboxq.relay.maintenance.pruner import Pruner
-from outboxq.relay.maintenance.reindexer import Upkeep
-from outboxq.relay.poller import Lookout
+from outboxq.relay.maintenance.reindexer import Reindexer
+from outboxq.relay.poller import SharedPoller
 from outboxq.relay.runners import SlotTask, SlotThread
-from outboxq.relay.slot import describe_error, is_outage
+from outboxq.relay.slot import describe_error, is_database_unavailable
 from outboxq.relay.startup import check_durability
-from outboxq.relay.state import Shared, Tally
+from outboxq.relay.state import RelayCounters, RelayState
 from outboxq.statements.version import NEEDED_VERSION, schema_version
 
 # Slots that all sleep keep so many connections for the next job: with the listener's and the lease's four.
@@ -104,11 +104,11 @@ class RelayRun:
         self._trimming_since = 0.0
         listens = config.listen and not until_empty
         self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
-        lookout = Lookout(config.schema, self._queues)
+        lookout = SharedPoller(config.schema, self._queues)
         connect = listen_connector(engines, config.listen_url, lambda: self._loop)
         listener = Listener(connect, config.schema, lookout.called) if listens else None
-        suspects = Suspects()
-        lease = Lease(
+        suspects = QuarantineTurns()
+        lease = RelayLease(
             # Not by `listen_url`: through a pooler is as good.
             listen_connector(engines, None, lambda: self._loop),
             config.schema,
@@ -136,12 +136,12 @@ class RelayRun:
         )
         self._upkeep = (
             # By `listen_url`, which leads past a pooler.
-            Upkeep(listen_connector(engines, config.listen_url, lambda: self._loop), config.schema, emit, stopping)
+            Reindexer(listen_connector(engines, config.listen_url, lambda: self._loop), config.schema, emit, stopping)
             if config.reindex and not until_empty
             else None
         )
-        self._watch = Watch(engines, config.schema, lambda: self._loop, self._replace, self._failed)
-        self._shared = Shared(
+        self._watch = DeadlineEnforcer(engines, config.schema, lambda: self._loop, self._replace, self._failed)
+        self._shared = RelayState(
             registry=registry,
             state=None,
             schema=config.schema,
@@ -150,23 +150,25 @@ class RelayRun:
             until_empty=until_empty,
             emit=emit,
             listener=listener,
-            lookout=lookout,
+            poller=lookout,
             lease=lease,
-            suspects=suspects,
-            sweeps=Sweeps(),
+            quarantine=suspects,
+            sweep_schedule=SweepSchedule(),
             max_crashes=config.max_crashes,
-            callers=make_callers(engines, config.schema, config.effect_lease_seconds),
+            effect_runners=make_callers(engines, config.schema, config.effect_lease_seconds),
             stopping=stopping,
-            tally=Tally(),
+            counters=RelayCounters(),
             lock=threading.Lock(),
         )
         flavours = {flavour for _, flavour in groups}
-        harmless = self._shared.functions.harmless
+        harmless = self._shared.called_functions.harmless
         kept = 0 if until_empty else _WARM_LINES // len(flavours)
         sync, asynchronous = engines.sync, engines.asynchronous
-        self._lines = Lines(sync, config.schema, kept, harmless) if sync is not None and "sync" in flavours else None
+        self._lines = (
+            SlotConnections(sync, config.schema, kept, harmless) if sync is not None and "sync" in flavours else None
+        )
         self._async_lines = (
-            AsyncLines(asynchronous, config.schema, kept, harmless)
+            AsyncSlotConnections(asynchronous, config.schema, kept, harmless)
             if asynchronous is not None and "async" in flavours
             else None
         )
@@ -195,7 +197,7 @@ class RelayRun:
             self._wait_for_database()
             if self._stopping.is_set():
                 return RelayReport(0, 0, 0)
-            stack.callback(self._shared.callers.dispose, self._finish_in_loop)
+            stack.callback(self._shared.effect_runners.dispose, self._finish_in_loop)
             stack.callback(self._close_lines)
             self._shared.state = self._enter_lifespan(stack, lifespan)
             if self._shared.listener is not None:
@@ -212,7 +214,7 @@ class RelayRun:
             if any(self._shared.registry.claims[name] == "lease" for name in self._queues):
                 self._shared.lease.wait(2.0)
             self._serve_to_the_end()
-        tally = self._shared.tally
+        tally = self._shared.counters
         return RelayReport(tally.done, tally.failed, tally.died, tally.leases_lost)
 
     def _close_lines(self) -> None:
@@ -224,7 +226,7 @@ class RelayRun:
     def wake_all(self) -> None:
         """Ring every slot, so that it sees that the relay is stopping."""
         for runner in list(self._runners):
-            runner.slot.rest.sleeper.wake()
+            runner.slot.sleep.idle_slot.wake()
 
     def _leased(self) -> set[tuple[str, int]]:
         """The jobs that run here under the lease, or wait for their turn, with their tokens."""
@@ -234,12 +236,12 @@ class RelayRun:
         slots = [runner.slot for runner in [*serving, *hanging]]
         jobs = [progress.job for slot in slots if (progress := slot.progress) is not None]
         # All that were claimed: one that is settled is not looked for.
-        jobs += [job for slot in slots if (held := slot.held) is not None for job in held.jobs]
+        jobs += [job for slot in slots if (held := slot.leased_batch) is not None for job in held.jobs]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
     def _reaped(self, event: JobCrashed) -> None:
         with self._shared.lock:
-            self._shared.tally.add(BatchReport(0, (event,)))
+            self._shared.counters.add(BatchReport(0, (event,)))
         self._emit(event)
 
     def _needs_loop(self, lifespan: object) -> bool:
@@ -302,7 +304,7 @@ class RelayRun:
             try:
                 version = self._read_version()
             except (DBAPIError, NoConnection, OSError) as error:
-                if not is_outage(error):
+                if not is_database_unavailable(error):
                     raise
                 self._emit(DatabaseLost(describe_error(error), pause_seconds))
                 self._stopping.wait(pause_seconds)
@@ -336,7 +338,7 @@ class RelayRun:
         # Each slot's, the lease's and the listener's.
         connections = slots + 1 + (self._shared.listener is not None)
         self._emit(RelayStarted(self._queues, slots, connections))
-        tally = self._shared.tally
+        tally = self._shared.counters
         is_over = False
         # Once in any case: told to stop meanwhile, it says so as it would later.
         while not is_over:
@@ -366,7 +368,7 @@ class RelayRun:
         self._trim_at = time.monotonic() + _TRIM_SECONDS
         if self._lines is not None:
             self._lines.trim()
-        self._shared.callers.trim()
+        self._shared.effect_runners.trim()
         if self._loop is not None and (self._trimming is None or self._trimming.done()):
             self._trimming = asyncio.run_coroutine_threadsafe(self._trim_in_loop(), self._loop)
             self._trimming_since = time.monotonic()
@@ -382,7 +384,7 @@ class RelayRun:
     async def _trim_in_loop(self) -> None:
         if self._async_lines is not None:
             await self._async_lines.trim()
-        await self._shared.callers.trim_async()
+        await self._shared.effect_runners.trim_async()
 
     def _wait_a_moment(self) -> bool:
         """Wait for a slot, in slices, so that signals and deadlines are seen; False where all have ended."""
@@ -433,7 +435,7 @@ class RelayRun:
         # Whoever is not done by now is rolled back.
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
         # The ones that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
-        self._watch.relieve([runner for runner in late if runner.has_failed])
+        self._watch.release_waiting([runner for runner in late if runner.has_failed])
         late = [runner for runner in late if not runner.has_failed]
         self._abandoned = self._watch.interrupt(late)
         for runner in late:

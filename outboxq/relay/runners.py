@@ -21,17 +21,19 @@ from outboxq.config import SlotGroup
 from outboxq.database.driver import dbapi_connection
 from outboxq.database.guard import keep_cancelled
 from outboxq.execution.invoke import AsyncInvoker
-from outboxq.relay.connections import AsyncLines, Lines
+from outboxq.relay.connections import AsyncSlotConnections, SlotConnections
 from outboxq.relay.serve import serve_in_loop, serve_in_thread
 from outboxq.relay.slot import Slot
-from outboxq.relay.state import Shared
+from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
 
 
 class SlotThread:
     """A slot with sync handlers, in a thread of its own."""
 
-    def __init__(self, shared: Shared, group: SlotGroup, lines: Lines, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, shared: RelayState, group: SlotGroup, lines: SlotConnections, failed: Callable[[BaseException], None]
+    ) -> None:
         bell = threading.Event()
         self.slot = Slot(shared, "sync", group.queues, bell.set, group.in_turns)
         self.has_failed = False
@@ -41,7 +43,7 @@ class SlotThread:
         self._thread = BoundedStart(partial(self._run, lines, bell), "outboxq-slot")
         self._thread.start()
 
-    def _run(self, lines: Lines, bell: threading.Event) -> None:
+    def _run(self, lines: SlotConnections, bell: threading.Event) -> None:
         try:
             serve_in_thread(self.slot, lines, bell)
         except BaseException as error:  # noqa: BLE001  # raised again by the relay
@@ -89,10 +91,10 @@ class SlotTask:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: RelayState,
         group: SlotGroup,
         engine: AsyncEngine,
-        lines: AsyncLines,
+        lines: AsyncSlotConnections,
         loop: asyncio.AbstractEventLoop,
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -110,7 +112,7 @@ class SlotTask:
         if (line := self.slot.line) is not None:
             keep_cancelled(context, line.connection)
 
-    async def _run(self, engine: AsyncEngine, lines: AsyncLines) -> None:
+    async def _run(self, engine: AsyncEngine, lines: AsyncSlotConnections) -> None:
         self._loop_thread = threading.get_ident()
         self._task = asyncio.current_task()
         # SQLAlchemy keeps these by dialect, so for all who use the engine.

@@ -9,14 +9,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.errors import NoConnection
 from outboxq.execution.attempt import Abandoned, ConnectionLost
-from outboxq.relay.connections import AsyncLines, Lines
+from outboxq.relay.connections import AsyncSlotConnections, SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.slot import Slot
 
 _OUTAGES = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
 
 
-def serve_in_thread(slot: Slot, lines: Lines, bell: threading.Event) -> None:
+def serve_in_thread(slot: Slot, lines: SlotConnections, bell: threading.Event) -> None:
     """The loop of a slot with sync handlers."""
     stopping = slot.shared.stopping
     while not (stopping.is_set() or slot.is_seized()):
@@ -41,33 +41,33 @@ def serve_in_thread(slot: Slot, lines: Lines, bell: threading.Event) -> None:
             stopping.wait(slot.lost(error))
 
 
-def _rest_in_thread(slot: Slot, lines: Lines, bell: threading.Event) -> None:
+def _rest_in_thread(slot: Slot, lines: SlotConnections, bell: threading.Event) -> None:
     """Sleep until woken, or until a look found something; without a connection but for looks."""
     bell.clear()
     flagged = False
     while not slot.shared.stopping.is_set():
-        if slot.rest.wants_line():
+        if slot.sleep.wants_line():
             with lines.line() as line:
                 if slot.work_seen(line):
                     return
         if not flagged:
-            flagged = slot.rest.is_flagged(_flagged_since(slot))
-            if slot.rest.wants_line():
+            flagged = slot.sleep.is_flagged(_flagged_since(slot))
+            if slot.sleep.wants_line():
                 continue
         if bell.wait(slot.pause_seconds(flagged=flagged)):
-            slot.rest.want_look()
+            slot.sleep.want_look()
             return
 
 
 def _flagged_since(slot: Slot) -> float | None:
-    request = slot.rest.fall_asleep()
+    request = slot.sleep.fall_asleep()
     try:
         return None if request is None else request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
     except concurrent.futures.TimeoutError:
         return None
 
 
-async def serve_in_loop(slot: Slot, lines: AsyncLines, bell: asyncio.Event) -> None:
+async def serve_in_loop(slot: Slot, lines: AsyncSlotConnections, bell: asyncio.Event) -> None:
     """The loop of a slot with async handlers."""
     stopping = slot.shared.stopping
     while not (stopping.is_set() or slot.is_seized()):
@@ -106,26 +106,26 @@ async def serve_in_loop(slot: Slot, lines: AsyncLines, bell: asyncio.Event) -> N
                 await _wait(bell, pause)
 
 
-async def _rest_in_loop(slot: Slot, lines: AsyncLines, bell: asyncio.Event) -> None:
+async def _rest_in_loop(slot: Slot, lines: AsyncSlotConnections, bell: asyncio.Event) -> None:
     """As `_rest_in_thread`."""
     bell.clear()
     flagged = False
     while not slot.shared.stopping.is_set():
-        if slot.rest.wants_line():
+        if slot.sleep.wants_line():
             async with lines.line() as line:
                 if await line.run(slot.work_seen):
                     return
         if not flagged:
-            flagged = slot.rest.is_flagged(await _flagged_since_in_loop(slot))
-            if slot.rest.wants_line():
+            flagged = slot.sleep.is_flagged(await _flagged_since_in_loop(slot))
+            if slot.sleep.wants_line():
                 continue
         if await _wait(bell, slot.pause_seconds(flagged=flagged)):
-            slot.rest.want_look()
+            slot.sleep.want_look()
             return
 
 
 async def _flagged_since_in_loop(slot: Slot) -> float | None:
-    request = slot.rest.fall_asleep()
+    request = slot.sleep.fall_asleep()
     if request is None:
         return None
     try:

@@ -28,21 +28,29 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.execution.aside import is_of_a_row, set_aside_first
-from outboxq.execution.attempt import ConnectionLost, ConnectionSpoiled, TransactionEscaped, Work, is_cancellation
-from outboxq.execution.batch_state import BatchReport, Progress
+from outboxq.execution.attempt import ConnectionLost, ConnectionSpoiled, Runtime, TransactionEscaped, is_cancellation
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import ClaimRequest, clear_marks, forgive, park_unknown
 from outboxq.execution.failure import describe_failure
-from outboxq.execution.lease_mode import Held, relieve, run_held
-from outboxq.execution.recovery import charge, held_up, lost_with, put_off, recover, resolve, settle_late
+from outboxq.execution.lease_mode import LeasedBatch, release_waiting, run_held
+from outboxq.execution.recovery import (
+    find_outcome,
+    held_up,
+    postpone,
+    record_failed_attempt,
+    recover,
+    return_to_suspects,
+    settle_on_new_connection,
+)
 from outboxq.execution.settle import JobRowHeld
 from outboxq.execution.transaction_mode import end_transaction, run_batches
 from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
-from outboxq.relay.claim_planner import Claims
-from outboxq.relay.connections import Line
-from outboxq.relay.idle import Rest
+from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.connections import SlotConnection
+from outboxq.relay.idle import SlotSleep
 from outboxq.relay.poller import Order
-from outboxq.relay.state import Shared
+from outboxq.relay.state import RelayState
 from outboxq.statements.claim import ClaimScript
 from outboxq.statements.lease import suspect_queues
 
@@ -65,7 +73,7 @@ class Slot:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: RelayState,
         flavour: Flavour,
         queues: tuple[str, ...],
         wake: Callable[[], None],
@@ -76,14 +84,14 @@ class Slot:
         self.flavour: Flavour = flavour
         self.queues = queues
         self.in_turns = frozenset(in_turns)
-        self.rest = Rest(shared, order, wake)
-        self.line: Line | None = None
+        self.sleep = SlotSleep(shared, order, wake)
+        self.line: SlotConnection | None = None
         # Its task was, or will be, cancelled by the relay.
         self.is_abandoned = False
-        self.progress: Progress | None = None
+        self.progress: BatchState | None = None
         # What is claimed under the lease besides the job that runs.
-        self.held: Held | None = None
-        self._claims = Claims(shared, order)
+        self.leased_batch: LeasedBatch | None = None
+        self._claims = ClaimPlanner(shared, order)
         self._told: set[str] = set()
         # It left its line for another one, with work to do.
         self._goes_on = False
@@ -98,7 +106,7 @@ class Slot:
     @property
     def running(self) -> int:
         """How many jobs are claimed here."""
-        progress, held = self.progress, self.held
+        progress, held = self.progress, self.leased_batch
         return (0 if progress is None else len(progress.jobs)) + (0 if held is None else held.unsettled)
 
     def is_seized(self) -> bool:
@@ -108,16 +116,16 @@ class Slot:
 
     def wants_work(self) -> bool:
         """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
-        is_in_doubt = self.progress is not None or self.held is not None or self._lost_since is not None
-        return is_in_doubt or self._goes_on or self.rest.is_called()
+        is_in_doubt = self.progress is not None or self.leased_batch is not None or self._lost_since is not None
+        return is_in_doubt or self._goes_on or self.sleep.is_called()
 
-    def _take(self, line: Line) -> Work:
+    def _take(self, line: SlotConnection) -> Runtime:
         self.line = line
         self._claims.prepared = line.prepared
         if self._goes_on or self._spoiled is not None or self._lost_since is not None:
             self._claims.begin_anew()
         self._goes_on = False
-        self.shared.functions.answer(line.connection)
+        self.shared.called_functions.answer(line.connection)
         work = self.work_on(line)
         if self._lost_since is not None:
             self.shared.emit(DatabaseBack(_now() - self._lost_since))
@@ -128,14 +136,14 @@ class Slot:
         report = self._settle_doubt(connection, work, lost)
         self._spoiled = None
         if report is not None:
-            self.tell(report)
+            self.publish(report)
         return work
 
-    def work_on(self, line: Line) -> Work:
+    def work_on(self, line: SlotConnection) -> Runtime:
         """What executing on this line needs."""
         shared = self.shared
-        caller = shared.callers.sync if self.flavour == "sync" else shared.callers.asynchronous
-        return Work(
+        caller = shared.effect_runners.sync if self.flavour == "sync" else shared.effect_runners.asynchronous
+        return Runtime(
             shared.registry,
             shared.state,
             line.invoker,
@@ -154,26 +162,26 @@ class Slot:
         return self.is_abandoned and is_cancellation(error)
 
     @contextmanager
-    def _on(self, line: Line) -> Iterator[Work]:
+    def _on(self, line: SlotConnection) -> Iterator[Runtime]:
         """Work on this line. What a lost one has left is settled first."""
         try:
             yield self._take(line)
         finally:
             self.line = None
 
-    def work_all(self, line: Line) -> bool:
+    def work_all(self, line: SlotConnection) -> bool:
         """Claim and run what waits, until nothing does or the relay stops; False where another line is needed."""
         with self._on(line) as work:
             self._work_on(line, work)
         return not self._goes_on
 
-    def work_seen(self, line: Line) -> bool:
+    def work_seen(self, line: SlotConnection) -> bool:
         """Look if that is due, and work if something is seen to wait; False where nothing was done."""
         with self._on(line) as work:
-            self.rest.look(line.connection)
-            return self.rest.is_called() and self._work_on(line, work)
+            self.sleep.look(line.connection)
+            return self.sleep.is_called() and self._work_on(line, work)
 
-    def drain(self, line: Line) -> bool:
+    def drain(self, line: SlotConnection) -> bool:
         """Work until nothing waits, suspects included; False where another line is needed."""
         with self._on(line) as work:
             connection = line.connection
@@ -182,7 +190,7 @@ class Slot:
                     return True
             return self.shared.stopping.is_set()
 
-    def _work_on(self, line: Line, work: Work) -> bool:
+    def _work_on(self, line: SlotConnection, work: Runtime) -> bool:
         worked, self._is_rested = False, True
         while not self.shared.stopping.is_set():
             if self._needs_line(line):
@@ -192,28 +200,28 @@ class Slot:
             worked = True
         return worked
 
-    def _needs_line(self, line: Line) -> bool:
+    def _needs_line(self, line: SlotConnection) -> bool:
         """Whether the next job has to start on another line, because a handler left something on this one."""
         left = line.guard.left
         if left is None:
             return False
         self._goes_on = True
-        self.shared.functions.ask_for(line.guard.called)
+        self.shared.called_functions.ask_for(line.guard.called)
         if left not in self._told:
             self._told.add(left)
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
         return True
 
-    def work_once(self, connection: Connection, work: Work) -> bool:
+    def work_once(self, connection: Connection, work: Runtime) -> bool:
         """Claim and run the jobs of a turn; False where nothing waits."""
         self._claims.begin_walk()
-        self.rest.works()
+        self.sleep.works()
         if any(self._run_suspect(connection, name, work) for name in self._suspected()):
             return True
         if len(self.queues) == 1:
             # A claim tells as much as a look.
             name = self.queues[0]
-            self.shared.lookout.go(name)
+            self.shared.poller.go(name)
             return any(self._work_with(connection, name, script, work) for script in self._claims.sorts(name))
         while (turn := self._next_turn(connection)) is not None:
             if self._work_with(connection, *turn, work):
@@ -221,7 +229,7 @@ class Slot:
         return False
 
     def _suspected(self) -> tuple[str, ...]:
-        found = self.shared.suspects.queues
+        found = self.shared.quarantine.queues
         return tuple(name for name in self.queues if name in found) if found else ()
 
     def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
@@ -237,15 +245,15 @@ class Slot:
 
     def _look(self, connection: Connection) -> None:
         """Look at the queues of this slot."""
-        lookout, begun = self.shared.lookout, _now()
+        lookout, begun = self.shared.poller, _now()
         taken = lookout.begin()
         rows = run_alone(connection, lookout.statement_for(self.queues))
-        lookout.saw(taken, rows, self.queues)
-        self.shared.suspects.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        lookout.record(taken, rows, self.queues)
+        self.shared.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
         self._claims.look_seconds = _now() - begun
         self._claims.is_called_away = self._has_found = False
 
-    def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> bool:
+    def _work_with(self, connection: Connection, name: str, script: ClaimScript, work: Runtime) -> bool:
         """Run batches of one sort for a while; False where none waits."""
         report = self._run(connection, name, script, work)
         if report is None and self._claims.is_behind_cursor:
@@ -255,9 +263,9 @@ class Slot:
             self._after(connection, report, work)
         return report is not None
 
-    def _run_suspect(self, connection: Connection, name: str, work: Work) -> bool:
+    def _run_suspect(self, connection: Connection, name: str, work: Runtime) -> bool:
         """Run one suspect of a queue, if it is this slot's turn; False where none waits."""
-        suspects = self.shared.suspects
+        suspects = self.shared.quarantine
         if not suspects.take_turn(self):
             return False
         try:
@@ -272,9 +280,9 @@ class Slot:
         finally:
             suspects.end_turn(self)
 
-    def _run_first_suspect(self, connection: Connection, name: str, work: Work) -> BatchReport | None:
+    def _run_first_suspect(self, connection: Connection, name: str, work: Runtime) -> BatchReport | None:
         try:
-            return self._run(connection, name, self._claims.suspects(name), work)
+            return self._run(connection, name, self._claims.quarantine(name), work)
         except (psycopg.Error, SQLAlchemyError) as error:
             if is_lost(connection) or self.running:
                 raise
@@ -282,17 +290,17 @@ class Slot:
             logger.warning("suspects of queue %r could not be claimed: %s", name, describe_error(error))
             return None
 
-    def drain_suspects(self, connection: Connection, work: Work) -> bool:
+    def drain_suspects(self, connection: Connection, work: Runtime) -> bool:
         """Look whether suspects wait, and run one; False where a drain has nothing more to wait for."""
         with connection.begin():
             rows = run_script(connection, suspect_queues(self.shared.schema, self.queues))[0].rows
-        self.shared.suspects.queues.update(str(row[0]) for row in rows)
+        self.shared.quarantine.queues.update(str(row[0]) for row in rows)
         if rows and not self.shared.lease.want():
             self._lease_waits += 1
             return self.shared.lease.wait(_LEASE_WAIT_SECONDS) or self._lease_waits < _LEASE_WAITS
         return any(self._run_suspect(connection, str(row[0]), work) for row in rows)
 
-    def _run(self, connection: Connection, name: str, script: ClaimScript, work: Work) -> BatchReport | None:
+    def _run(self, connection: Connection, name: str, script: ClaimScript, work: Runtime) -> BatchReport | None:
         try:
             report = self._run_or_recover(connection, self._claims.ask(name, script), work)
         except (psycopg.Error, SQLAlchemyError) as error:
@@ -312,9 +320,9 @@ class Slot:
             report = self._settle_doubt(connection, work, error)
             if report is None:
                 raise
-        if report is not None and self.held is not None:
+        if report is not None and self.leased_batch is not None:
             # Told now: settling the others may fail.
-            self.tell(replace(report, claimed=0))
+            self.publish(replace(report, claimed=0))
             report = replace(report, events=())
         self._relieve(connection)
         if report is None:
@@ -323,7 +331,7 @@ class Slot:
         return report
 
     def _forgive(
-        self, connection: Connection, request: ClaimRequest, work: Work, error: BaseException
+        self, connection: Connection, request: ClaimRequest, work: Runtime, error: BaseException
     ) -> BatchReport | None:
         """A claim that was answered with an error killed nothing; one that was cancelled is too large.
 
@@ -352,7 +360,7 @@ class Slot:
         with connection.begin():
             return forgive(connection, request)
 
-    def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Work) -> BatchReport | None:
+    def _run_or_recover(self, connection: Connection, request: ClaimRequest, work: Runtime) -> BatchReport | None:
         try:
             run = run_held if request.script.leased else run_batches
             return run(connection, request, work, self)
@@ -385,18 +393,18 @@ class Slot:
             return BatchReport(0, ())
         return report
 
-    def started(self, progress: Progress) -> None:
+    def started(self, progress: BatchState) -> None:
         """See `Pilot`."""
         self.progress = progress
         self._has_claimed(progress.queue, progress.jobs, progress.moved)
 
-    def holds(self, held: Held | None) -> None:
+    def holds(self, held: LeasedBatch | None) -> None:
         """See `Holder`."""
-        self.held = held
+        self.leased_batch = held
         if held is not None:
             self._has_claimed(held.queue, held.jobs, 0)
 
-    def runs(self, progress: Progress | None) -> None:
+    def runs(self, progress: BatchState | None) -> None:
         """See `Holder`."""
         self.progress = progress
 
@@ -406,59 +414,59 @@ class Slot:
 
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._claims.took(queue, jobs, moved)
-        calls_another = self.rest.is_asleep and self._claims.is_more(jobs, moved)
-        self.rest.found_jobs()
+        calls_another = self.sleep.is_asleep and self._claims.is_more(jobs, moved)
+        self.sleep.found_jobs()
         if calls_another:
             self.shared.call(queue)
 
-    def following(self, progress: Progress) -> ClaimRequest | None:
+    def following(self, progress: BatchState) -> ClaimRequest | None:
         """See `Pilot`."""
         if not progress.is_leased:
             return self._claims.following(progress)
-        held = self.held
+        held = self.leased_batch
         is_last = held is not None and held.is_worked_off and not progress.unknown
         return self.following_held(held) if held is not None and is_last else None
 
-    def following_held(self, held: Held) -> ClaimRequest | None:
+    def following_held(self, held: LeasedBatch) -> ClaimRequest | None:
         """See `Holder`."""
         return self._claims.following_held(held)
 
     def _relieve(self, connection: Connection) -> None:
         """Settle what the slot still holds of a claim that did not end in order."""
-        if self.held is not None:
-            report = relieve(connection, self.held, self.shared.schema)
-            self.held = None
-            self.tell(report)
+        if self.leased_batch is not None:
+            report = release_waiting(connection, self.leased_batch, self.shared.schema)
+            self.leased_batch = None
+            self.publish(report)
 
     def ended(self, report: BatchReport) -> None:
         """See `Pilot`."""
         # Told once, also if the connection is lost before the next jobs are known.
         self.progress = None
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
-        self.tell(report)
+        self.publish(report)
 
-    def _settle_doubt(self, connection: Connection, work: Work, error: BaseException) -> BatchReport | None:
+    def _settle_doubt(self, connection: Connection, work: Runtime, error: BaseException) -> BatchReport | None:
         """What became of the batch that ended in `error`; None where it waits again as it was."""
         progress = self.progress
         if progress is None:
             return None
         progress.begin_recovery()
-        report = _resolve_soon(connection, progress) if self._spoiled else resolve(connection, progress)
+        report = _resolve_soon(connection, progress) if self._spoiled else find_outcome(connection, progress)
         if report is None:
             report = self._rolled_back(connection, progress, work, error)
         self.progress = None
         return report
 
     def _rolled_back(
-        self, connection: Connection, progress: Progress, work: Work, error: BaseException
+        self, connection: Connection, progress: BatchState, work: Runtime, error: BaseException
     ) -> BatchReport | None:
         if isinstance(error, ConnectionLost) and progress.late_result is not None:
-            return settle_late(connection, progress, work, progress.late_result)
+            return settle_on_new_connection(connection, progress, work, progress.late_result)
         if isinstance(error, ConnectionSpoiled) and progress.together == 1:
-            return charge(connection, progress.job, error.failed, work, progress.jobs)
+            return record_failed_attempt(connection, progress.job, error.failed, work, progress.jobs)
         if isinstance(error, ConnectionLost) and not isinstance(error, ConnectionSpoiled):
             # Whether a job did it is found out where it runs alone: in transaction mode its claim's mark sees to that.
-            return lost_with(connection, progress.job, work) if progress.is_leased else None
+            return return_to_suspects(connection, progress.job, work) if progress.is_leased else None
         if not progress.is_leased:
             with connection.begin():
                 clear_marks(connection, self.shared.schema, progress.jobs)
@@ -469,10 +477,10 @@ class Slot:
             return None
         if work.handler_of(job) is None:
             # It could not even be parked.
-            return put_off(connection, job, work)
-        return charge(connection, job, describe_failure(error, job), work)
+            return postpone(connection, job, work)
+        return record_failed_attempt(connection, job, describe_failure(error, job), work)
 
-    def _after(self, connection: Connection, report: BatchReport, work: Work) -> None:
+    def _after(self, connection: Connection, report: BatchReport, work: Runtime) -> None:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._has_found = True
         self._claims.alone_for = max(0, self._claims.alone_for - report.claimed)
@@ -481,9 +489,9 @@ class Slot:
             if queue is not None:
                 parked = self._park_unknown(connection, queue, work)
         finally:
-            self.tell(report, parked)
+            self.publish(report, parked)
 
-    def _park_unknown(self, connection: Connection, queue: str, work: Work) -> int:
+    def _park_unknown(self, connection: Connection, queue: str, work: Runtime) -> int:
         kinds = work.registry.known_kinds(self.flavour)
         try:
             with connection.begin():
@@ -497,19 +505,19 @@ class Slot:
             park_unknown(connection, self.shared.schema, queue, kinds, only_marks=True)
         return 0
 
-    def tell(self, report: BatchReport, parked: int = 0) -> None:
+    def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
         with self.shared.lock:
-            self.shared.tally.add(report)
+            self.shared.counters.add(report)
         for event in report.events:
             if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.died):
-                self.shared.suspects.queues.add(event.queue)
+                self.shared.quarantine.queues.add(event.queue)
             self.shared.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 
     def pause_seconds(self, *, flagged: bool) -> float:
         """How long to sleep."""
         self._claims.expect_ready()
-        return self.rest.pause_seconds(flagged=flagged)
+        return self.sleep.pause_seconds(flagged=flagged)
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection; returns how long to wait before the next try."""
@@ -517,10 +525,10 @@ class Slot:
             # Closed by us: the server is well.
             self._spoiled = error
             return 0.0
-        self.rest.want_look()
+        self.sleep.want_look()
         pause = self._reconnect_seconds * random.uniform(0.5, 1.0)
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
-        if is_outage(error):
+        if is_database_unavailable(error):
             self._lost_since = self._lost_since or _now()
             self.shared.emit(DatabaseLost(describe_error(error), pause))
         else:
@@ -530,19 +538,19 @@ class Slot:
         return pause
 
 
-def _resolve_soon(connection: Connection, progress: Progress) -> BatchReport | None:
-    """As `resolve`, where the server is about to see that we have closed the transaction's connection."""
+def _resolve_soon(connection: Connection, progress: BatchState) -> BatchReport | None:
+    """As `find_outcome`, where the server is about to see that we have closed the transaction's connection."""
     deadline = _now() + _RESOLVE_SECONDS
     while True:
         try:
-            return resolve(connection, progress)
+            return find_outcome(connection, progress)
         except ConnectionLost:
             if _now() > deadline:
                 raise
             pause(connection, _RETRY_SECONDS)
 
 
-def is_outage(error: BaseException) -> bool:
+def is_database_unavailable(error: BaseException) -> bool:
     """Whether the server is gone, going, starting or full, and not merely at odds with a statement."""
     sqlstate = sqlstate_of(error)
     if sqlstate is None:

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, JobSetAside
 from outboxq.execution.batch_state import BatchReport
-from outboxq.execution.called_functions import Functions
+from outboxq.execution.called_functions import CalledFunctions
 from outboxq.handlers.registry import Registry
-from outboxq.relay.cursors import Sweeps
-from outboxq.relay.effect_runners import Callers
-from outboxq.relay.lease import Lease, Suspects
+from outboxq.relay.cursors import SweepSchedule
+from outboxq.relay.effect_runners import EffectRunners
+from outboxq.relay.lease import QuarantineTurns, RelayLease
 from outboxq.relay.listener import Listener
-from outboxq.relay.poller import Lookout
+from outboxq.relay.poller import SharedPoller
 
 
 @dataclass(slots=True)
-class Tally:
+class RelayCounters:
     """What a relay has done so far. Slots add under the lock."""
 
     claimed: int = 0
@@ -37,7 +37,7 @@ class Tally:
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
+class RelayState:
     """What all slots of a relay share."""
 
     registry: Registry
@@ -48,20 +48,20 @@ class Shared:
     until_empty: bool
     emit: Emitter
     listener: Listener | None
-    lookout: Lookout
-    lease: Lease
-    suspects: Suspects
-    sweeps: Sweeps
+    poller: SharedPoller
+    lease: RelayLease
+    quarantine: QuarantineTurns
+    sweep_schedule: SweepSchedule
     max_crashes: int
-    callers: Callers
+    effect_runners: EffectRunners
     stopping: threading.Event
-    tally: Tally
+    counters: RelayCounters
     lock: threading.Lock
-    functions: Functions = field(default_factory=Functions)
+    called_functions: CalledFunctions = field(default_factory=CalledFunctions)
 
     def call(self, queue: str) -> None:
         """More than one slot takes may wait in this queue: another one that sleeps shall look."""
         if self.listener is None:
-            self.lookout.called(queue)
+            self.poller.called(queue)
         else:
             self.listener.call(queue)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildLingers, ChildSilent, ChildStuck, Emitter
+from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, ChildUnresponsive, Emitter
 from outboxq.relay.health import BEAT_SECONDS, Health, State, health_file, read_beats
 from outboxq.relay.signals import stop_signals
 
@@ -208,13 +208,13 @@ class _Supervisor:
     def _watch(self, child: _Child, elapsed_seconds: float) -> None:
         child.listen(elapsed_seconds)
         if self._stall_seconds and child.silent_seconds >= self._stall_seconds:
-            self._emit(ChildSilent(child.process.pid, child.silent_seconds))
+            self._emit(ChildUnresponsive(child.process.pid, child.silent_seconds))
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
             child.silent_seconds = 0.0
         # By itself, after a failure: nobody else waits for its end.
         if child.stopping_seconds >= self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS:
-            self._emit(ChildLingers(child.process.pid, child.stopping_seconds))
+            self._emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
             child.process.kill()
             child.stopping_seconds = 0.0
 

@@ -46,7 +46,7 @@ _now = pg.clock_timestamp
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EffectState:
     """An effect as its claim found it, or left it.
 
     `claimed`: the call is ours to make. `in_doubt`: an earlier one may have been applied. `known_seconds`: since the

@@ -102,7 +102,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     )
 
 
-def put_off(claimed: Job, delay: timedelta) -> Insert | Update:
+def postpone(claimed: Job, delay: timedelta) -> Insert | Update:
     """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
 
     One that waits is changed only if no other transaction holds it; nothing but its time is written.

@@ -20,11 +20,11 @@ from outboxq.codec.values import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.database.driver import run_script
 from outboxq.database.guard import Guard, keep_cancelled
-from outboxq.effects.runners import AsyncCaller, Caller, Permit
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execution.attempt import Work, is_cancellation
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.attempt import Runtime, is_cancellation
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.transaction_mode import execute_all
@@ -132,13 +132,13 @@ def drain(
     """
     if isinstance(session, AsyncSession):
         return _drain_async(session, jobs, state, allow_failures)
-    caller = Caller(SavepointTransactions(session.connection), _LEASE_SECONDS)
+    caller = EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
     return _drain(session, SyncInvoker(), caller, jobs, state, allow_failures)
 
 
 async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
     connection = await session.connection()
-    caller = AsyncCaller(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
+    caller = AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
     assert connection.sync_connection is not None
     keep = partial(keep_cancelled, own=connection.sync_connection)
     engine = connection.engine.sync_engine
@@ -150,12 +150,17 @@ async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_f
 
 
 def _drain(
-    session: Session, invoker: Invoker, caller: Caller | AsyncCaller, jobs: Jobs, state: object, allow_failures: bool
+    session: Session,
+    invoker: Invoker,
+    caller: EffectRunner | AsyncEffectRunner,
+    jobs: Jobs,
+    state: object,
+    allow_failures: bool,
 ) -> DrainReport:
     session.flush()
     connection = session.connection()
     schema = mapped_schema(connection)
-    work = Work(
+    work = Runtime(
         jobs.resolve(),
         state,
         invoker,
@@ -190,7 +195,7 @@ def _is_for_the_test(error: BaseException) -> bool:
     return is_cancellation(error) or not isinstance(error, Exception | SystemExit | asyncio.CancelledError)
 
 
-def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
+def _drain_queue(connection: Connection, name: str, work: Runtime) -> list[Event]:
     statements = ClaimStatements(work.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
@@ -199,7 +204,7 @@ def _drain_queue(connection: Connection, name: str, work: Work) -> list[Event]:
             claimed = claim(connection, ClaimRequest(statements.due, 1))
         if claimed.anchor is None:
             return events
-        progress = Progress(name, claimed.jobs, claimed.anchor)
+        progress = BatchState(name, claimed.jobs, claimed.anchor)
         execute_all(connection, progress, work, shared=True)
         # The handlers' deadlines are not the test's.
         run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.anchor.savepoint}")
@@ -218,14 +223,14 @@ def sync_context(session: OutboxSession, *, state: object = None) -> Context[obj
 
     Its `once` records in savepoints of the test's own transaction: undone with it, and with what surrounds the call.
     """
-    caller = Caller(SavepointTransactions(session.connection), _LEASE_SECONDS)
-    return Context(_unit_test_job(), state, session, Permit(caller, _retention))
+    caller = EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
+    return Context(_unit_test_job(), state, session, EffectAccess(caller, _retention))
 
 
 def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
     """A context for calling an async handler in a unit test."""
-    caller = AsyncCaller(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
-    return AsyncContext(_unit_test_job(), state, session, Permit(caller, _retention))
+    caller = AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
+    return AsyncContext(_unit_test_job(), state, session, EffectAccess(caller, _retention))
 
 
 def _retention(_scope: str) -> timedelta:

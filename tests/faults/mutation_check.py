@@ -58,7 +58,7 @@ MUTANTS = (
         ("tests/integration/test_lease.py",),
     ),
     Mutant(
-        "the certificate: a plain COMMIT",
+        "the commit_script: a plain COMMIT",
         "outboxq/execution/settle.py",
         'return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
         'return f"COMMIT; SELECT {len(seal)}; COMMIT"',
@@ -322,8 +322,8 @@ MUTANTS = (
     Mutant(
         "the record without a result that the database refuses",
         "outboxq/effects/protocol.py",
-        "            if instead is not None and not is_outage(error):\n",
-        "            if instead is None and not is_outage(error):\n",
+        "            if instead is not None and not is_database_unavailable(error):\n",
+        "            if instead is None and not is_database_unavailable(error):\n",
         ("tests/integration/test_once_refused_data.py",),
     ),
     Mutant(
@@ -455,7 +455,7 @@ MUTANTS = (
         ("tests/integration/test_upkeep.py",),
     ),
     Mutant(
-        "the upkeep's rest after a failure",
+        "the upkeep's sleep after a failure",
         "outboxq/relay/maintenance/reindexer.py",
         "        self._rests_until = time.monotonic() + RETRY_SECONDS\n",
         "",
@@ -838,7 +838,7 @@ MUTANTS = (
         ("tests/integration/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
     Mutant(
-        "suspects that cannot be claimed, and the ready jobs behind them",
+        "quarantine that cannot be claimed, and the ready jobs behind them",
         "outboxq/relay/slot.py",
         "            if is_lost(connection) or self.running:\n",
         "            if name:\n",

@@ -31,13 +31,13 @@ from outboxq.events import (
     JobsSuspected,
     RelayStopped,
 )
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.batch_state import BatchState
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers.context import BatchContext, BatchItem
 from outboxq.handlers.handler import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
-from outboxq.relay.cursors import Sweeps
-from outboxq.relay.deadlines import Runner, Watch
+from outboxq.relay.cursors import SweepSchedule
+from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from tests.conftest import StartRelay
 from tests.integration.test_raised import Named
 from tests.support.app import Account, Effect
@@ -242,7 +242,7 @@ def test_who_ends_in_time_pays_nothing(
     monkeypatch.setattr(driver, "wait", counting)
     # When a slot looks at its other queues, and claims from the start, depends on how long these take.
     monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
-    monkeypatch.setattr(Sweeps, "take_turn", lambda _sweeps, _queue: False)
+    monkeypatch.setattr(SweepSchedule, "take_turn", lambda _sweeps, _queue: False)
 
     def statements(seconds: float | None) -> int:
         nonlocal sent
@@ -328,9 +328,9 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         for _ in range(20):
             ctx.session.execute(text("SELECT pg_sleep(0.02)"))
 
-    cancel, original = Watch._cancel, outboxq.relay.deadlines.end_other_transaction
+    cancel, original = DeadlineEnforcer._cancel, outboxq.relay.deadlines.end_other_transaction
 
-    def decide(watch: Watch, progress: Progress, deadline: float) -> None:
+    def decide(watch: DeadlineEnforcer, progress: BatchState, deadline: float) -> None:
         cancel(watch, progress, deadline)
         decided.set()
 
@@ -339,7 +339,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         assert behind.wait(PATIENCE)
         original(*arguments, **named)
 
-    monkeypatch.setattr(Watch, "_cancel", decide)
+    monkeypatch.setattr(DeadlineEnforcer, "_cancel", decide)
     monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", end_too_late)
     add(sessions, jobs, "late", "busy")
     events = drain(jobs, batch_size=2, slots_per_queue=1)
@@ -618,10 +618,10 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None of twelve hanging slots waits for another to be replaced."""
-    jobs, enforce, at_once = recording(), Watch._enforce, threading.Barrier(12)
+    jobs, enforce, at_once = recording(), DeadlineEnforcer._enforce, threading.Barrier(12)
     begun, seen = threading.Barrier(13), set()
 
-    def enforce_together(watch: Watch, runner: Runner, progress: Progress, deadline: float) -> None:
+    def enforce_together(watch: DeadlineEnforcer, runner: Runner, progress: BatchState, deadline: float) -> None:
         # Later ones are of slots that are looked at again before they are replaced, or of a job that another slot took
         # between the end of its transaction and its settlement.
         if runner not in seen and len(seen) < 12:
@@ -629,7 +629,7 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
             at_once.wait(PATIENCE)
         enforce(watch, runner, progress, deadline)
 
-    monkeypatch.setattr(Watch, "_enforce", enforce_together)
+    monkeypatch.setattr(DeadlineEnforcer, "_enforce", enforce_together)
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
     def stuck(ctx: Context) -> None:
@@ -655,14 +655,14 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only a drain ends where nobody serves any more; what the watch could not settle in time changes nothing."""
-    jobs, asked, finish, waits = recording(), [], Watch.finish, threading.Event()
+    jobs, asked, finish, waits = recording(), [], DeadlineEnforcer.finish, threading.Event()
     waited: list[bool] = []
 
-    def let_finish(watch: Watch, *arguments: float) -> None:
+    def let_finish(watch: DeadlineEnforcer, *arguments: float) -> None:
         waits.set()
         finish(watch, *arguments)
 
-    monkeypatch.setattr(Watch, "finish", let_finish)
+    monkeypatch.setattr(DeadlineEnforcer, "finish", let_finish)
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.3)
     def stuck(ctx: Context) -> None:

@@ -21,7 +21,7 @@ from outboxq.events import (
     JobsSuspected,
     RelayStopped,
 )
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.batch_state import BatchState
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from tests.support.app import Effect
@@ -238,13 +238,13 @@ def test_a_job_that_is_committing_is_let_finish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The time to drain is over while its COMMIT waits for an answer: it stands, and it is told."""
-    seize, refused = Progress.seize, []
+    seize, refused = BatchState.seize, []
 
-    def note(progress: Progress) -> bool:
+    def note(progress: BatchState) -> bool:
         refused.append(seize(progress))
         return refused[-1]
 
-    monkeypatch.setattr(Progress, "seize", note)
+    monkeypatch.setattr(BatchState, "seize", note)
     hanging = Hanging("sync", "transaction", release)
     release.set()
     with engine.begin() as connection:

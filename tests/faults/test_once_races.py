@@ -16,10 +16,10 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Effects, Jobs, OutboxSession, RelayConfig
 from outboxq.clock import clock
-from outboxq.effects.lock_keeper import Keeper
-from outboxq.effects.protocol import Hold, Transact, claim, once
+from outboxq.effects.lock_keeper import LockKeeper
+from outboxq.effects.protocol import LockExpiry, Transact, claim, once
 from outboxq.effects.request import Request, make_request
-from outboxq.effects.runners import Caller
+from outboxq.effects.runners import EffectRunner
 from outboxq.effects.transactions import EngineTransactions
 from outboxq.errors import EffectInProgress
 from outboxq.events import JobDone, JobRetried
@@ -74,7 +74,7 @@ def impatient(outboxq_database: Database) -> Iterator[tuple[Engine, Effects]]:
 def test_a_caller_that_wakes_while_another_is_taking_over_does_not_call(engine: Engine) -> None:
     """A second look that waits for the take-over's COMMIT sees what that wrote, never its own old claim."""
     request, calls, slept = make("1"), [], []
-    hold = Hold(request)
+    hold = LockExpiry(request)
     transactions = EngineTransactions(engine, "outboxq")
     with ThreadPoolExecutor(1) as threads, engine.connect() as other:
 
@@ -86,7 +86,7 @@ def test_a_caller_that_wakes_while_another_is_taking_over_does_not_call(engine: 
                 assert other.execute(claim_of(uuid4())).one().claimed
 
         # Without a keeper: it stands still as well.
-        caller = Caller(transactions, LEASE.total_seconds())
+        caller = EffectRunner(transactions, LEASE.total_seconds())
         with fault_action(sleep_through_a_take_over):
             woken = threads.submit(caller._drive, once(request, hold, uuid4()), calls.append, None)
             wait_until(lambda: somebody_waits(engine), "the woken caller to wait")
@@ -152,7 +152,7 @@ def test_an_asker_does_not_cost_a_long_call_its_lock(engine: Engine) -> None:
 def test_a_repeated_claim_believes_in_its_lock_no_longer_than_the_first_one_lasts(engine: Engine) -> None:
     """The answer to the first claim's COMMIT was long in coming: its lock has been running ever since."""
     request = make("1")
-    hold = Hold(request)
+    hold = LockExpiry(request)
     steps = claim(request, hold, uuid4())
     step = next(steps)
     assert isinstance(step, Transact)
@@ -172,13 +172,13 @@ def test_a_repeated_claim_believes_in_its_lock_no_longer_than_the_first_one_last
 def test_a_lock_whose_extension_was_not_committed_is_not_believed_in(outboxq_database: Database) -> None:
     """Only what was committed extends anything; the next beat tries again."""
     request = make("1")
-    hold = Hold(request)
+    hold = LockExpiry(request)
     with CommitProxy(outboxq_database.url) as proxy:
         engine = create_engine(proxy.url)
         transactions = EngineTransactions(engine, "outboxq")
         transactions.run(lambda connection: connection.execute(claim_of(request.token)))
         trap = proxy.cut_before_commit(1_000, containing="UPDATE outboxq.effect")
-        with Keeper(transactions.keeper_transaction(), 0.3).keeping(hold):
+        with LockKeeper(transactions.keeper_transaction(), 0.3).keeping(hold):
             wait_until(lambda: trap.count >= 2, "two beats")
             assert not hold.lasts
             trap.release()

@@ -17,7 +17,7 @@ from sqlalchemy.sql import ClauseElement
 
 from outboxq.execution import changes, preload, write_buffer
 from outboxq.execution.changes import _Writable
-from outboxq.execution.preload import Preloaded
+from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.write_buffer import WriteBuffer, _Deferred
 from outboxq.handlers import deferred, set_based, table_facts
@@ -66,7 +66,7 @@ def other_classes_keep_rows() -> AbstractContextManager[object]:
 
 @plant("a row that was loaded ahead stays when a job changes it that was not given it")
 def changed_rows_stay() -> AbstractContextManager[object]:
-    return mock.patch.object(Preloaded, "changed", _always(None))
+    return mock.patch.object(PreloadedEntities, "changed", _always(None))
 
 
 @plant("rows with something of other tables are loaded ahead")
@@ -252,13 +252,13 @@ def _always(answer: object) -> Callable[..., Any]:
 
 
 def _without_drop_in(caller: str) -> AbstractContextManager[object]:
-    drop = Preloaded.drop
+    drop = PreloadedEntities.drop
 
-    def drop_elsewhere(self: Preloaded) -> None:
+    def drop_elsewhere(self: PreloadedEntities) -> None:
         if sys._getframe(1).f_code.co_name != caller:
             drop(self)
 
-    return mock.patch.object(Preloaded, "drop", drop_elsewhere)
+    return mock.patch.object(PreloadedEntities, "drop", drop_elsewhere)
 
 
 def _facts_with(**wrong: Any) -> AbstractContextManager[object]:

@@ -16,9 +16,9 @@ import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER, resolve
+from outboxq.execution.recovery import COMMITTED_BY_HANDLER, find_outcome
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import reap
@@ -439,10 +439,10 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 2))
             epoch = server_epoch(connection)
-        progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch=epoch)
-        first = resolve(connection, progress)
+        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch=epoch)
+        first = find_outcome(connection, progress)
         drain()
-        assert resolve(connection, progress) == first
+        assert find_outcome(connection, progress) == first
     drain()
     assert effects(engine) == {"behind it": 1}
     assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
@@ -457,13 +457,13 @@ def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay
     with engine.connect() as connection:
         transaction = connection.begin()
         claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
+        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
         progress.certifying = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
         transaction.rollback()
-        assert resolve(connection, progress) is None, "it still waits"
+        assert find_outcome(connection, progress) is None, "it still waits"
         reported = [event for event in drain() if isinstance(event, JobDone)]
-        late = resolve(connection, progress)
+        late = find_outcome(connection, progress)
     assert late is not None
     assert [event.job.id for event in (*reported, *late.events)] == [claimed.jobs[0].id]
     assert effects(engine) == {"once": 1}
@@ -478,10 +478,10 @@ def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
     with engine.connect() as connection:
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = Progress("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
+        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
         progress.certifying = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
-        late = resolve(connection, progress)
+        late = find_outcome(connection, progress)
     assert late is not None
     assert [event.job.id for event in late.events if isinstance(event, JobDone)] == [claimed.jobs[0].id]
 
@@ -500,10 +500,10 @@ def test_a_transaction_that_the_new_server_never_heard_of_is_not_reported(
         drain()
         assert claimed.anchor is not None
         anchor = replace(claimed.anchor, xid=str(int(claimed.anchor.xid) + 1_000_000 * ahead))
-        progress = Progress("ledger", claimed.jobs, anchor, epoch="of the server before the failover")
+        progress = BatchState("ledger", claimed.jobs, anchor, epoch="of the server before the failover")
         progress.certifying = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
-        late = resolve(connection, progress)
+        late = find_outcome(connection, progress)
     assert late is not None
     assert late.events == ()
 

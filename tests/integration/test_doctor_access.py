@@ -331,7 +331,7 @@ def test_a_connection_that_is_lost_ends_the_round(outboxq_database: Database) ->
             execute(outboxq_database.url, f"SELECT pg_terminate_backend({pid}, 10000)")
             yield connection
 
-    (found,) = doctor.examine(connect)
+    (found,) = doctor.run_checks(connect)
     assert (found.code, found.severity) == ("connection-lost", "problem")
 
 

@@ -167,7 +167,9 @@ def test_resolved_as_not_applied_the_next_caller_calls(engine: Engine, lies: dic
     assert found.expires_at is not None
     assert timedelta(days=29.9) < found.expires_at - found.changed_at < timedelta(days=30.1)
     with engine.begin() as connection:
-        seen = protocol.Seen(*connection.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one())
+        seen = protocol.EffectState(
+            *connection.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one()
+        )
     assert (seen.claimed, seen.in_doubt, seen.provider_key) == (True, False, provider_key)
 
 

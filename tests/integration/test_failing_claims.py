@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.events import DatabaseLost, Event, JobDone, JobsSuspected
-from outboxq.relay.claim_planner import Claims
+from outboxq.relay.claim_planner import ClaimPlanner
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.waiting import wait_until
@@ -192,14 +192,14 @@ def test_a_cancelled_claim_of_a_lease_asks_for_less(
 ) -> None:
     """The same under a lease: half as many each time, no attempt is counted, and nothing is an outage."""
     jobs, limits = Jobs(), []
-    cancelled = Claims.cancelled
+    cancelled = ClaimPlanner.cancelled
 
-    def note(self: Claims) -> None:
+    def note(self: ClaimPlanner) -> None:
         assert self.request is not None
         limits.append(self.request.limit)
         cancelled(self)
 
-    monkeypatch.setattr(Claims, "cancelled", note)
+    monkeypatch.setattr(ClaimPlanner, "cancelled", note)
 
     @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
     def work(ctx: Context, name: str) -> None:

@@ -19,12 +19,12 @@ import outboxq.relay.cursors as cursors_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
-from outboxq.execution.batch_state import Progress
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
-from outboxq.relay.claim_planner import Claims
-from outboxq.relay.cursors import Position, Sweeps
-from outboxq.relay.lease import Suspects
+from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.cursors import QueueCursor, SweepSchedule
+from outboxq.relay.lease import QuarantineTurns
 from outboxq.relay.poller import Order
 from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
@@ -87,19 +87,19 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
     """What is left of a batch may be any number; a backend keeps what it has prepared."""
     shared = shared_by_slots(engine, ("ledger",))
     shared.batch_size = 500
-    claims, limits = Claims(shared, Order(("ledger",))), set()
+    claims, limits = ClaimPlanner(shared, Order(("ledger",))), set()
     try:
         script = claims.sorts("ledger")[0]
         for count in range(1, 501):
             claims.ask("ledger", script)
             claims.took("ledger", (_unit_test_job(),) * count, 0)
-            claims.following(Progress("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
+            claims.following(BatchState("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
             for _ in range(10):
                 limits.add(claims.ask("ledger", script).limit)
                 claims.took("ledger", (_unit_test_job(),), 0)
-                claims.following(Progress("ledger", (_unit_test_job(),), None))
+                claims.following(BatchState("ledger", (_unit_test_job(),), None))
     finally:
-        shared.callers.dispose(lambda _: None)
+        shared.effect_runners.dispose(lambda _: None)
     assert len(limits) <= 10
 
 
@@ -112,7 +112,7 @@ def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None
             slot.pause_seconds(flagged=True)
             firsts.append([slot._claims.sorts("ledger")[0].is_keyed for _ in range(turns)])
     finally:
-        shared.callers.dispose(lambda _: None)
+        shared.effect_runners.dispose(lambda _: None)
     assert firsts == [[True], [True, False], [True, False, True]]
 
 
@@ -326,7 +326,7 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
 
 def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Clock) -> None:
     """At least every second, or a twentieth of the time where what it takes longer than other claims is more."""
-    sweeps = Sweeps()
+    sweeps = SweepSchedule()
     assert sweeps.take_turn("q")
     assert not sweeps.take_turn("q")
     assert sweeps.take_turn("another")
@@ -366,16 +366,16 @@ def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
     """There the claim would walk over all that was done since an old snapshot, each time that no job is due."""
     del clock
     starts: list[Cursor | None] = []
-    start = Position.start
+    start = QueueCursor.start
 
-    def noted(position: Position) -> Cursor | None:
+    def noted(position: QueueCursor) -> Cursor | None:
         starts.append(start(position))
         return starts[-1]
 
-    monkeypatch.setattr(Position, "start", noted)
+    monkeypatch.setattr(QueueCursor, "start", noted)
     # All sorts of jobs are looked for after each batch.
     monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)
-    monkeypatch.setattr(Suspects, "wait_in", lambda _suspects, _queues: True)
+    monkeypatch.setattr(QuarantineTurns, "wait_in", lambda _suspects, _queues: True)
     jobs = Jobs()
 
     @jobs.handler(queue="many")

@@ -29,10 +29,10 @@ from outboxq.events import (
     JobsParked,
 )
 from outboxq.execution.batch_state import BatchReport
-from outboxq.execution.lease_mode import Held, Rest
+from outboxq.execution.lease_mode import LeasedBatch, Unsettled
 from outboxq.job import Job
 from outboxq.postgres import Database
-from outboxq.relay.lease import Lease
+from outboxq.relay.lease import RelayLease
 from outboxq.relay.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
@@ -286,7 +286,7 @@ def test_what_has_not_begun_does_not_begin_without_the_lease_or_after_its_time(
         with engine.begin() as connection:
             connection.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('held', now())"))
         if after == "the lease":
-            monkeypatch.setattr(Lease, "want", lambda _self: False)
+            monkeypatch.setattr(RelayLease, "want", lambda _self: False)
         else:
             monkeypatch.setattr(held_module, "clock", lambda: later + 3600.0)
 
@@ -338,7 +338,7 @@ def test_claims_follow_the_pace_of_their_handlers(
 
     original = Slot.holds
 
-    def noting(self: Slot, held: held_module.Held | None) -> None:
+    def noting(self: Slot, held: held_module.LeasedBatch | None) -> None:
         if held is not None:
             sizes.append(len(held.jobs))
         original(self, held)
@@ -485,10 +485,10 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is settled later; what was committed is told at once."""
-    original = held_module.relieve
+    original = held_module.release_waiting
     failed: list[bool] = []
 
-    def failing(connection: Connection, held: Held, schema: str) -> BatchReport:
+    def failing(connection: Connection, held: LeasedBatch, schema: str) -> BatchReport:
         if not failed:
             failed.append(True)
             connection.connection.driver_connection.close()
@@ -582,7 +582,7 @@ def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypa
     sizes: list[tuple[int, int]] = []
     original = Slot.holds
 
-    def noting(self: Slot, held: held_module.Held | None) -> None:
+    def noting(self: Slot, held: held_module.LeasedBatch | None) -> None:
         if held is not None:
             sizes.append((len(held.jobs), held.jobs[0].lease_token or 0))
         original(self, held)
@@ -614,7 +614,7 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
         ids = connection.exec_driver_sql("SELECT id FROM outboxq.job LIMIT 2000").scalars().all()
     empty = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "lease_token")), None)
     jobs = tuple(Job(id=job_id, lease_token=1, **empty) for job_id in ids)
-    script = Rest(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).script("outboxq")
+    script = Unsettled(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).script("outboxq")
     settings, *statements = script.split("WITH oq_held")
     counts = "SELECT seq_scan, n_tup_del, n_tup_upd FROM pg_stat_xact_user_tables WHERE relname = 'job'"
     with engine.connect() as connection, connection.begin():

@@ -19,9 +19,9 @@ from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.database.driver import run_alone
 from outboxq.events import JobDone, RelayStarted
 from outboxq.postgres import Database
-from outboxq.relay.idle import FIRST_PAUSE_SECONDS, Rest
-from outboxq.relay.listener import Listener, Sleeper
-from outboxq.relay.poller import Lookout
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, SlotSleep
+from outboxq.relay.listener import IdleSlot, Listener
+from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
 from outboxq.statements.wake import look
 from tests.conftest import RunningRelay, StartRelay
@@ -44,20 +44,20 @@ def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
     """The slots that took no job since their pauses have grown as long as they will."""
-    pause_seconds, found_jobs, grown = Slot.pause_seconds, Rest.found_jobs, set()
+    pause_seconds, found_jobs, grown = Slot.pause_seconds, SlotSleep.found_jobs, set()
 
     def note(slot: Slot, *, flagged: bool) -> float:
         seconds = pause_seconds(slot, flagged=flagged)
-        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.rest._pause_seconds >= slot.shared.poll_seconds:
+        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.shared.poll_seconds:
             grown.add(slot)
         return seconds
 
-    def forget(rest: Rest) -> None:
+    def forget(rest: SlotSleep) -> None:
         found_jobs(rest)
-        grown.difference_update([slot for slot in grown if slot.rest is rest])
+        grown.difference_update([slot for slot in grown if slot.sleep is rest])
 
     monkeypatch.setattr(Slot, "pause_seconds", note)
-    monkeypatch.setattr(Rest, "found_jobs", forget)
+    monkeypatch.setattr(SlotSleep, "found_jobs", forget)
     return grown
 
 
@@ -194,7 +194,7 @@ def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
         with sessions.begin() as session:
             session.add_job(app.record, name="in between")
         assert not second.work_seen(lines[1]), "the first slot's look is shared"
-        second.rest.want_look()
+        second.sleep.want_look()
         assert second.work_seen(lines[1])
 
 
@@ -205,10 +205,10 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One whose flags go up after a look has it looked again, although that was at all queues."""
-    fall_asleep, saw, seen = Listener.fall_asleep, Lookout.saw, threading.Event()
+    fall_asleep, saw, seen = Listener.fall_asleep, SharedPoller.record, threading.Event()
     jobs, calls = eight_queues(), itertools.count()
 
-    def insert_before_the_second(listener: Listener, sleeper: Sleeper) -> "Future[float | None]":
+    def insert_before_the_second(listener: Listener, sleeper: IdleSlot) -> "Future[float | None]":
         if next(calls) == 1:
             assert seen.wait(PATIENCE)
             (queue,) = sleeper.queues
@@ -217,12 +217,12 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
                 session.add_job(jobs.resolve().find(queue.replace("queue", "kind")))
         return fall_asleep(listener, sleeper)
 
-    def note(lookout: Lookout, *found: object) -> None:
+    def note(lookout: SharedPoller, *found: object) -> None:
         saw(lookout, *found)
         seen.set()
 
     monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_second)
-    monkeypatch.setattr(Lookout, "saw", note)
+    monkeypatch.setattr(SharedPoller, "record", note)
     with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=600)) as running:
         wait_until(lambda: running.of(JobDone), "the job")
 
@@ -238,22 +238,22 @@ def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
         line = line_on(connection)
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        taken = shared.lookout.take("ledger", shared.lookout.latest)
+        taken = shared.poller.take("ledger", shared.poller.latest)
         assert taken is not None
-        assert not slot.rest.wants_line()
+        assert not slot.sleep.wants_line()
         assert not slot.work_seen(line)
         assert slot.pause_seconds(flagged=True) < 0.5
-        wait_until(slot.rest.wants_line, "the end of the slot's patience")
+        wait_until(slot.sleep.wants_line, "the end of the slot's patience")
         assert time.monotonic() >= taken.begun_at + 0.5
         assert slot.work_seen(line)
 
 
 def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
     """The last look that was begun is the one to go by."""
-    lookout = shared_by_slots(engine, ("ledger",)).lookout
+    lookout = shared_by_slots(engine, ("ledger",)).poller
     older, newer = lookout.begin(), lookout.begin()
-    lookout.saw(newer, [("ledger", True, None, None)])
-    lookout.saw(older, [])
+    lookout.record(newer, [("ledger", True, None, None)])
+    lookout.record(older, [])
     assert lookout.waiting() == {"ledger"}
 
 

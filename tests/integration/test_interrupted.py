@@ -21,7 +21,7 @@ from outboxq.errors import DeferError
 from outboxq.events import Event, JobDone, JobRetried
 from outboxq.execution.attempt import Abandoned
 from outboxq.execution.claim import ClaimRequest
-from outboxq.execution.lease_mode import Rest
+from outboxq.execution.lease_mode import Unsettled
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
 from tests.support.app import Effect
@@ -197,9 +197,9 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relief meets it; what it had in hand comes back, and its slot does not wait for ever."""
-    script, struck, ran, jobs = Rest.script, [], [], Jobs()
+    script, struck, ran, jobs = Unsettled.script, [], [], Jobs()
 
-    def strike(rest: Rest, schema: str, *, free: bool) -> str:
+    def strike(rest: Unsettled, schema: str, *, free: bool) -> str:
         if not struck:
             struck.append(1)
             raise MemoryError
@@ -219,7 +219,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(
-        Rest, "script", lambda rest, schema, free: (strike if "slow" in ran else script)(rest, schema, free=free)
+        Unsettled, "script", lambda rest, schema, free: (strike if "slow" in ran else script)(rest, schema, free=free)
     )
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")
@@ -236,7 +236,7 @@ def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
     batch_size: int,
 ) -> None:
     """The claim behind COMMIT failed, and whether COMMIT came first could not be asked either: it is asked again."""
-    jobs, struck, text_behind_commit = Jobs(), [], ClaimRequest.text_behind_commit
+    jobs, struck, sent = Jobs(), [], ClaimRequest.text_after_commit
 
     @jobs.handler(queue="q", retry=QUICK, batchable=True)
     def write(ctx: Context, name: str) -> None:
@@ -247,9 +247,9 @@ def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
         raise psycopg.errors.QueryCanceled
 
     def failing(request: ClaimRequest) -> str:
-        return text_behind_commit(request) if struck else "SELECT 1 / 0"
+        return sent(request) if struck else "SELECT 1 / 0"
 
-    monkeypatch.setattr(ClaimRequest, "text_behind_commit", failing)
+    monkeypatch.setattr(ClaimRequest, "text_after_commit", failing)
     monkeypatch.setattr(batch_module, "_failed_behind_commit", refused)
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(10))

@@ -15,7 +15,7 @@ from outboxq.database.driver import run_script
 from outboxq.events import Emitter, JobCrashed
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.job import Job
-from outboxq.relay.lease import Lease, Suspects
+from outboxq.relay.lease import QuarantineTurns, RelayLease
 from outboxq.statements import lease
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from tests.support import app
@@ -63,9 +63,9 @@ class Beats:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        lease_of_owner = Lease(
-            self._connect, "outboxq", self.owner, ("ledger",), Suspects(), self._ask, Emitter([], lambda *_: None),
-            self.taken.append, lambda: None, lease_seconds=60, beat_seconds=0.01, max_crashes=3,
+        lease_of_owner = RelayLease(
+            self._connect, "outboxq", self.owner, ("ledger",), QuarantineTurns(), self._ask,
+            Emitter([], lambda *_: None), self.taken.append, lambda: None, lease_seconds=60, beat_seconds=0.01, max_crashes=3,
         )  # fmt: skip
         lease_of_owner.want()
         lease_of_owner.start()

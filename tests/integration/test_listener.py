@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import make_url
 
 from outboxq.postgres import Database
-from outboxq.relay.listener import Listener, Sleeper
+from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.tables import SCHEMA
 
 ANSWER_SECONDS = 30.0
@@ -29,10 +29,10 @@ def test_an_error_that_nobody_thought_of_is_told_and_survived(
     """Neither psycopg's nor the system's: the slot is answered, and the next one is flagged on a new connection."""
     ignore: Callable[[], None] = lambda: None  # noqa: E731
     with caplog.at_level(logging.WARNING, logger="outboxq.listener"):
-        refused = listener.fall_asleep(Sleeper(frozenset(("lone surrogate \ud800",)), ignore))
+        refused = listener.fall_asleep(IdleSlot(frozenset(("lone surrogate \ud800",)), ignore))
         assert refused.result(timeout=ANSWER_SECONDS) is None
         flagged = None
         while not flagged:
             # Without a connection the answer is no.
-            flagged = listener.fall_asleep(Sleeper(frozenset(("mail",)), ignore)).result(timeout=ANSWER_SECONDS)
+            flagged = listener.fall_asleep(IdleSlot(frozenset(("mail",)), ignore)).result(timeout=ANSWER_SECONDS)
     assert [record.error_type for record in caplog.records] == ["UnicodeEncodeError"]

@@ -17,7 +17,7 @@ import pytest
 
 import outboxq.relay.supervisor as supervisor_module
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildLingers, ChildStuck, Emitter, Event
+from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, Emitter, Event
 from outboxq.relay.health import State, read_beats, send_beats
 from outboxq.relay.supervisor import supervise
 from tests.support.waiting import PATIENCE, wait_until
@@ -314,7 +314,7 @@ def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(
     events: list[Event] = []
     assert run([sys.executable, "-c", LINGERING, str(directory)], 1, events) == 0
     lingers, died = events
-    assert isinstance(lingers, ChildLingers)
+    assert isinstance(lingers, ChildStopTimedOut)
     assert lingers.stopping_seconds >= 1.5
     assert isinstance(died, ChildDied)
     assert (died.pid, died.exit_code) == (lingers.pid, -signal.SIGKILL)

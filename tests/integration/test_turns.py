@@ -248,7 +248,7 @@ def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
     """It was asked for in another queue, to go with a COMMIT that was refused: the next one is of the jobs' own."""
     monkeypatch.setattr(claims_module, "follow_seconds", lambda _seconds: 3600.0)
     jobs, asked, transactions = Jobs(), [], []
-    ask = claims_module.Claims.ask
+    ask = claims_module.ClaimPlanner.ask
 
     @jobs.batch_handler(Parented, queue="a", max_size=50, retry=Backoff(max_attempts=1))
     def adopt(ctx: BatchContext, items: Sequence[BatchItem[Parented]]) -> None:
@@ -258,7 +258,7 @@ def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
     def look(ctx: Context) -> None:
         transactions.append(ctx.session.scalar(text("SELECT pg_current_xact_id()::text")))
 
-    def noting(claims: claims_module.Claims, name: str, script: ClaimScript) -> ClaimRequest:
+    def noting(claims: claims_module.ClaimPlanner, name: str, script: ClaimScript) -> ClaimRequest:
         asked.append((name, script.queue))
         return ask(claims, name, script)
 
@@ -267,7 +267,7 @@ def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
         # One of them breaks a constraint that is checked at COMMIT.
         session.add_jobs(adopt.job(parent_id=parent_id) for parent_id in (1, 1, 999))
         session.add_jobs(look.job() for _ in range(20))
-    monkeypatch.setattr(claims_module.Claims, "ask", noting)
+    monkeypatch.setattr(claims_module.ClaimPlanner, "ask", noting)
     Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("a", "b")),), batch_size=1)).drain()
     assert {f"'{name}'" == queue for name, queue in asked} == {True}
     assert len(set(transactions)) == 20

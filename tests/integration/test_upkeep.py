@@ -20,13 +20,13 @@ from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import listen_connector, resolve_engines
 from outboxq.events import Emitter, Event, IndexRebuilt, JobDone
 from outboxq.postgres import Database
-from outboxq.relay.maintenance.reindexer import Upkeep
+from outboxq.relay.maintenance.reindexer import Reindexer
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.doctor import execute, libpq_url, open_session
 from tests.support.waiting import PATIENCE, wait_until
 
-MakeUpkeep = Callable[..., Upkeep]
+MakeUpkeep = Callable[..., Reindexer]
 
 FILL = """
 INSERT INTO outboxq.job (id, queue, kind, args)
@@ -55,11 +55,11 @@ def make_upkeep(outboxq_database: Database) -> MakeUpkeep:
         url: str = outboxq_database.url,
         connect: Callable[[], DriverConnection] | None = None,
         stopping: threading.Event | None = None,
-    ) -> Upkeep:
+    ) -> Reindexer:
         by_url = listen_connector(resolve_engines(url, None), None, lambda: None)
         emit = Emitter([([] if events is None else events).append], lambda *_: None)
         stopping = stopping or threading.Event()
-        return Upkeep(connect or by_url, "outboxq", emit, stopping, min_bytes=MIN_BYTES)
+        return Reindexer(connect or by_url, "outboxq", emit, stopping, min_bytes=MIN_BYTES)
 
     return make
 
@@ -97,7 +97,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @contextmanager
-def looking(upkeep: Upkeep) -> Iterator[Callable[[], None]]:
+def looking(upkeep: Reindexer) -> Iterator[Callable[[], None]]:
     """A look in a thread; what is yielded waits for its end."""
     with ThreadPoolExecutor(1) as pool:
         looked = pool.submit(upkeep.do)
@@ -341,10 +341,10 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
     outboxq_database: Database, drained: Database, monkeypatch: pytest.MonkeyPatch, reindex: bool, indexes: int
 ) -> None:
     """The thread lives as long as the relay; `reindex=False` is for whoever does it otherwise."""
-    made: list[Upkeep] = []
+    made: list[Reindexer] = []
     started = threading.Event()
 
-    class Watched(Upkeep):
+    class Watched(Reindexer):
         def start(self) -> None:
             made.append(self)
             super().start()

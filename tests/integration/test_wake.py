@@ -18,8 +18,8 @@ from outboxq.events import JobDone, RelayStarted
 from outboxq.outbox.session import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
 from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
-from outboxq.relay.listener import Listener, Sleeper
-from outboxq.relay.poller import Lookout
+from outboxq.relay.listener import IdleSlot, Listener
+from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
 from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
@@ -105,14 +105,14 @@ def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
 
 def test_a_look_that_began_before_all_queues_were_called_is_not_trusted() -> None:
     """It may have come too early, whenever it comes back."""
-    lookout = Lookout("outboxq", ("a", "b"))
+    lookout = SharedPoller("outboxq", ("a", "b"))
     asleep_since = lookout.latest
     early = lookout.begin()
     lookout.called(ALL_QUEUES)
-    lookout.saw(early, [])
+    lookout.record(early, [])
     assert not lookout.is_known("a", asleep_since)
     assert lookout.seen_at("a") == float("-inf")
-    lookout.saw(lookout.begin(), [])
+    lookout.record(lookout.begin(), [])
     assert lookout.is_known("a", asleep_since)
     assert lookout.seen_at("a") > float("-inf")
 
@@ -189,7 +189,7 @@ def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
     """Nobody notified for it, so the relay looks once more after it has raised the flag."""
     raise_flag, inserted = Listener.fall_asleep, []
 
-    def insert_then_raise_flag(listener: Listener, sleeper: Sleeper) -> "Future[bool]":
+    def insert_then_raise_flag(listener: Listener, sleeper: IdleSlot) -> "Future[bool]":
         if not inserted:
             inserted.append(True)
             with sessions.begin() as session:

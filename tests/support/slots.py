@@ -8,19 +8,19 @@ from sqlalchemy import Connection, Engine
 from outboxq.database.engines import Engines
 from outboxq.events import Emitter
 from outboxq.execution.invoke import SyncInvoker
-from outboxq.relay.connections import Line, make_line
-from outboxq.relay.cursors import Sweeps
+from outboxq.relay.connections import SlotConnection, make_line
+from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.effect_runners import make_callers
-from outboxq.relay.lease import Lease, Suspects
-from outboxq.relay.poller import Lookout
-from outboxq.relay.state import Shared, Tally
+from outboxq.relay.lease import QuarantineTurns, RelayLease
+from outboxq.relay.poller import SharedPoller
+from outboxq.relay.state import RelayCounters, RelayState
 from tests.support import app
 
 
-def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: float = 30) -> Shared:
+def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: float = 30) -> RelayState:
     """What slots of these queues of the application share; they neither listen nor hold a lease."""
     emit = Emitter([], lambda *_: None)
-    return Shared(
+    return RelayState(
         registry=app.jobs.resolve(),
         state=None,
         schema="outboxq",
@@ -29,24 +29,26 @@ def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: fl
         until_empty=False,
         emit=emit,
         listener=None,
-        lookout=Lookout("outboxq", queues),
+        poller=SharedPoller("outboxq", queues),
         lease=_unheld_lease(emit),
-        suspects=Suspects(),
-        sweeps=Sweeps(),
+        quarantine=QuarantineTurns(),
+        sweep_schedule=SweepSchedule(),
         max_crashes=3,
-        callers=make_callers(Engines(engine, None, owns_sync=False, owns_asynchronous=False), "outboxq", 30),
+        effect_runners=make_callers(Engines(engine, None, owns_sync=False, owns_asynchronous=False), "outboxq", 30),
         stopping=threading.Event(),
-        tally=Tally(),
+        counters=RelayCounters(),
         lock=threading.Lock(),
     )
 
 
-def _unheld_lease(emit: Emitter) -> Lease:
+def _unheld_lease(emit: Emitter) -> RelayLease:
     """A lease whose thread was never started."""
     settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
-    return Lease(lambda: None, "outboxq", uuid4(), (), Suspects(), set, emit, lambda _: None, lambda: None, **settings)
+    return RelayLease(
+        lambda: None, "outboxq", uuid4(), (), QuarantineTurns(), set, emit, lambda _: None, lambda: None, **settings
+    )
 
 
-def line_on(connection: Connection) -> Line:
+def line_on(connection: Connection) -> SlotConnection:
     """A slot's line on a connection of the test's."""
     return make_line(connection, SyncInvoker())

@@ -16,7 +16,7 @@ from psycopg.pq.abc import PGconn
 from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of
 from outboxq.events import Emitter, Pruned
 from outboxq.execution.aside import is_of_a_row
-from outboxq.relay.maintenance.task import Chore
+from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.statements import prune as statements
 
 logger = logging.getLogger("outboxq.pruner")
@@ -39,7 +39,7 @@ _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
 _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 
-class Pruner(Chore):
+class Pruner(PeriodicTask):
     """Deletes what has expired, now and then.
 
     Args:

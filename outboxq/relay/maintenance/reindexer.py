@@ -17,7 +17,7 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of, wait_readable
 from outboxq.events import Emitter, IndexRebuilt
-from outboxq.relay.maintenance.task import Chore
+from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.statements import reindex as statements
 
 logger = logging.getLogger("outboxq.upkeep")
@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 75.0
 _SLICE_SECONDS = 0.2
 
 
-class Upkeep(Chore):
+class Reindexer(PeriodicTask):
     """Looks after the indexes of the queue, now and then.
 
     Args:

@@ -18,7 +18,7 @@ logger = logging.getLogger("outboxq.chores")
 _STOP_SECONDS = 5.0
 
 
-class Chore:
+class PeriodicTask:
     """One of them.
 
     Args:

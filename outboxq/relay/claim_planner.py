@@ -119,7 +119,7 @@ class ClaimPlanner:
         self._due_first = True
         self._due_next.clear()
 
-    def quarantine(self, name: str) -> ClaimScript:
+    def suspects(self, name: str) -> ClaimScript:
         """For the suspects of a queue, which run one by one under the lease."""
         return self._statements[name].lease_suspect
 

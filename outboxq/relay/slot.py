@@ -282,7 +282,7 @@ class Slot:
 
     def _run_first_suspect(self, connection: Connection, name: str, work: Runtime) -> BatchReport | None:
         try:
-            return self._run(connection, name, self._claims.quarantine(name), work)
+            return self._run(connection, name, self._claims.suspects(name), work)
         except (psycopg.Error, SQLAlchemyError) as error:
             if is_lost(connection) or self.running:
                 raise

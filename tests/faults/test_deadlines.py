@@ -39,7 +39,7 @@ from outboxq.postgres import Database
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from tests.conftest import StartRelay
-from tests.integration.test_raised import Named
+from tests.execution.test_raised import Named
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
 from tests.support.waiting import PATIENCE, wait_until

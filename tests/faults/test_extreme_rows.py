@@ -14,9 +14,9 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.config import SlotGroup
 from outboxq.events import JobDone
+from tests.admin.test_roles import Cast, libpq_url
+from tests.admin.test_roles import roles as roles
 from tests.conftest import StartRelay
-from tests.integration.test_roles import Cast, libpq_url
-from tests.integration.test_roles import roles as roles
 from tests.support.app import Effect
 from tests.support.ledger import ledger
 from tests.support.waiting import wait_until

@@ -32,7 +32,7 @@ class Mode:
     kind: object
     queue: str
     batch_size: int = 1
-    quarantine: bool = False
+    suspects: bool = False
 
     @property
     def config(self) -> RelayConfig:
@@ -48,7 +48,7 @@ MODES = {
     "lease": Mode(faulty.work_leased, "lease"),
     "lease-async": Mode(faulty.work_leased_async, "lease-async"),
     "lease-batch": Mode(faulty.work_leased, "lease", batch_size=4),
-    "quarantine": Mode(faulty.work, "tx", batch_size=4, quarantine=True),
+    "suspects": Mode(faulty.work, "tx", batch_size=4, suspects=True),
 }
 MOMENTS = (*FAULT_POINTS[:3], "inside-handler", *FAULT_POINTS[3:5], "commit-sent", *FAULT_POINTS[5:])
 # From its claim to its commit, a suspect is the only one who can have done it.
@@ -157,14 +157,14 @@ def enqueue(sessions: sessionmaker[OutboxSession], engine: Engine, mode: Mode, f
         for number, name in enumerate(NAMES):
             given = {"fault": fault, "marker": str(directory / "met")} if fault and number == 1 else {}
             session.add_job(mode.kind, name=name, **given)
-    if mode.quarantine:
+    if mode.suspects:
         with engine.begin() as connection:
             connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
 
 
 def assert_one_effect_each(engine: Engine, mode: Mode, moment: str) -> None:
     effects = ledger(engine)
-    if mode.quarantine and moment in CHARGED:
+    if mode.suspects and moment in CHARGED:
         charged = [name for name in NAMES if faulty.trace(name, crashes=1) in effects]
         assert len(charged) == 1, effects
     else:

@@ -15,7 +15,7 @@ from tests.support.app import Account, Child
 from tests.support.ledger import ledger
 
 Drain = Callable[..., list[Event]]
-each_mode = pytest.mark.parametrize("mode", ["lease", "quarantine"])
+each_mode = pytest.mark.parametrize("mode", ["lease", "suspects"])
 
 
 def registry(mode: str) -> Jobs:
@@ -35,7 +35,7 @@ def enqueue(
         for kind, arguments in given:
             session.add_job(found.find(kind), **arguments)
         session.flush()
-        if mode == "quarantine":
+        if mode == "suspects":
             session.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
 
 

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 SERVER_NAME = "fork server"
 
 _REPOSITORY = Path(__file__).parents[2]
-_MODULES = ("alembic", "outboxq", "outboxq.testing.relay_process", "tests.support.program", "uvicorn")
+_MODULES = ("alembic", "outboxq", "outboxq.testing", "tests.support.program", "uvicorn")
 _IMPORTED = (
     "alembic.config",
     "outboxq.cli.app",
     "outboxq.doctor",
     "outboxq.migrations.runner",
-    "outboxq.relay",
-    "outboxq.supervisor",
+    "outboxq.relay.relay",
+    "outboxq.relay.supervisor",
     "rich.console",
     "rich.table",
     "sqlalchemy.dialects.postgresql.asyncpg",

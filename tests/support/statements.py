@@ -124,8 +124,8 @@ def compiled_text(statement: Executable | str) -> str:
 
 
 def _modules() -> Iterator[ModuleType]:
-    for found in pkgutil.iter_modules(statements.__path__):
-        yield importlib.import_module(f"{statements.__name__}.{found.name}")
+    for found in pkgutil.walk_packages(statements.__path__, f"{statements.__name__}."):
+        yield importlib.import_module(found.name)
 
 
 def _is_part(function: Callable[..., object]) -> bool:
@@ -155,7 +155,7 @@ def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tu
         annotation = annotation.replace(package, "")
     annotation = annotation.rpartition(".")[2] if annotation.endswith(("Filter", ".Job")) else annotation
     annotation = "Status" if annotation.startswith("Literal[") else annotation
-    annotation = annotation.replace("job.Job]", "Job]").replace("kinds.NewJob", "NewJob")
+    annotation = annotation.replace("job.Job]", "Job]").replace("new_job.NewJob", "NewJob")
     for key in (f"{parameter.name}: {annotation}", parameter.name, annotation):
         if key in _SAMPLES:
             return _SAMPLES[key]

@@ -13,7 +13,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Backoff, Context, Discard, Jobs, OutboxSession, RelayConfig, Snooze
 from outboxq.events import JobCrashed, JobDone
 from tests.conftest import StartRelay
-from tests.integration.test_raised import dead_letters
+from tests.execution.test_raised import dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until

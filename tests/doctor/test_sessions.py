@@ -65,7 +65,7 @@ def test_a_locked_table_is_named_and_not_waited_for(outboxq_database: Database) 
     assert found["severity"] == "problem"
     assert found["detail"]["pid"] == session
     assert found["detail"]["tables"] == ["job"]
-    assert {"the kinds that wait", "quarantine"} <= {finding["detail"]["check"] for finding in not_made}
+    assert {"the kinds that wait", "suspects"} <= {finding["detail"]["check"] for finding in not_made}
     assert {finding["detail"]["reason"] for finding in not_made} == {"a table is locked by another session"}
 
 

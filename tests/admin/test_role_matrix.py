@@ -12,8 +12,8 @@ import pytest
 from psycopg import sql
 
 from outboxq.admin.roles import PARTS, Part
-from tests.integration.test_roles import Cast, libpq_url
-from tests.integration.test_roles import roles as roles
+from tests.admin.test_roles import Cast, libpq_url
+from tests.admin.test_roles import roles as roles
 
 # S, I, U, D: SELECT, INSERT, UPDATE, DELETE, on each column where there is such a right.
 # R: SELECT ... FOR UPDATE.

@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE, wait_until
 CHILD = """
 import os, pathlib, sys, threading
 from outboxq import config
-from outboxq.health import send_beats
+from outboxq.relay.health import send_beats
 from outboxq.relay.signals import stop_signals, stop_when_parent_dies
 stop = threading.Event()
 stop_when_parent_dies(config.parent_pipe(), stop.set)
@@ -60,7 +60,7 @@ def supervised(command: list[str], processes: int, **options: object) -> Iterato
     program = (
         "import json, os, pathlib, sys\n"
         "from outboxq.events import Emitter\n"
-        "from outboxq.supervisor import supervise\n"
+        "from outboxq.relay.supervisor import supervise\n"
         "emit = Emitter([lambda event: print(repr(event), flush=True)], lambda hook, event: None)\n"
         "command, processes, options = map(json.loads, sys.argv[1:])\n"
         "options['health_path'] = pathlib.Path(options['health_path']) if 'health_path' in options else None\n"
@@ -198,7 +198,7 @@ def test_a_child_that_shows_no_life_is_killed_and_replaced(directory: Path, tmp_
         (stopped,) = pids(directory) - {silent}
         assert supervisor.stdout is not None
         with stopped_process(stopped):
-            assert supervisor.stdout.readline().startswith(f"ChildSilent(pid={stopped}, silent_seconds=2.")
+            assert supervisor.stdout.readline().startswith(f"ChildUnresponsive(pid={stopped}, silent_seconds=2.")
             wait_until(lambda: len(pids(directory)) == 3, "the replacement")
         assert supervisor.stdout.readline().startswith(f"ChildDied(pid={stopped}, exit_code=-9")
         assert alive(pids(directory)) == pids(directory) - {stopped}
@@ -296,7 +296,7 @@ def ignores_sigterm(pid: int) -> bool:
 LINGERING = """
 import os, pathlib, sys, time
 from outboxq import config
-from outboxq.health import send_beats
+from outboxq.relay.health import send_beats
 directory = pathlib.Path(sys.argv[1])
 first = not list(directory.iterdir())
 (directory / str(os.getpid())).touch()

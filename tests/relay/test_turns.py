@@ -24,7 +24,7 @@ from outboxq.postgres import Database
 from outboxq.relay.poller import Order
 from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
-from tests.integration.test_wake import wait_until_asleep
+from tests.relay.test_wake import wait_until_asleep
 from tests.support.app import Account, Child
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -25,7 +25,7 @@ from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
 from outboxq.statements.wake import look
 from tests.conftest import RunningRelay, StartRelay
-from tests.integration.test_wake import wait_until_asleep
+from tests.relay.test_wake import wait_until_asleep
 from tests.support import app
 from tests.support.slots import line_on, shared_by_slots
 from tests.support.waiting import PATIENCE, wait_until

@@ -17,8 +17,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, make_tran
 from sqlmodel import Field as SQLField
 from sqlmodel import SQLModel
 
+from outboxq.codec.entities import EntityKey, primary_key_of
 from outboxq.codec.parameters import Signature, build_signature
-from outboxq.codec.values import MAX_HEADERS_BYTES, EntityKey, encode_headers, encode_value, primary_key_of
+from outboxq.codec.values import MAX_HEADERS_BYTES, encode_headers, encode_value
 from outboxq.errors import ArgumentError, EnqueueError, PayloadError, RegistryError
 from outboxq.names import check_name
 
@@ -324,10 +325,10 @@ def test_a_default_is_left_to_the_handler_that_will_run() -> None:
     assert signature.decode('{"a": 1}') == {"a": 1}
 
 
-def _with_args(ctx, *sleep: int): ...
+def _with_args(ctx, *rest: int): ...
 
 
-def _with_kwargs(ctx, **sleep: int): ...
+def _with_kwargs(ctx, **rest: int): ...
 
 
 def _positional_only(ctx, value: int, /): ...

@@ -25,7 +25,7 @@ from outboxq import (
 from outboxq.events import DatabaseLost, Event, JobDied
 from outboxq.execution.recovery import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
-from tests.integration.test_raised import dead_letters
+from tests.execution.test_raised import dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
 

@@ -71,7 +71,7 @@ def test_a_delay_counts_from_the_databases_clock(sessions: Sessions, engine: Eng
     statements: list[str] = []
 
     @event.listens_for(engine, "before_cursor_execute")
-    def note(connection: object, cursor: object, statement: str, *sleep: object) -> None:
+    def note(connection: object, cursor: object, statement: str, *rest: object) -> None:
         statements.append(statement)
 
     with engine.connect() as connection:
@@ -152,7 +152,7 @@ def test_a_flush_sends_one_statement_for_many_jobs(sessions: Sessions, engine: E
     statements: list[str] = []
 
     @event.listens_for(engine, "before_cursor_execute")
-    def note(connection: object, cursor: object, statement: str, *sleep: object) -> None:
+    def note(connection: object, cursor: object, statement: str, *rest: object) -> None:
         statements.append(statement)
 
     with sessions.begin() as session:

@@ -14,7 +14,7 @@ from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
 from outboxq.database.driver import driver_connection
 from outboxq.events import DatabaseLost, Event, JobCrashed, JobLeaseLost
 from outboxq.handlers.context import BatchContext, BatchItem
-from tests.integration.test_raised import Named, dead_letters
+from tests.execution.test_raised import Named, dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
 from tests.support.waiting import wait_until

@@ -17,7 +17,7 @@ from tests.support.fork_server import SERVER_NAME, fresh
 TELL = """
 import json, os, pathlib, signal, sys
 told = {
-    "imported": "outboxq.relay" in sys.modules,
+    "imported": "outboxq.relay.relay" in sys.modules,
     "arguments": sys.argv[1:],
     "directory": os.getcwd(),
     "paths": sys.path[:2],
@@ -100,7 +100,7 @@ def test_a_signal_ends_a_forked_process_as_it_ends_any(number: signal.Signals) -
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux")
 def test_a_forked_process_forks_its_children_from_a_server_of_its_own() -> None:
     """They are its children, and have everything imported; the server ends with it."""
-    child = "import os, sys; print(os.getppid(), 'outboxq.relay' in sys.modules)"
+    child = "import os, sys; print(os.getppid(), 'outboxq.relay.relay' in sys.modules)"
     code = (
         "import os, subprocess, sys\n"
         f"command = [sys.executable, '-m', 'tests.support.program', {child!r}]\n"

@@ -330,7 +330,7 @@ def test_the_users_frames_are_kept_and_ours_are_not() -> None:
     except TypeError as error:
         where = describe_failure(error, job_with({})).record.where
     assert len(where) == 5
-    assert all(frame.startswith("tests/unit/test_failure.py:") and frame.endswith(" in fail") for frame in where)
+    assert all(frame.startswith("tests/execution/test_failure.py:") and frame.endswith(" in fail") for frame in where)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class Beats:
     def running(self) -> Iterator[None]:
         lease_of_owner = RelayLease(
             self._connect, "outboxq", self.owner, ("ledger",), QuarantineTurns(), self._ask,
-            Emitter([], lambda *_: None), self.taken.append, lambda: None, lease_seconds=60, beat_seconds=0.01, max_crashes=3,
+            Emitter([], lambda *_: None), self.taken.append, lambda: None,
+            lease_seconds=60, beat_seconds=0.01, max_crashes=3,
         )  # fmt: skip
         lease_of_owner.want()
         lease_of_owner.start()

@@ -3,13 +3,10 @@
 Whatever a handler does, its rows are either all in the transaction or none of them, and the claim stands.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -18,168 +15,32 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import give_up, is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.database.driver import is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.database.guard import Guard, Savepoint
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import (
     EffectInProgress,
-    EffectRefused,
     HandlerError,
     HandlerRolledBack,
     HandlerTimedOut,
-    OutboxqError,
     TransactionEndedByHandler,
 )
-from outboxq.execution.failure import Failed, R, describe_failure, withheld
-from outboxq.execution.invoke import AttemptSession, HandlerSession, Invoker, Run, hand_over
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over
+from outboxq.execution.invoke import Run
 from outboxq.execution.preload import load_entity, watch_unlocked
+from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import AnyHandler
-from outboxq.handlers.registry import Registry
-from outboxq.handlers.retention import spoken
-from outboxq.handlers.table_facts import Catalog
 from outboxq.job import Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
-_SHARED = (
-    "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
-    'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
-)
-_NOT_AT_REST = (
-    "the handler left the driver's connection in the middle of something: a COPY or a stream that it had not finished, "
-    "pipeline mode, or a statement of a thread or task of its own"
-)
 _DONE = Done()
 _SHORTEST_SNOOZE_SECONDS = 0.05
 _QUERY_CANCELED = "57014"
-
-
-class ConnectionLost(OutboxqError):
-    """The connection went away: the server has undone the claim, or committed it, and nothing is charged."""
-
-
-class ConnectionSpoiled(ConnectionLost):
-    """A handler left the connection so that nothing can be sent on it: it is closed, and its job pays."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__("a handler left a statement of its own unfinished")
-        self.failed = failed
-
-
-class Abandoned(OutboxqError):
-    """The relay took this batch away from its slot: nothing of it may be committed there any more."""
-
-
-class TransactionEscaped(OutboxqError):
-    """A handler ended the claim's transaction, or left it where its savepoint cannot be found."""
-
-    def __init__(self, job: Job, failed: Failed) -> None:
-        super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")
-        self.job = job
-        self.failed = failed
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownKindResult:
-    """No handler here can run this kind in this slot."""
-
-
-Result: TypeAlias = Outcome | Failed | UnknownKindResult
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """What executing needs besides the job, fixed for the life of a slot's connection.
-
-    Args:
-        is_interruption: Whether an error that came out of a handler was put there by the caller of the handlers.
-    """
-
-    registry: Registry
-    state: object
-    invoker: Invoker
-    guard: Guard
-    schema: str
-    max_crashes: int
-    epoch: str
-    caller: EffectRunner | AsyncEffectRunner | None
-    sharing_queues: frozenset[str]
-    is_interruption: Callable[[BaseException], bool]
-    catalog: Catalog = field(default_factory=Catalog)
-
-    def is_failure(self, error: BaseException) -> bool:
-        """Whether an error that came out of a handler is a failed attempt of its job.
-
-        It is, whatever the handler raised, KeyboardInterrupt and other BaseExceptions included: a job must not be able
-        to end its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
-        """
-        return not (isinstance(error, Abandoned | ConnectionLost) or self.is_interruption(error))
-
-    def call(
-        self,
-        connection: Connection,
-        handler: AnyHandler,
-        session: Callable[[], Session],
-        run: Run,
-        arguments: dict[str, object],
-    ) -> object:
-        """Run a handler to its end; what it returned. Raises also what it raises.
-
-        Raises:
-            ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo it.
-        """
-        try:
-            returned = self.invoker.call(handler, session, run, arguments)
-        except BaseException as error:
-            if is_at_rest(connection):
-                raise
-            give_up(connection)
-            if not self.is_failure(error):
-                raise
-            raise ConnectionSpoiled(describe_failure(error, run.job)) from error
-        if self.guard.is_untouched or is_at_rest(connection):
-            return returned
-        give_up(connection)
-        raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))
-
-    def permit(self, handler: AnyHandler, job: Job) -> EffectAccess[Any] | None:
-        """Leave for this run to call the outside, or why it has none."""
-        if self.caller is None:
-            return None
-        # Refused also where no other job came with it: a handler must not depend on how busy its queue is.
-        is_shared = job.queue in self.sharing_queues and job.lease_token is None
-        # Of the slot's flavour, as the handler is.
-        caller: Any = self.caller
-        return EffectAccess(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
-
-    def _retention(self, handler: AnyHandler, job: Job, scope: str) -> timedelta:
-        if not self.registry.may_call(scope, handler.kind):
-            raise EffectRefused(
-                f"scope {scope!r} is declared for other kinds than {handler.kind!r}: name it in jobs.scope(kinds=...)"
-            )
-        retention = self.registry.effect_retention(scope)
-        horizon = handler.retry_horizon(job.max_attempts)
-        # Checked at start for the handler's own attempts; a job may bring more of them.
-        if retention < horizon:
-            raise EffectRefused(
-                f"effects of scope {scope!r} are remembered for {spoken(retention)}, and this job may still run "
-                f"{spoken(horizon)} after its first attempt began (max_attempts={job.max_attempts}): remember them "
-                f"longer with jobs.scope({scope!r}, retention=...), or give the job fewer attempts"
-            )
-        return retention
-
-    def kept(self, job: Job, result: R) -> R:
-        """What may be stored and told of what an attempt of this job came to."""
-        handler = self.registry.handlers.get(job.kind)
-        return withheld(result) if handler is not None and handler.messages == "withheld" else result
-
-    def handler_of(self, job: Job) -> AnyHandler | None:
-        """The job's handler, if it is one for this slot."""
-        handler = self.registry.handlers.get(job.kind)
-        return handler if handler is not None and handler.flavour == self.invoker.flavour else None
 
 
 class AttemptSavepoint:
@@ -416,15 +277,3 @@ def _undone(connection: Connection, place: AttemptSavepoint, *, intact: bool) ->
 
 def _is_still(connection: Connection, shared_xid: str | None) -> bool:
     return shared_xid is None or current_xid(connection) == shared_xid
-
-
-def is_cancellation(error: BaseException) -> bool:
-    """Whether the running task is cancelled, and the error is not one that a handler raised or met in an await."""
-    if not isinstance(error, asyncio.CancelledError):
-        return False
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        # No event loop in this thread: a sync handler raised it.
-        return False
-    return task is not None and task.cancelling() > 0

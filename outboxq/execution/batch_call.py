@@ -10,10 +10,11 @@ from sqlalchemy.orm import Session
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.errors import HandlerError, HandlerRolledBack
-from outboxq.execution.attempt import Runtime
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.invoke import HandlerSession, Run, nothing
+from outboxq.execution.handler_session import HandlerSession, nothing
+from outboxq.execution.invoke import Run
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
+from outboxq.execution.runtime import Runtime
 from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.fault_points import fault_point
 from outboxq.handlers.context import BatchItem

@@ -9,8 +9,9 @@ from typing import Literal, TypeAlias
 from sqlalchemy import Connection
 
 from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
-from outboxq.execution.attempt import Abandoned, Result
 from outboxq.execution.claim import ClaimTransaction, anchor
+from outboxq.execution.errors import Abandoned
+from outboxq.execution.runtime import Result
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as ContextVars
 from contextvars import copy_context
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
-import psycopg
-from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
+from sqlalchemy import Connection
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
@@ -17,65 +16,16 @@ from sqlalchemy.util import await_only
 from outboxq.database.guard import lend
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import HandlerTimedOut
+from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, hand_over
 from outboxq.handlers.context import AsyncContext, Context
-from outboxq.handlers.deferred import Write, defer
+from outboxq.handlers.deferred import Write
 from outboxq.handlers.handler import AnyHandler, Flavour
-from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 T = TypeVar("T")
 P = ParamSpec("P")
 _HAS_ENDED = "the handler of this session has ended: await the tasks that use it, or give them sessions of their own"
-
-
-def nothing() -> None:
-    """The opener of a session whose transaction and savepoint are there already."""
-
-
-class HandlerSession(OutboxSession):
-    """Calls `on_first_use` before it first uses its connection.
-
-    Attributes:
-        watched: Entities whose rows are not locked, and what is told of their changes before these are written.
-    """
-
-    on_first_use: Callable[[], None]
-    watched: tuple[UnlockedChanges, Sequence[object]] | None = None
-
-    def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Have `changes` told of what is changed of these entities."""
-        if entities:
-            self.watched = changes, entities
-
-    def look(self) -> None:
-        """Tell of what is changed at this moment."""
-        if self.watched is not None:
-            changes, entities = self.watched
-            changes.look(entities)
-
-    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
-        """SQLAlchemy's hook before every use of a connection."""
-        self.on_first_use()
-        if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
-            # The handler locks rows itself, and perhaps these.
-            self.watched = None
-        return super().get_bind(*args, **kwargs)
-
-    def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """What SQLAlchemy calls for every flush, an autoflush and that of a commit too."""
-        self.look()
-        super().flush(objects)
-
-    def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """Where it leads to, for who sends nothing yet."""
-        return super().get_bind(**kwargs)
-
-    def rollback(self) -> None:
-        """Joins first: what a session that has not joined rolls back, nobody sees, and its job would count as done."""
-        if self.in_transaction() and self.is_active:
-            self.connection()
-        super().rollback()
 
 
 class Run(NamedTuple):
@@ -89,47 +39,6 @@ class Run(NamedTuple):
     state: object
     permit: Callable[[], EffectAccess[Any] | None]
     deferred: list[Write]
-
-
-def hand_over(deferred: list[Write], session: Session) -> None:
-    """Have a session send what was deferred before it was there."""
-    if deferred:
-        defer(session, *deferred)
-        deferred.clear()
-
-
-class AttemptSession:
-    """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
-
-    def __init__(self, make: Callable[[], HandlerSession]) -> None:
-        self._make = make
-        self._is_over = False
-        self.made: HandlerSession | None = None
-
-    def session(self) -> HandlerSession:
-        """The session.
-
-        Raises:
-            InvalidRequestError: the attempt is over: it would write into another job's transaction.
-        """
-        if self.made is None:
-            if self._is_over:
-                raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
-            self.made = self._make()
-        return self.made
-
-    def close(self) -> bool:
-        """End it for good; False where that fails, because the transaction below it is not as it was.
-
-        Raises also what users' listeners raise.
-        """
-        self._is_over = True
-        try:
-            if self.made is not None:
-                self.made.close()
-        except (SQLAlchemyError, psycopg.Error):
-            return False
-        return True
 
 
 class _OpeningContext(Context[Any]):
@@ -196,14 +105,6 @@ class Invoker(Protocol):
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
         """Run the handler to its end, with what `session` gives when it is first asked for."""
         ...
-
-
-# close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
-SESSION_OPTIONS: dict[str, Any] = {
-    "join_transaction_mode": "rollback_only",
-    "expire_on_commit": False,
-    "close_resets_only": False,
-}
 
 
 class SyncInvoker:

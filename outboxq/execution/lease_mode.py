@@ -19,9 +19,10 @@ from sqlalchemy import Connection
 from outboxq.clock import clock
 from outboxq.database.driver import is_lost, pause, run_script, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
-from outboxq.execution.attempt import ConnectionLost, Runtime
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
+from outboxq.execution.errors import ConnectionLost
+from outboxq.execution.runtime import Runtime
 from outboxq.execution.transaction_mode import Pilot, end_transaction, is_listened_to, work_off
 from outboxq.fault_points import fault_point
 from outboxq.job import Job

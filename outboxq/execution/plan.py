@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from outboxq.execution.attempt import Runtime
 from outboxq.execution.batch_state import BatchState, SegmentKind
+from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 

@@ -13,11 +13,13 @@ from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, take_one
-from outboxq.execution.attempt import ConnectionLost, Result, Runtime, TransactionEscaped, UnknownKindResult
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import anchor, claim_one, clear_marks
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed, describe_failure
-from outboxq.execution.transaction_mode import end_transaction, settle_result
+from outboxq.execution.outcome import settle_result
+from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.execution.transaction_mode import end_transaction
 from outboxq.job import Job
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import take_back, take_back_held

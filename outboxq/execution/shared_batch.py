@@ -22,11 +22,14 @@ from outboxq.database.guard import may_end_transaction
 from outboxq.database.sql_words import first_word
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execution.attempt import Runtime, TransactionEscaped, check_not_undone
+from outboxq.execution.attempt import check_not_undone
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.changes import row_changes, row_writes, uses_only
-from outboxq.execution.invoke import AttemptSession, HandlerSession, Run, hand_over, nothing
+from outboxq.execution.errors import TransactionEscaped
+from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over, nothing
+from outboxq.execution.invoke import Run
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
+from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
 from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.execution.write_buffer import RowChange, WriteBuffer

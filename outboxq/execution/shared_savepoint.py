@@ -8,9 +8,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.database.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
 from outboxq.database.guard import Savepoint
 from outboxq.errors import TransactionEndedByHandler
-from outboxq.execution.attempt import ConnectionLost, Runtime, TransactionEscaped
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import describe_failure
+from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared, current_xid
 
 _DEADLOCKS = ("40001", "40P01")

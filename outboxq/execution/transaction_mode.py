@@ -6,9 +6,8 @@ thread calls it on its `Connection`, an event loop through `run_sync`.
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Protocol
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -18,35 +17,24 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_lost, run_script, transaction_status
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import (
-    JobDied,
-    JobDiscarded,
-    JobDone,
-    JobEvent,
-    JobRetried,
-    JobSnoozed,
     JobsSuspected,
 )
 from outboxq.execution import settle
-from outboxq.execution.attempt import (
-    FREE_RETRIES,
-    ConnectionLost,
-    Result,
-    Runtime,
-    TransactionEscaped,
-    UnknownKindResult,
-    execute,
-)
+from outboxq.execution.attempt import FREE_RETRIES, execute
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, claim, forgive
-from outboxq.execution.failure import ErrorRecord, Failed, describe_failure, describe_reason
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.outcome import _ended, settle_result
 from outboxq.execution.plan import Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
+from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.shared_batch import run_shared
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
+from outboxq.outcomes import Discard, Done
 from outboxq.statements.transaction import local_timeouts, local_timeouts_off, xact_status
 
 # Seal, constraints, COMMIT.
@@ -383,52 +371,3 @@ def _back_to_claim(connection: Connection, progress: BatchState, work: Runtime, 
     # Gone with the savepoint: what was set for the handler alone.
     progress.timeout_seconds = work.registry.timeout_seconds(progress.queue)
     return failed
-
-
-def settle_result(connection: Connection, job: Job, result: Result, work: Runtime, seconds: float) -> JobEvent:
-    """Write what becomes of the job, and return the event to send once that is committed."""
-    result = work.kept(job, result)
-    match result:
-        case Done() | Discard():
-            settle.finish(connection, job)
-            return _ended(job, result, seconds)
-        case Failed(record) if result.permanent:
-            reason = f"{record.type}: another attempt cannot help"
-            settle.dead_letter(connection, job, reason, record)
-            return JobDied(job, reason, record.where)
-        case Failed(record):
-            return _retry_or_bury(connection, job, record, work, None)
-        case Retry(delay, reason):
-            record = ErrorRecord(job.attempt, "outboxq.Retry", describe_reason(reason, job))
-            pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_bury(connection, job, record, work, pause)
-        case Snooze(delay):
-            settle.snooze(connection, job, delay)
-            return JobSnoozed(job, delay.total_seconds())
-        case DeadLetter(reason):
-            described = describe_reason(reason, job)
-            settle.dead_letter(connection, job, described)
-            return JobDied(job, described)
-        case UnknownKindResult():
-            raise AssertionError("unknown kinds are parked, not settled")
-    assert_never(result)
-
-
-def _ended(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
-    if isinstance(result, Discard):
-        return JobDiscarded(job, describe_reason(result.reason, job))
-    return JobDone(job, seconds)
-
-
-def _retry_or_bury(
-    connection: Connection, job: Job, record: ErrorRecord, work: Runtime, pause_seconds: float | None
-) -> JobEvent:
-    policy = work.registry.find(job.kind).retry
-    limit = job.max_attempts or policy.max_attempts
-    if job.attempt >= limit:
-        reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
-        settle.dead_letter(connection, job, reason, record)
-        return JobDied(job, reason, record.where)
-    delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
-    settle.retry(connection, job, record, timedelta(seconds=delay_seconds))
-    return JobRetried(job, record.type, record.message, record.where, delay_seconds)

@@ -22,8 +22,8 @@ from sqlalchemy.util import await_only
 
 from outboxq.database.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
-from outboxq.execution.attempt import ConnectionLost
 from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting

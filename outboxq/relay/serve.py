@@ -8,7 +8,7 @@ import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.errors import NoConnection
-from outboxq.execution.attempt import Abandoned, ConnectionLost
+from outboxq.execution.errors import Abandoned, ConnectionLost
 from outboxq.relay.connections import AsyncSlotConnections, SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.slot import Slot

@@ -28,9 +28,9 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.execution.aside import is_of_a_row, set_aside_first
-from outboxq.execution.attempt import ConnectionLost, ConnectionSpoiled, Runtime, TransactionEscaped, is_cancellation
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import ClaimRequest, clear_marks, forgive, park_unknown
+from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import describe_failure
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting, run_held
 from outboxq.execution.recovery import (
@@ -42,6 +42,7 @@ from outboxq.execution.recovery import (
     return_to_suspects,
     settle_on_new_connection,
 )
+from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.settle import JobRowHeld
 from outboxq.execution.transaction_mode import end_transaction, run_batches
 from outboxq.handlers.handler import Flavour

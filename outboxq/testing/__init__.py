@@ -23,10 +23,10 @@ from outboxq.database.guard import Guard, keep_cancelled
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execution.attempt import Runtime, is_cancellation
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.transaction_mode import execute_all
 from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS

@@ -19,8 +19,8 @@ from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDone, JobRetried
-from outboxq.execution.attempt import Abandoned
 from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.errors import Abandoned
 from outboxq.execution.lease_mode import Unsettled
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay

@@ -1,0 +1,32 @@
+"""Errors that end a batch, and never leave the relay."""
+
+from outboxq.errors import (
+    OutboxqError,
+)
+from outboxq.execution.failure import Failed
+from outboxq.job import Job
+
+
+class ConnectionLost(OutboxqError):
+    """The connection went away: the server has undone the claim, or committed it, and nothing is charged."""
+
+
+class ConnectionSpoiled(ConnectionLost):
+    """A handler left the connection so that nothing can be sent on it: it is closed, and its job pays."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__("a handler left a statement of its own unfinished")
+        self.failed = failed
+
+
+class Abandoned(OutboxqError):
+    """The relay took this batch away from its slot: nothing of it may be committed there any more."""
+
+
+class TransactionEscaped(OutboxqError):
+    """A handler ended the claim's transaction, or left it where its savepoint cannot be found."""
+
+    def __init__(self, job: Job, failed: Failed) -> None:
+        super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")
+        self.job = job
+        self.failed = failed

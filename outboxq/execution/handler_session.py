@@ -1,0 +1,111 @@
+"""The sessions of handlers: joined to the relay's transaction, made when a handler first asks for one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from outboxq.handlers.deferred import Write, defer
+from outboxq.handlers.unlocked import UnlockedChanges
+from outboxq.outbox.session import OutboxSession
+
+
+def nothing() -> None:
+    """The opener of a session whose transaction and savepoint are there already."""
+
+
+class HandlerSession(OutboxSession):
+    """Calls `on_first_use` before it first uses its connection.
+
+    Attributes:
+        watched: Entities whose rows are not locked, and what is told of their changes before these are written.
+    """
+
+    on_first_use: Callable[[], None]
+    watched: tuple[UnlockedChanges, Sequence[object]] | None = None
+
+    def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
+        """Have `changes` told of what is changed of these entities."""
+        if entities:
+            self.watched = changes, entities
+
+    def look(self) -> None:
+        """Tell of what is changed at this moment."""
+        if self.watched is not None:
+            changes, entities = self.watched
+            changes.look(entities)
+
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        """SQLAlchemy's hook before every use of a connection."""
+        self.on_first_use()
+        if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
+            # The handler locks rows itself, and perhaps these.
+            self.watched = None
+        return super().get_bind(*args, **kwargs)
+
+    def flush(self, objects: Sequence[Any] | None = None) -> None:
+        """What SQLAlchemy calls for every flush, an autoflush and that of a commit too."""
+        self.look()
+        super().flush(objects)
+
+    def peek_bind(self, **kwargs: Any) -> Engine | Connection:
+        """Where it leads to, for who sends nothing yet."""
+        return super().get_bind(**kwargs)
+
+    def rollback(self) -> None:
+        """Joins first: what a session that has not joined rolls back, nobody sees, and its job would count as done."""
+        if self.in_transaction() and self.is_active:
+            self.connection()
+        super().rollback()
+
+
+def hand_over(deferred: list[Write], session: Session) -> None:
+    """Have a session send what was deferred before it was there."""
+    if deferred:
+        defer(session, *deferred)
+        deferred.clear()
+
+
+class AttemptSession:
+    """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
+
+    def __init__(self, make: Callable[[], HandlerSession]) -> None:
+        self._make = make
+        self._is_over = False
+        self.made: HandlerSession | None = None
+
+    def session(self) -> HandlerSession:
+        """The session.
+
+        Raises:
+            InvalidRequestError: the attempt is over: it would write into another job's transaction.
+        """
+        if self.made is None:
+            if self._is_over:
+                raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
+            self.made = self._make()
+        return self.made
+
+    def close(self) -> bool:
+        """End it for good; False where that fails, because the transaction below it is not as it was.
+
+        Raises also what users' listeners raise.
+        """
+        self._is_over = True
+        try:
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            return False
+        return True
+
+
+# close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
+SESSION_OPTIONS: dict[str, Any] = {
+    "join_transaction_mode": "rollback_only",
+    "expire_on_commit": False,
+    "close_resets_only": False,
+}

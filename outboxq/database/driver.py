@@ -247,6 +247,22 @@ def transaction_status(connection: Connection) -> TransactionStatus:
     return _STATUSES[driver_connection(connection).pgconn.transaction_status]
 
 
+def end_transaction(connection: Connection) -> None:
+    """Roll back whatever was left open, for SQLAlchemy and for the driver below it."""
+    connection.rollback()
+    if transaction_status(connection) != TransactionStatus.IDLE:
+        run_script(connection, "ROLLBACK")
+
+
+def is_listened_to(connection: Connection) -> bool:
+    """Whether users' listeners on the engine (SET LOCAL ROLE, a tenant) want to see each transaction begin or end.
+
+    They see what SQLAlchemy begins, not what a script of ours does.
+    """
+    listeners = connection.engine.dispatch
+    return bool(listeners.begin or listeners.commit)
+
+
 def is_lost(connection: Connection) -> bool:
     """Whether the connection to the server is gone."""
     return transaction_status(connection) == TransactionStatus.UNKNOWN

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psycopg
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from outboxq.database.driver import sqlstate_of
 from outboxq.errors import ConfigError
 
 # What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
@@ -80,3 +81,25 @@ def is_refused(error: BaseException) -> bool:
 
 def _refusal(error: BaseException) -> str | None:
     return next((words for words, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
+
+
+# query_canceled: by a time-out, or by a call of pg_cancel_backend().
+QUERY_CANCELED = "57014"
+
+
+def is_database_unavailable(error: BaseException) -> bool:
+    """Whether the server is gone, going, starting or full, and not merely at odds with a statement."""
+    sqlstate = sqlstate_of(error)
+    if sqlstate is None:
+        return True
+    # 25006: a standby, which will be promoted, or is not the server that was meant. A cancelled statement is no outage.
+    return (sqlstate[:2] in ("08", "53", "57") and sqlstate != QUERY_CANCELED) or sqlstate == "25006"
+
+
+def describe_error(error: BaseException) -> str:
+    """The type of an error, and its SQLSTATE or a known reason: driver texts may hold a host, a user or a value."""
+    if isinstance(error, NoConnection):
+        return type(error.__cause__).__name__
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    reason = sqlstate_of(error) or (outage_reason(error) if isinstance(error, DBAPIError | psycopg.Error) else None)
+    return f"{type(original).__name__}{f' ({reason})' if reason else ''}"

@@ -1,4 +1,4 @@
-"""Execute: run one handler inside the claim's transaction, contained by a session and a savepoint of its own.
+"""One attempt: a handler runs inside the relay's transaction, contained by a session and a savepoint of its own.
 
 Whatever a handler does, its rows are either all in the transaction or none of them, and the claim stands.
 """
@@ -8,272 +8,155 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, RootTransaction
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_lost, run_script, sqlstate_of, transaction_status
-from outboxq.database.guard import Guard, Savepoint
-from outboxq.errors import (
-    EffectInProgress,
-    HandlerError,
-    HandlerRolledBack,
-    HandlerTimedOut,
-    TransactionEndedByHandler,
-)
-from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.database.driver import sqlstate_of, transaction_status
+from outboxq.errors import EffectInProgress, HandlerTimedOut, TransactionEndedByHandler
+from outboxq.execution.containment import AttemptSavepoint
+from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over
 from outboxq.execution.invoke import Run
 from outboxq.execution.preload import load_entity, watch_unlocked
-from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
-from outboxq.execution.settle import check_shared, current_xid
+from outboxq.execution.runtime import Runtime
+from outboxq.execution.settle import current_xid
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
-# A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
-FREE_RETRIES = 5
-_DONE = Done()
 _SHORTEST_SNOOZE_SECONDS = 0.05
 _QUERY_CANCELED = "57014"
 
 
-class AttemptSavepoint:
-    """Where the rows of one attempt go: a savepoint in the relay's transaction.
-
-    It begins when the handler first names its session, so that a handler which does not costs nothing; under a lease
-    when the session is first used, so that a long call outside the database holds no transaction open.
-
-    Args:
-        begin: Called first; it begins the transaction, if need be. Returns the name of a savepoint that is there and
-            stands for the attempt's own, or None to make one.
-        in_transaction: Whether the server is in one already; else `begin` begins it.
-    """
-
-    def __init__(
-        self, connection: Connection, guard: Guard, begin: Callable[[], str | None], *, in_transaction: bool
-    ) -> None:
-        self.savepoint: Savepoint | None = None
-        self._root: RootTransaction | None = connection.get_transaction()
-        self.in_transaction = in_transaction
-        self._guard = guard
-        self._begin = begin
-        self._connection = connection
-        guard.savepoint = None
-        guard.on_first_use = self.open
-
-    def open(self) -> None:
-        """Begin, unless that was done."""
-        if self.savepoint is not None:
-            return
-        # First: what follows goes through the guarded connection too.
-        self._guard.on_first_use = None
-        try:
-            seal = self._begin()
-            self.in_transaction = True
-            self._guard.begin_savepoint(seal)
-            self.savepoint = self._guard.savepoint
-        except BaseException:
-            # The handler may swallow it, and go on unguarded.
-            self._guard.on_first_use = self.open
-            raise
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether SQLAlchemy still knows the relay's transaction as it was."""
-        root = self._root
-        return root is not None and root.is_active and self._connection.get_transaction() is root
-
-
-def execute(
+def attempt(
     connection: Connection,
-    handler: AnyHandler | None,
+    handler: AnyHandler,
     job: Job,
-    work: Runtime,
-    *,
+    runtime: Runtime,
     shared_xid: str | None,
     begin: Callable[[], str | None],
-) -> Result:
-    """Run the job's handler, if this slot has one; afterwards the transaction holds all of its rows, or none.
-
-    All if it is done.
+) -> Outcome | Failed:
+    """Run a job's handler once; afterwards the transaction holds all of its rows if it is done, and else none.
 
     Args:
-        shared_xid: The claim's transaction, where other jobs share it. Then this job is failed now for what its
-            deferred constraints would raise at COMMIT; a job alone meets them in the certificate.
-        begin: Called before the handler's session is first used. See `AttemptSavepoint`.
+        shared_xid: The claim's transaction, if other jobs share it. Then this job is failed now for what its deferred
+            constraints would raise at COMMIT; a job alone meets them there.
+        begin: As of `AttemptSavepoint`.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: the handler ended the transaction.
     """
-    if handler is None:
-        return UnknownKindResult()
-    free_retries = FREE_RETRIES
-    while True:
-        result = work.invoker.apart(_attempt, connection, handler, job, work, shared_xid, begin)
-        if not (isinstance(result, Failed) and result.transient and free_retries):
-            return result
-        free_retries -= 1
-
-
-def _attempt(
-    connection: Connection,
-    handler: AnyHandler,
-    job: Job,
-    work: Runtime,
-    shared_xid: str | None,
-    begin: Callable[[], str | None],
-) -> Result:
     # Without a lease it is the claim's own.
     in_transaction = job.lease_token is None or transaction_status(connection) == TransactionStatus.INTRANS
-    place = AttemptSavepoint(connection, work.guard, begin, in_transaction=in_transaction)
-    if place.in_transaction and work.invoker.flavour == "async":
-        # Where its session is first named, a coroutine cannot send anything.
-        try:
-            place.open()
-        except BaseException:
-            work.guard.let_go()
-            raise
-    opened = AttemptSession(partial(_open_session, connection, work, place))
-    begun = time.monotonic()
-    result: Result
-    kept = False
+    containment = AttemptSavepoint(connection, runtime.guard, begin, in_transaction=in_transaction)
+    session = AttemptSession(partial(_open_session, connection, runtime, containment))
+    began = time.monotonic()
+    result: Outcome | Failed
+    if in_transaction and runtime.invoker.flavour == "async":
+        _open_for_coroutine(runtime, containment)
     try:
-        result = _run(connection, handler, job, work, opened, place)
+        arguments = _arguments(job, handler, session)
+        run = Run(job, runtime.state, partial(runtime.permit, handler, job), [])
+        fault_point("before-handler")
+        with runtime.at_rest(connection, job):
+            returned = runtime.invoker.call(handler, session.session, run, arguments)
+        result = handler.returned.outcome(returned)
         if isinstance(result, Done):
-            if opened.made is not None:
-                _keep(connection, opened.made, place, shared_xid)
-            fault_point("after-handler")
+            _keep(run, session, containment, shared_xid)
             # Last: an error behind it would be a failure whose rows stand.
-            kept = True
-    except EffectInProgress as busy:
-        # Nobody's fault: counting it could bury a job because its predecessor was killed.
-        result = Snooze(timedelta(seconds=max(busy.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
+            fault_point("after-handler")
     except BaseException as error:
-        if not work.is_failure(error):
+        if not runtime.is_failure(error):
             raise
-        result = describe_failure(_with_deadline(error, handler, time.monotonic() - begun), job)
+        result = _result_of(error, handler, job, time.monotonic() - began)
     finally:
-        work.guard.let_go()
+        runtime.guard.let_go()
+    return _closed(connection, job, runtime, session, containment, result, shared_xid)
+
+
+def _open_for_coroutine(runtime: Runtime, containment: AttemptSavepoint) -> None:
+    """Begin the savepoint now: where its session is first named, a coroutine cannot send anything."""
+    try:
+        containment.open()
+    except BaseException:
+        runtime.guard.let_go()
+        raise
+
+
+def _open_session(connection: Connection, runtime: Runtime, containment: AttemptSavepoint) -> HandlerSession:
+    session = runtime.invoker.open_session(connection, containment.open)
+    if containment.in_transaction:
+        # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
+        containment.open()
+    return session
+
+
+def _arguments(job: Job, handler: AnyHandler, session: AttemptSession) -> dict[str, object]:
+    """The job's arguments, with its entities loaded."""
+    arguments = handler.signature().decode(job.args)
+    keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
+    if keys:
+        opened = session.session()
+        arguments |= {name: load_entity(opened, name, key) for name, key in keys.items()}
+        watch_unlocked(opened, handler.unlocked_changes, [(key, arguments[name]) for name, key in keys.items()])
+    return arguments
+
+
+def _keep(run: Run, session: AttemptSession, containment: AttemptSavepoint, shared_xid: str | None) -> None:
+    if run.deferred:
+        hand_over(run.deferred, session.session())
+    if session.made is None and containment.savepoint is None:
+        # It never came near the database.
+        return
+    containment.check()
+    if session.made is not None:
+        # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined
+        # by "rollback_only", it commits nothing.
+        session.made.commit()
+        containment.keep(shared_xid)
+
+
+def _result_of(error: BaseException, handler: AnyHandler, job: Job, seconds: float) -> Outcome | Failed:
+    if isinstance(error, EffectInProgress):
+        # Counting it could bury a job because its predecessor was killed.
+        return Snooze(timedelta(seconds=max(error.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
+    limit = handler.timeout_seconds
+    if limit is not None and sqlstate_of(error) == _QUERY_CANCELED and seconds >= limit * 0.99:
+        # The server cancelled a statement because of the handler's deadline.
+        error = HandlerTimedOut(limit).with_traceback(error.__traceback__)
+    return describe_failure(error, job)
+
+
+def _closed(
+    connection: Connection,
+    job: Job,
+    runtime: Runtime,
+    session: AttemptSession,
+    containment: AttemptSavepoint,
+    result: Outcome | Failed,
+    shared_xid: str | None,
+) -> Outcome | Failed:
+    """Close the attempt's session, and undo its rows unless it is done."""
     closed = True
     try:
-        closed = opened.close()
+        closed = session.close()
     except BaseException as error:
-        if not work.is_failure(error):
+        if not runtime.is_failure(error):
             raise
         # A listener of the user's. What the handler itself raised says more.
-        result, kept = result if isinstance(result, Failed) else describe_failure(error, job), False
-    work.guard.take_back()
-    if kept and closed:
+        result = result if isinstance(result, Failed) else describe_failure(error, job)
+    runtime.guard.take_back()
+    if closed and isinstance(result, Done):
         return result
-    intact = closed and place.is_intact
-    if not (_undone(connection, place, intact=intact) and _is_still(connection, shared_xid)):
-        # SQLAlchemy's own account of it is better than ours, where SQLAlchemy saw it.
+    intact = closed and containment.is_intact
+    is_undone = containment.undo(intact=intact)
+    if not is_undone or (shared_xid is not None and current_xid(connection) != shared_xid):
+        # SQLAlchemy's own account of it is better than ours, if SQLAlchemy saw it.
         if intact or not isinstance(result, Failed):
             result = describe_failure(TransactionEndedByHandler(), job)
         raise TransactionEscaped(job, result)
     return result
-
-
-def _open_session(connection: Connection, work: Runtime, place: AttemptSavepoint) -> HandlerSession:
-    session = work.invoker.open_session(connection, place.open)
-    if place.in_transaction:
-        # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
-        place.open()
-    return session
-
-
-def _with_deadline(error: BaseException, handler: AnyHandler, seconds: float) -> BaseException:
-    """The error, named for what it is where the server cancelled a statement because of the handler's deadline."""
-    limit = handler.timeout_seconds
-    if limit is None or sqlstate_of(error) != _QUERY_CANCELED or seconds < limit * 0.99:
-        return error
-    return HandlerTimedOut(limit).with_traceback(error.__traceback__)
-
-
-def _run(
-    connection: Connection,
-    handler: AnyHandler,
-    job: Job,
-    work: Runtime,
-    opened: AttemptSession,
-    place: AttemptSavepoint,
-) -> Outcome:
-    arguments = handler.signature().decode(job.args)
-    keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
-    if keys:
-        session = opened.session()
-        arguments |= {name: load_entity(session, name, key) for name, key in keys.items()}
-        watch_unlocked(session, handler.unlocked_changes, [(key, arguments[name]) for name, key in keys.items()])
-    fault_point("before-handler")
-    run = Run(job, work.state, partial(work.permit, handler, job), [])
-    outcome = handler.returned.outcome(work.call(connection, handler, opened.session, run, arguments))
-    if not isinstance(outcome, Done):
-        return outcome
-    if run.deferred:
-        hand_over(run.deferred, opened.session())
-    if opened.made is None and place.savepoint is None:
-        # It never came near the database.
-        return _DONE
-    check_not_undone(connection, place.savepoint)
-    return _DONE
-
-
-def check_not_undone(connection: Connection, savepoint: Savepoint | None) -> None:
-    """Whether what a handler wrote is still there, of one that returned as if it were.
-
-    Raises:
-        HandlerError: it is not.
-    """
-    if savepoint is not None and not savepoint.is_active:
-        raise HandlerRolledBack(
-            "the handler rolled its session back, then returned as if done: raise instead, "
-            "or use session.begin_nested() for the part that may fail"
-        )
-    if transaction_status(connection) == TransactionStatus.INERROR:
-        raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
-
-
-def _keep(connection: Connection, session: Session, place: AttemptSavepoint, shared_xid: str | None) -> None:
-    # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left. Joined by
-    # "rollback_only", it commits nothing.
-    session.commit()
-    if place.savepoint is None:
-        return
-    if shared_xid is not None:
-        check_shared(connection, shared_xid)
-    place.savepoint.commit()
-
-
-def _undone(connection: Connection, place: AttemptSavepoint, *, intact: bool) -> bool:
-    """Go back to before the handler; False where the transaction is not there any more, or not as we left it."""
-    if is_lost(connection):
-        raise ConnectionLost("the connection was lost while a handler ran")
-    savepoint = place.savepoint
-    if savepoint is None:
-        if place.in_transaction:
-            return intact and transaction_status(connection) == TransactionStatus.INTRANS
-        if transaction_status(connection) != TransactionStatus.IDLE:
-            # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
-            run_script(connection, "ROLLBACK")
-        return intact
-    # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
-    if not intact or savepoint.is_released or transaction_status(connection) == TransactionStatus.IDLE:
-        return False
-    try:
-        savepoint.undo()
-    except (psycopg.Error, SQLAlchemyError) as error:
-        if is_lost(connection):
-            raise ConnectionLost("the connection was lost while a handler was undone") from error
-        return False
-    return transaction_status(connection) == TransactionStatus.INTRANS
-
-
-def _is_still(connection: Connection, shared_xid: str | None) -> bool:
-    return shared_xid is None or current_xid(connection) == shared_xid

@@ -1,4 +1,4 @@
-"""Groups: the jobs of one batch handler, in one call, one session and one savepoint."""
+"""The call of a batch handler: its jobs in one call, one session and one savepoint."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.handler_session import HandlerSession, nothing
 from outboxq.execution.invoke import Run
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.execution.runtime import Runtime
-from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.fault_points import fault_point
 from outboxq.handlers.context import BatchItem
 from outboxq.handlers.handler import BatchHandler
@@ -25,7 +25,7 @@ from outboxq.outcomes import Outcome
 def call_batch_handler(
     connection: Connection,
     batch: BatchState,
-    work: Runtime,
+    runtime: Runtime,
     places: range,
     arguments: Sequence[Mapping[str, object]],
     locks: Locks,
@@ -40,28 +40,28 @@ def call_batch_handler(
         ConnectionLost, TransactionEscaped: see `execute`.
     """
     batch.position, batch.together = places.start, len(places)
-    place = SharedSavepoint(connection, work, batch, places.start)
-    session = work.invoker.open_session(connection, nothing)
+    savepoint = SharedSavepoint(connection, runtime.guard, batch, places.start)
+    session = runtime.invoker.open_session(connection, nothing)
     try:
-        returned = _call(connection, batch, work, places, arguments, session, place, locks)
+        returned = _call(connection, batch, runtime, places, arguments, session, savepoint, locks)
         # However it goes: what stands is the certificate's to say.
-        _close(session, work)
+        _close(session, runtime)
     except BaseException as error:
-        if not work.is_failure(error):
+        if not runtime.is_failure(error):
             raise
         # It will show again when each runs alone.
         failed = error
     else:
         # What goes on of the call has nothing of the next one's.
-        work.guard.take_back()
+        runtime.guard.take_back()
         batch.together = 1
         return returned
     finally:
         batch.deadline = None
-        work.guard.let_go()
-    closed = _close(session, work)
-    work.guard.take_back()
-    place.undo(failed, closed=closed)
+        runtime.guard.let_go()
+    closed = _close(session, runtime)
+    runtime.guard.take_back()
+    savepoint.undo_all(failed, closed=closed)
     batch.together = 1
     return None
 
@@ -69,15 +69,15 @@ def call_batch_handler(
 def _call(
     connection: Connection,
     batch: BatchState,
-    work: Runtime,
+    runtime: Runtime,
     places: range,
     arguments: Sequence[Mapping[str, object]],
     session: HandlerSession,
-    place: SharedSavepoint,
+    savepoint: SharedSavepoint,
     locks: Locks,
 ) -> Sequence[Outcome]:
     jobs = batch.jobs[places.start : places.stop]
-    handler = work.registry.find(jobs[0].kind)
+    handler = runtime.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
     # Joined now: a rollback of a session that has not joined would be seen by nobody.
     session.connection()
@@ -92,16 +92,17 @@ def _call(
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
-    call: Callable[..., object] = work.call
-    run = Run(jobs[0], work.state, nothing, [])
-    returned = call(connection, handler.together, lambda: session, run, {"items": items})
+    run = Run(jobs[0], runtime.state, nothing, [])
+    call: Callable[..., object] = runtime.invoker.call
+    with runtime.at_rest(connection, jobs[0]):
+        returned = call(handler.together, lambda: session, run, {"items": items})
     batch.deadline = None
-    if place.savepoint is None or not place.savepoint.is_active:
+    if savepoint.savepoint is None or not savepoint.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the batch handler swallowed a database error, which had undone its rows")
     session.commit()
-    place.keep()
+    savepoint.keep_all()
     fault_point("after-handler")
     assert isinstance(returned, list)
     return returned
@@ -125,11 +126,11 @@ def _given(session: HandlerSession, arguments: Mapping[str, object]) -> dict[str
     }
 
 
-def _close(session: Session, work: Runtime) -> bool:
+def _close(session: Session, runtime: Runtime) -> bool:
     try:
         session.close()
     except BaseException as error:
-        if not work.is_failure(error):
+        if not runtime.is_failure(error):
             raise
         # Whatever it is, a listener of the user's or a lost connection.
         return False

@@ -1,29 +1,40 @@
-"""Progress: how far a claimed batch has come, and what it came to."""
+"""The state of a claimed batch: how far it has come, and what it came to."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from enum import Enum, auto
 
 from sqlalchemy import Connection
 
 from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
-from outboxq.execution.claim import ClaimTransaction, anchor
+from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.runtime import Result
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
-# Held for a moment, but for a cancellation that is on its way to the server.
+# The lock is held for a moment, except while a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
 
-SegmentKind: TypeAlias = Literal["shared", "group", "alone"]
+
+class Phase(Enum):
+    """Who has the last word on a batch: whoever leaves RUNNING first.
+
+    Its slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what stands after an error; or the
+    relay takes the batch away from the slot.
+    """
+
+    RUNNING = auto()
+    COMMITTING = auto()
+    RECOVERING = auto()
+    SEIZED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What one batch came to: what was committed."""
+    """What was committed of a batch."""
 
     claimed: int
     events: tuple[Event, ...]
@@ -34,46 +45,61 @@ class BatchReport:
         return next((event.queue for event in self.events if isinstance(event, JobsParked)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Burial:
+    """The dead letters that a recovery has written, whose COMMIT may not have been answered."""
+
+    xid: str
+    reason: str
+
+
 @dataclass(slots=True)
 class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
-    `anchor` is None until the transaction has begun, `begun` says that it was tried. `position` is the job that runs,
-    until `deadline` (monotonic) if it has one; `epoch` is the run of the server that knows the transaction. `events` is
-    what becomes of the jobs before it, should the transaction commit; `late_result` what a handler returned that never
-    used the database, until the transaction of its settlement has begun.
-
-    `together` is how many jobs, from `position` on, one handler runs now. `one_run`: how all jobs run together, to be
-    checked by COMMIT; `is_apart`: they did, and were undone by that. `deadlocked`: jobs that ran together were undone
-    by a deadlock or a serialization failure.
-
-    One of three has the last word, whoever comes first: COMMIT was sent by us (`certifying`), the slot finds out what
-    stands (`recovering`; `recovery_xid` is what it wrote then, and `buried_because` why), or the relay took the batch
-    away (`seized`).
+    Attributes:
+        transaction: The batch's transaction, once it has begun; `was_begun` says that it was tried.
+        epoch: The run of the server that knows the transaction.
+        position: The job that runs, until `deadline` (monotonic) if it has one.
+        together: How many jobs, from `position` on, one handler runs now.
+        runs_together: All jobs run together, to be checked by COMMIT.
+        runs_apart: They did, and were undone by that: now each runs alone.
+        refused: How often COMMIT was refused, and the jobs ran again.
+        events: What becomes of the jobs before `position`, should the transaction commit.
+        unknown: Jobs of kinds that no handler here can run.
+        late_result: What a handler returned that never used the database, until its settlement has begun.
+        commit_was_sent: COMMIT was sent, and its answer has not come.
+        has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
+        burial: What a recovery of this batch has written.
     """
 
     queue: str
     jobs: tuple[Job, ...]
-    anchor: ClaimTransaction | None
+    transaction: ClaimTransaction | None
     moved: int = 0
     timeout_seconds: float | None = None
     epoch: str = ""
     position: int = 0
+    together: int = 1
     deadline: float | None = None
+    runs_together: bool = False
+    runs_apart: bool = False
+    refused: int = 0
     events: list[JobEvent] = field(default_factory=list)
     unknown: list[Job] = field(default_factory=list)
     late_result: Result | None = None
-    certifying: bool = False
-    recovering: bool = False
-    begun: bool = False
-    seized: bool = False
-    recovery_xid: str | None = None
-    buried_because: str = ""
-    deadlocked: bool = False
-    together: int = 1
-    one_run: SegmentKind | None = None
-    is_apart: bool = False
+    was_begun: bool = False
+    commit_was_sent: bool = False
+    has_deadlocked: bool = False
+    burial: Burial | None = None
+    _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, claimed: Claimed, epoch: str) -> "BatchState":
+        """The state of jobs that were just claimed in transaction mode."""
+        request = claimed.request
+        return cls(request.queue, claimed.jobs, claimed.transaction, claimed.moved, request.timeout_seconds, epoch)
 
     @property
     def job(self) -> Job:
@@ -81,46 +107,62 @@ class BatchState:
         return self.jobs[self.position]
 
     @property
-    def lone_job(self) -> Job | None:
-        """The job, if it is the only one of its batch."""
-        return self.jobs[0] if len(self.jobs) == 1 else None
+    def running_jobs(self) -> tuple[Job, ...]:
+        """The jobs that one handler runs now."""
+        return self.jobs[self.position : self.position + self.together]
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether it has one job only."""
+        return len(self.jobs) == 1
 
     @property
     def is_leased(self) -> bool:
         """Whether its claim is committed already."""
         return self.jobs[0].lease_token is not None
 
+    @property
+    def is_seized(self) -> bool:
+        """Whether the relay has taken it away from its slot."""
+        return self._phase is Phase.SEIZED
+
     def begin(self, connection: Connection) -> ClaimTransaction:
-        """The transaction of the batch, begun if it has not been."""
-        if self.seized:
+        """Begin the batch's transaction, unless it has begun."""
+        if self.is_seized:
             raise Abandoned("the relay does not wait for this job any more")
-        if self.anchor is None:
-            self.begun = True
-            self.anchor = anchor(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
-        return self.anchor
+        if self.transaction is None:
+            self.was_begun = True
+            self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
+        return self.transaction
 
     def begin_commit(self) -> None:
         """From here on the outcome is the server's alone."""
+        self._leave_running(Phase.COMMITTING)
+        self.commit_was_sent = True
+
+    def commit_refused(self) -> None:
+        """Nothing was committed, and the slot goes on with the batch."""
         with self._lock:
-            if self.seized:
-                raise Abandoned("the relay does not wait for this job any more")
-            self.certifying = True
+            self._phase, self.commit_was_sent = Phase.RUNNING, False
 
     def begin_recovery(self) -> None:
-        """From here on its slot finds out what stands of it, and nobody else."""
+        """From here on the batch's slot, and nothing else, finds out what stands of it."""
+        self._leave_running(Phase.RECOVERING)
+
+    def _leave_running(self, phase: Phase) -> None:
         with self._lock:
-            if self.seized:
+            if self._phase is Phase.SEIZED:
                 raise Abandoned("the relay does not wait for this job any more")
-            self.recovering = True
+            self._phase = phase
 
     def seize(self) -> bool:
-        """Take the batch away from its slot, once; False where its COMMIT, or its recovery, is under way."""
+        """Take the batch away from its slot, once; False if its COMMIT, or its recovery, is under way."""
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             return False
         try:
-            if self.seized or self.certifying or self.recovering:
+            if self._phase is not Phase.RUNNING:
                 return False
-            self.seized = True
+            self._phase = Phase.SEIZED
             return True
         finally:
             self._lock.release()
@@ -129,7 +171,7 @@ class BatchState:
     def while_running(self, deadline: float) -> Iterator[bool]:
         """Whether the job with this deadline still runs; meanwhile it is neither committed nor taken away."""
         with self._lock:
-            yield self.deadline == deadline and not self.certifying
+            yield self.deadline == deadline and not self.commit_was_sent
 
     def blame_all(self, places: range) -> None:
         """Say of jobs that ran together, one of which ended their transaction, that none is known to be done."""

@@ -35,8 +35,8 @@ _CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 class ClaimTransaction:
     """Which transaction a batch runs in: what to ask the server about it, and which backend holds it.
 
-    Two savepoints lie behind the claim, under names that no handler can guess. Releasing the upper one, the seal,
-    proves that the transaction is still the claim's; the lower one stands for as long as it is not committed.
+    Two savepoints lie behind the claim, under names that no handler can guess. Releasing the inner one proves that the
+    transaction is still the claim's; the outer one, `savepoint`, stands for as long as it is not committed.
     """
 
     savepoint: str
@@ -44,27 +44,27 @@ class ClaimTransaction:
     pid: int
 
     @property
-    def seal(self) -> str:
-        """The upper savepoint."""
-        return _seal(self.savepoint)
+    def inner_savepoint(self) -> str:
+        """The savepoint behind `savepoint`."""
+        return _inner(self.savepoint)
 
     def reset(self) -> str:
         """Back to where the claim ended. Fails where the transaction is not the claim's any more."""
-        return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.seal}"
+        return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """What one claim took: jobs in the order in which they should run, their `attempt` counted up to include this one.
 
-    `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `anchor` is
-    None where nothing was taken, and in lease mode, where the jobs' transaction begins later.
+    `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
+    is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later.
     """
 
     request: "ClaimRequest"
     jobs: tuple[Job, ...]
     moved: int
-    anchor: ClaimTransaction | None
+    transaction: ClaimTransaction | None
 
 
 class PreparedClaims:
@@ -220,7 +220,7 @@ def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
-def anchor(connection: Connection, settings: str = "") -> ClaimTransaction:
+def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
     results = run_script(connection, f"{settings}SELECT {ANCHOR}; {_savepoints(savepoint)}")
@@ -265,11 +265,11 @@ def park_unknown(
 
 
 def _savepoints(savepoint: str) -> str:
-    return f"SAVEPOINT {savepoint}; SAVEPOINT {_seal(savepoint)}"
+    return f"SAVEPOINT {savepoint}; SAVEPOINT {_inner(savepoint)}"
 
 
-def _seal(savepoint: str) -> str:
-    return f"{savepoint}_seal"
+def _inner(savepoint: str) -> str:
+    return f"{savepoint}_inner"
 
 
 def _in_order(rows: Iterable[tuple[object, ...]]) -> tuple[Job, ...]:

@@ -38,7 +38,7 @@ _KEPT_FRAMES = 5
 WITHHELD = "message withheld"
 
 _SQLSTATE = re.compile("[0-9A-Z]{5}")
-_TRANSIENT = ("40001", "40P01")
+TRANSIENT = ("40001", "40P01")
 # Its texts quote the offending value.
 _DATA_EXCEPTION = "22"
 _QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|\[SQL:|\[parameters:|Original exception was:")
@@ -97,7 +97,7 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
     sqlstate = _sqlstate(original)
-    return Failed(record, sqlstate in _TRANSIENT, isinstance(original, PermanentError), sqlstate)
+    return Failed(record, sqlstate in TRANSIENT, isinstance(original, PermanentError), sqlstate)
 
 
 def describe_reason(reason: object, job: Job) -> str:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as ContextVars
 from contextvars import copy_context
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
@@ -89,13 +89,17 @@ class _OpeningAsyncContext(AsyncContext[Any]):
         return session
 
 
+# Runs a function, with its arguments, in a context of its own.
+Apart: TypeAlias = Callable[..., Any]
+
+
 class Invoker(Protocol):
     """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
 
     flavour: Flavour
 
-    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
+    def apart(self) -> Apart:
+        """What runs one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
         ...
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
@@ -112,9 +116,9 @@ class SyncInvoker:
 
     flavour: Flavour = "sync"
 
-    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one attempt in a context of its own."""
-        return copy_context().run(attempt, *args, **kwargs)
+    def apart(self) -> Apart:
+        """What runs one attempt in a context of its own."""
+        return copy_context().run
 
     def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
@@ -142,8 +146,11 @@ class AsyncInvoker:
         # Of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
 
-    def apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one attempt in a context of its own, that of its handler's task too."""
+    def apart(self) -> Apart:
+        """What runs one attempt in a context of its own, that of its handler's task too."""
+        return self._run_apart
+
+    def _run_apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         # Not by Context.run(), within which no task can run in it.
         own = self._greenlet()
         before, own.gr_context = own.gr_context, copy_context()

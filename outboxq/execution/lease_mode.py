@@ -1,4 +1,4 @@
-"""Held: the jobs that a slot has claimed under its relay's lease, from the claim's COMMIT to their own.
+"""Lease mode: the jobs that a slot has claimed under its relay's lease, from the claim's COMMIT to their own.
 
 Each handler runs by itself. What it writes is committed with its own job; jobs whose handlers wrote nothing wait until
 the claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
@@ -10,20 +10,19 @@ the queue again, as if it had never been claimed. The slot does that between two
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import psycopg
 from sqlalchemy import Connection
 
 from outboxq.clock import clock
-from outboxq.database.driver import is_lost, pause, run_script, sqlstate_of
+from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
-from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import Claimed, ClaimRequest, claim
+from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import ConnectionLost
-from outboxq.execution.runtime import Runtime
-from outboxq.execution.transaction_mode import Pilot, end_transaction, is_listened_to, work_off
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.statements.lease_mode import BY_KEYS, finish_held, give_back_held, standing
@@ -138,27 +137,33 @@ class LeasedBatch:
         return (JobsParked(self.queue, kinds, len(self.unknown)),) if self.unknown else ()
 
     def take(self) -> Unsettled | None:
-        """Everything that waits, for who settles it, until it is `settled` or `put_back`; None where another does."""
+        """Take ownership of all that waits, to be put into `settling`; None if another thread has taken it."""
         with self._lock:
             if self._is_taken:
                 return None
-            rest = Unsettled(tuple(self._finished), tuple(self._waiting), self._unsure)
+            taken = Unsettled(tuple(self._finished), tuple(self._waiting), self._unsure)
             self._is_taken = True
             self._finished.clear()
             self._waiting.clear()
-            return rest
+            return taken
 
-    def settled(self) -> None:
-        """What was taken is settled."""
+    @contextmanager
+    def settling(self, taken: Unsettled, connection: Connection) -> Iterator[None]:
+        """Settle what was taken; after any error it waits again, marked if it may have been settled all the same."""
+        try:
+            yield
+        except BaseException as error:
+            # Any but an answer of the server may have come while COMMIT was on its way: a cancellation, for example.
+            self._put_back(taken, unsure=not isinstance(error, psycopg.Error) or is_lost(connection))
+            raise
         with self._lock:
             self._is_taken = False
 
-    def put_back(self, rest: Unsettled, *, unsure: bool) -> None:
-        """It could not be settled; `unsure` where it may have been."""
+    def _put_back(self, taken: Unsettled, *, unsure: bool) -> None:
         with self._lock:
             self._is_taken = False
-            self._finished[:0] = rest.finished
-            self._waiting.extendleft(reversed(rest.waiting))
+            self._finished[:0] = taken.finished
+            self._waiting.extendleft(reversed(taken.waiting))
             self._unsure |= unsure
 
     def wants_relief(self) -> bool:
@@ -179,144 +184,81 @@ class LeasedBatch:
         return int(begun * AIM_SECONDS / max(clock() - self.claimed_at, 1e-6))
 
 
-class Holder(Pilot, Protocol):
-    """A pilot whose jobs are held under a lease. Its `following` is asked where nothing of a claim waits any more."""
+def settle_leased(
+    connection: Connection, leased: LeasedBatch, schema: str, next_claim: ClaimRequest | None = None
+) -> tuple[tuple[Event, ...], Claimed | None]:
+    """Settle all that waits of a claim, in the transaction of the next one: its events, and what that has claimed.
 
-    def holds(self, held: LeasedBatch | None) -> None:
-        """Jobs were claimed and none has begun; None where all of them are settled."""
-        ...
-
-    def runs(self, progress: BatchState | None) -> None:
-        """A handler is about to begin, or none any more. After any error, `resolve` this progress."""
-        ...
-
-    def may_begin(self) -> bool:
-        """Whether the lease is held, and the relay is not stopping."""
-        ...
-
-    def following_held(self, held: LeasedBatch) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of the last of these jobs, if any should."""
-        ...
-
-
-def run_held(connection: Connection, request: ClaimRequest, work: Runtime, holder: Holder) -> BatchReport | None:
-    """Claim under the lease, run the jobs, settle them, and so on while `holder` says so; the last claim's report.
-
-    None where nothing waited. After any error `release_waiting` what is held.
+    If the next claim fails, what was to be settled is settled without it. If another transaction holds the row of a
+    job, the others are settled, and it stays under the lease.
 
     Raises:
-        LeaseLost: nothing of the job that ran was committed, and another relay may have it.
-        ConnectionLost, psycopg.Error, SQLAlchemyError, TransactionEscaped, Abandoned: see `run_batches`.
+        ConnectionLost, psycopg.Error: all of it waits on.
     """
-    fault_point("before-claim")
-    with connection.begin():
-        claimed: Claimed | None = claim(connection, request)
-    report = None
-    # BEGIN is sent with the first statement: none, while handlers work outside the database.
-    with connection.begin():
-        while claimed is not None and claimed.jobs:
-            if report is not None:
-                holder.ended(report)
-            # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that nobody runs.
-            held = LeasedBatch(claimed.request.queue, claimed.jobs)
-            holder.holds(held)
-            fault_point("after-claim")
-            report, claimed = _work_off_held(connection, held, work, holder)
-            holder.holds(None)
-    return report
-
-
-def _work_off_held(
-    connection: Connection, held: LeasedBatch, work: Runtime, holder: Holder
-) -> tuple[BatchReport, Claimed | None]:
-    """Run what is held and settle it; what was claimed with that."""
-    claimed: Claimed | None = None
-    # What one leaves on the connection must not meet the next: those behind it wait in the queue again.
-    while (job := held.begin(allowed=not work.guard.left and holder.may_begin())) is not None:
-        claimed = _run_one(connection, held, job, work, holder)
-    holder.runs(None)
-    events = held.parked()
-    if not held.is_worked_off:
-        # Without a claim that follows, claims do not grow: to listeners each job has a transaction of its own.
-        ends_here = work.guard.left or is_listened_to(connection)
-        following = None if ends_here else holder.following_held(held)
-        settled, claimed = _settle(connection, held, work.schema, following)
-        events += settled
-    return BatchReport(len(held.jobs), events), claimed
-
-
-def _run_one(connection: Connection, held: LeasedBatch, job: Job, work: Runtime, holder: Holder) -> Claimed | None:
-    progress = BatchState(held.queue, (job,), None, epoch=work.epoch)
-    holder.runs(progress)
-    claimed = work_off(connection, progress, work, holder)
-    if progress.anchor is None:
-        held.finish(progress.events[0])
-    elif progress.unknown:
-        # Told with what is parked along with it.
-        held.unknown.append(job)
-    else:
-        holder.ended(BatchReport(0, tuple(progress.events)))
-    return claimed
-
-
-def _settle(
-    connection: Connection, held: LeasedBatch, schema: str, following: ClaimRequest | None = None, *, free: bool = False
-) -> tuple[tuple[Event, ...], Claimed | None]:
-    """Settle all that waits, in the transaction of the next claim. `free`: as `Unsettled.script`."""
-    fault_point("before-commit")
-    while (rest := held.take()) is None:
-        pause(connection, _LOOK_SECONDS)
-    if rest.unsure:
-        following = None
-    try:
-        # One transaction: where the claim fails, what was to be settled waits on.
-        end = "COMMIT" if following is None else following.text()
-        results = run_script(connection, rest.script(schema, free=free) + end + rest.question(schema))
-        if not any(result.tag == "COMMIT" for result in results):
-            raise AssertionError(f"COMMIT was not answered, but {results[-1].tag}")
-    except psycopg.Error as error:
-        held.put_back(rest, unsure=is_lost(connection))
-        if is_lost(connection):
-            raise ConnectionLost("the connection was lost while jobs were settled: all of them are, or none") from error
-        if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not free:
+    free = False
+    while True:
+        fault_point("before-commit")
+        unsettled = _take(connection, leased)
+        if unsettled.unsure:
+            next_claim = None
+        try:
+            with leased.settling(unsettled, connection):
+                results = _send(connection, unsettled, schema, next_claim, free=free)
+            break
+        except psycopg.Error as error:
+            if is_lost(connection):
+                raise ConnectionLost("the connection was lost while jobs were settled: all are, or none") from error
+            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not free:
+                free = True
+            elif next_claim is None or not next_claim.failed(error):
+                # Of the claim, perhaps: by themselves they are settled when the slot has recovered.
+                raise
+            next_claim = None
             run_script(connection, "ROLLBACK")
-            return _settle(connection, held, schema, free=True)
-        if following is None or not following.failed(error):
-            # Of the claim, perhaps: by themselves they are settled when the slot has recovered.
-            raise
-        run_script(connection, "ROLLBACK")
-        return _settle(connection, held, schema)
-    except BaseException:
-        # Cancelled with the loop's patience: COMMIT may have been on its way.
-        held.put_back(rest, unsure=True)
-        raise
-    held.settled()
     fault_point("after-commit")
-    missing: set[object] = set()
-    if rest.finished:
-        finished = next(result for result in results if result.tag.startswith("SELECT"))
-        missing = {job_id for (job_id,) in finished.rows}
-        results.remove(finished)
-        if rest.unsure:
-            # Whose row is gone is done: by the COMMIT whose answer was lost.
-            missing &= {job_id for (job_id,) in results[-1].rows}
-    if following is not None:
-        fault_point("before-claim")
-    return _events(rest, missing), None if following is None else following.read(results)
+    events = _events(unsettled, results)
+    if next_claim is None:
+        return events, None
+    fault_point("before-claim")
+    return events, next_claim.read(results)
 
 
-def _events(rest: Unsettled, missing: "set[object]") -> tuple[Event, ...]:
-    if not missing:
-        return rest.finished
-    return tuple(JobLeaseLost(event.job) if event.job.id in missing else event for event in rest.finished)
+def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
+    while (unsettled := leased.take()) is None:
+        pause(connection, _LOOK_SECONDS)
+    return unsettled
 
 
-def release_waiting(connection: Connection, held: LeasedBatch, schema: str) -> BatchReport:
+def _send(
+    connection: Connection, unsettled: Unsettled, schema: str, next_claim: ClaimRequest | None, *, free: bool
+) -> list[ScriptResult]:
+    # One transaction: if the claim fails, what was to be settled waits on.
+    end = "COMMIT" if next_claim is None else next_claim.text()
+    results = run_script(connection, unsettled.script(schema, free=free) + end + unsettled.question(schema))
+    if not any(result.tag == "COMMIT" for result in results):
+        raise AssertionError(f"COMMIT was not answered, but {results[-1].tag}")
+    return results
+
+
+def _events(unsettled: Unsettled, results: list[ScriptResult]) -> tuple[Event, ...]:
+    """What became of the jobs that were over; their answer is taken out of `results`."""
+    if not unsettled.finished:
+        return ()
+    finished = next(result for result in results if result.tag.startswith("SELECT"))
+    lost = {job_id for (job_id,) in finished.rows}
+    results.remove(finished)
+    if unsettled.unsure:
+        # A job whose row is gone is done: by the COMMIT whose answer was lost.
+        lost &= {job_id for (job_id,) in results[-1].rows}
+    return tuple(JobLeaseLost(event.job) if event.job.id in lost else event for event in unsettled.finished)
+
+
+def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> BatchReport:
     """Settle what waits of a claim, by itself.
 
     Raises:
-        ConnectionLost, psycopg.Error: it waits on, and whoever holds it tries again.
+        ConnectionLost, psycopg.Error: it waits on, and whatever holds it tries again.
     """
     end_transaction(connection)
     with connection.begin():
-        return BatchReport(0, () if held.is_worked_off else _settle(connection, held, schema)[0])
+        return BatchReport(0, () if leased.is_worked_off else settle_leased(connection, leased, schema)[0])

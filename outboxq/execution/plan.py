@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from outboxq.execution.batch_state import BatchState, SegmentKind
+from outboxq.execution.batch_state import BatchState
 from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
@@ -13,6 +13,7 @@ from outboxq.job import Job
 # backend's list of subtransactions runs over, and every snapshot elsewhere has to look them up.
 SHARED_AT_ONCE = 50
 
+SegmentKind: TypeAlias = Literal["shared", "batch", "alone"]
 _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 
@@ -20,12 +21,12 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 class Segment:
     """Jobs of a batch that lie one behind the other, and how they run; with their arguments where they run together."""
 
-    how: SegmentKind
+    kind: SegmentKind
     places: range
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-def plan_segments(batch: BatchState, work: Runtime) -> list[Segment]:
+def plan_segments(batch: BatchState, runtime: Runtime) -> list[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
@@ -33,10 +34,10 @@ def plan_segments(batch: BatchState, work: Runtime) -> list[Segment]:
     if len(batch.jobs) == 1:
         return [Segment("alone", range(1))]
     shared: list[_Given] = []
-    groups: dict[BatchHandler[Any, Any], list[_Given]] = {}
+    by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
     for job in batch.jobs:
-        handler = work.handler_of(job)
+        handler = runtime.handler_of(job)
         if (
             job.lease_token is not None
             or handler is None
@@ -48,25 +49,25 @@ def plan_segments(batch: BatchState, work: Runtime) -> list[Segment]:
         if arguments is None:
             alone.append(job)
         elif isinstance(handler, BatchHandler):
-            groups.setdefault(handler, []).append((job, arguments))
+            by_handler.setdefault(handler, []).append((job, arguments))
         else:
             shared.append((job, arguments))
-    return _spans(batch, shared, groups, alone)
+    return _spans(batch, shared, by_handler, alone)
 
 
 def _spans(
-    batch: BatchState, shared: list[_Given], groups: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
+    batch: BatchState, shared: list[_Given], by_handler: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
 ) -> list[Segment]:
     together: list[tuple[SegmentKind, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
-    for handler, given in groups.items():
-        together.extend(("group", some) for some in _in_parts(given, handler.max_size))
+    for handler, given in by_handler.items():
+        together.extend(("batch", some) for some in _in_parts(given, handler.max_size))
     jobs: list[Job] = []
     spans: list[Segment] = []
     lone: list[Job] = []
-    for how, given in together:
+    for kind, given in together:
         if len(given) > 1:
             places = range(len(jobs), len(jobs) + len(given))
-            spans.append(Segment(how, places, [arguments for _, arguments in given]))
+            spans.append(Segment(kind, places, [arguments for _, arguments in given]))
             jobs += [job for job, _ in given]
         else:
             lone += [job for job, _ in given]

@@ -1,6 +1,10 @@
-"""Recover: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted."""
+"""Recovery: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted.
+
+It is the one place where an error of a batch is decided, by what was raised and by how far the batch had come.
+"""
 
 import logging
+from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
@@ -8,97 +12,148 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import is_lost, run_outside_transaction, run_script
-from outboxq.errors import LeaseLost, TransactionEndedByHandler
-from outboxq.events import Event, JobCrashed, JobDied, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
+from outboxq.clock import clock
+from outboxq.database.driver import end_transaction, is_lost, pause, run_script
+from outboxq.errors import LeaseLost
+from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, take_one
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import anchor, claim_one, clear_marks
-from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
+from outboxq.execution.commit import commit_checked
+from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.find_outcome import (
+    COMMITTED_BY_HANDLER,
+    LeftPrepared,
+    bury,
+    find_outcome,
+    leave_prepared,
+    was_committed,
+)
 from outboxq.execution.outcome import settle_result
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
-from outboxq.execution.transaction_mode import end_transaction
+from outboxq.execution.settle import JobRowHeld
 from outboxq.job import Job
-from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import take_back, take_back_held
-from outboxq.statements.transaction import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
+from outboxq.statements.transaction import end_backend
 
 logger = logging.getLogger("outboxq.relay")
 
-_UNDEFINED_OBJECT = "42704"
-PUT_OFF = timedelta(minutes=5)
-COMMITTED_BY_HANDLER = "committed by its handler: some of its rows may stand, so it never runs again"
-_PREPARED_BY_HANDLER = (
-    "its handler prepared the transaction as {gid!r}, and the relay may not end it: its rows may come to stand, so it "
-    "never runs again. Look what it did, then COMMIT PREPARED or ROLLBACK PREPARED"
-)
-# Its handler may have locked the job's own row, which only the end of that transaction frees.
-_BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
+# How long, and how often, the server is asked for the end of a transaction whose connection the relay has closed.
+_OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
+POSTPONED = timedelta(minutes=5)
 
 
-class _LeftPrepared(Exception):
-    """The transaction of a batch is prepared, as `gid`, and the relay may not end it."""
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was found out of a batch.
 
-    def __init__(self, gid: str) -> None:
-        super().__init__(gid)
-        self.gid = gid
+    Attributes:
+        report: What stands of it; None if every job waits again as it was.
+        run_alone: How many of the next jobs should run one by one: then it shows whose fault it was.
+    """
+
+    report: BatchReport | None
+    run_alone: int = 0
 
 
-def find_outcome(connection: Connection, progress: BatchState) -> BatchReport | None:
-    """Find out what stands of a batch that ended in an error, on a connection that works; None where nothing does.
+def recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Recovered:
+    """Find out what stands of a batch that ended in `error`, and settle what can be settled.
 
-    Committed by our certificate, whose answer was lost: everything stands. Committed although we never sent COMMIT: a
-    handler did it, and the jobs behind it are put back.
-
-    Prepared by a handler, and not ours to end: its job never runs beside it.
+    Args:
+        connection: One that works: the batch's own, or a new one if that was lost.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
+        Abandoned: the relay has taken the batch away.
     """
+    batch.begin_recovery()
+    end_transaction(connection)
+    match error:
+        case JobRowHeld():
+            return Recovered(_take_back_held(connection, batch.job, runtime))
+        case LeaseLost():
+            return Recovered(BatchReport(1, (JobLeaseLost(batch.job),)))
+        case TransactionEscaped():
+            return _recover_escaped(connection, batch, error, runtime)
+        case ConnectionSpoiled():
+            outcome = _find_outcome_soon(connection, batch)
+        case _:
+            outcome = find_outcome(connection, batch)
+    if outcome is not None:
+        return Recovered(outcome)
+    match error:
+        case ConnectionLost() if batch.late_result is not None:
+            return Recovered(settle_on_new_connection(connection, batch, runtime, batch.late_result))
+        case ConnectionSpoiled() if batch.together == 1:
+            return Recovered(record_failed_attempt(connection, batch.job, error.failed, runtime, batch.jobs))
+        case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
+            # Whether a job did it is found out when it runs alone: in transaction mode its claim's mark sees to that.
+            return Recovered(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
+    return _recover_rolled_back(connection, batch, error, runtime)
+
+
+def _recover_rolled_back(
+    connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime
+) -> Recovered:
+    """After an error of the database, or one of several jobs: nothing stands, and one job that was alone pays."""
+    if not batch.is_leased:
+        with connection.begin():
+            clear_marks(connection, runtime.schema, batch.jobs)
+    if not batch.is_lone:
+        # Whose fault it was could not be found out while they shared a transaction.
+        return Recovered(None, run_alone=len(batch.jobs))
+    if runtime.handler_of(batch.job) is None:
+        # It could not even be parked.
+        report = postpone(connection, batch.job, runtime)
+    else:
+        report = record_failed_attempt(connection, batch.job, describe_failure(error, batch.job), runtime)
+    return Recovered(report, run_alone=1)
+
+
+def _recover_escaped(
+    connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime
+) -> Recovered:
+    """After a handler ended the transaction: the jobs whose rows may stand never run again.
+
+    Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
+    server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
+    """
+    failed = runtime.kept(escaped.job, escaped.failed)
     try:
-        return _resolve(connection, progress)
-    except _LeftPrepared as left:
-        return _leave_prepared(connection, progress, describe_failure(TransactionEndedByHandler(), progress.job), left)
+        if batch.transaction is not None and was_committed(connection, batch.transaction.xid):
+            return Recovered(bury(connection, batch, COMMITTED_BY_HANDLER, failed))
+    except LeftPrepared as left:
+        return Recovered(leave_prepared(connection, batch, failed, left))
+    if batch.together > 1:
+        # One handler ran several of them, and it cannot be known for which.
+        with connection.begin():
+            clear_marks(connection, runtime.schema, batch.jobs)
+        return Recovered(None, run_alone=len(batch.jobs))
+    # Rolled back: every job waits again, and this one pays.
+    try:
+        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.jobs)
+    except LeaseLost:
+        end_transaction(connection)
+        event = None
+    return Recovered(BatchReport(len(batch.jobs), () if event is None else (event,)))
 
 
-def _resolve(connection: Connection, progress: BatchState) -> BatchReport | None:
-    if progress.anchor is not None and _server_epoch(connection) != progress.epoch:
-        return _resolve_by_presence(connection, progress)
-    # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
-    if progress.recovery_xid is not None and _was_committed(connection, progress.recovery_xid):
-        return _recovered(progress)
-    if progress.anchor is None or not _was_committed(connection, progress.anchor.xid):
-        return None
-    if progress.certifying:
-        return progress.report()
-    failed = describe_failure(TransactionEndedByHandler(), progress.job)
-    return _bury(connection, progress, COMMITTED_BY_HANDLER, failed)
-
-
-def _resolve_by_presence(connection: Connection, progress: BatchState) -> BatchReport | None:
-    """After a crash or a failover, when the number of a lost transaction is given out again: the row is the truth.
-
-    Gone, it was removed by our COMMIT, if we sent it and the server may know of it; else another relay has been
-    quicker, and has reported it. If our number was given out again, to a transaction that was committed, both report.
-    """
-    assert progress.anchor is not None
-    with connection.begin():
-        still_there = settle.is_unchanged(connection, progress.job)
-        is_ours = run_script(connection, may_be_committed(progress.anchor.xid))[0].rows[0][0]
-    if still_there:
-        return None
-    return progress.report() if progress.certifying and is_ours else BatchReport(len(progress.jobs), ())
-
-
-def _server_epoch(connection: Connection) -> str:
-    with connection.begin():
-        return server_epoch(connection)
+def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
+    """Find out what stands, if the server is about to see that the relay has closed the transaction's connection."""
+    deadline = clock() + _OUTCOME_SECONDS
+    while True:
+        try:
+            return find_outcome(connection, batch)
+        except ConnectionLost:
+            if clock() > deadline:
+                raise
+            pause(connection, _RETRY_SECONDS)
 
 
 def record_failed_attempt(
-    connection: Connection, job: Job, failed: Failed, work: Runtime, batch: tuple[Job, ...] = ()
+    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[Job, ...] = ()
 ) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
@@ -108,7 +163,7 @@ def record_failed_attempt(
         batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, job, failed, work, batch)
+        event = _settle_anew(connection, job, failed, runtime, batch)
         return BatchReport(1, () if event is None else (event,))
     except LeaseLost:
         end_transaction(connection)
@@ -117,68 +172,68 @@ def record_failed_attempt(
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return postpone(connection, job, work, batch)
+        return postpone(connection, job, runtime, batch)
 
 
-def postpone(connection: Connection, job: Job, work: Runtime, batch: tuple[Job, ...] = ()) -> BatchReport:
+def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[Job, ...] = ()) -> BatchReport:
     """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
 
     Args:
         batch: As of `record_failed_attempt`.
     """
     with connection.begin():
-        clear_marks(connection, work.schema, batch)
-        settle.postpone(connection, job, PUT_OFF)
+        clear_marks(connection, runtime.schema, batch)
+        settle.postpone(connection, job, POSTPONED)
     return BatchReport(1, ())
 
 
 def settle_on_new_connection(
-    connection: Connection, progress: BatchState, work: Runtime, result: Result
+    connection: Connection, batch: BatchState, runtime: Runtime, result: Result
 ) -> BatchReport:
     """A leased handler that wrote nothing had ended when its idle connection turned out to be gone: settle it here."""
-    job = progress.job
+    job = batch.job
     try:
         with connection.begin():
-            seal = anchor(connection).seal
+            inner = begin_transaction(connection).inner_savepoint
             if isinstance(result, UnknownKindResult):
                 settle.park(connection, job)
-                events: tuple[Event, ...] = (JobsParked(progress.queue, (job.kind,), 1),)
+                events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
-                events = (settle_result(connection, job, result, work, 0.0),)
-            settle.commit_checked(connection, seal)
+                events = (settle_result(connection, job, result, runtime, 0.0),)
+            commit_checked(connection, inner)
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError):
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return postpone(connection, job, work)
+        return postpone(connection, job, runtime)
     return BatchReport(1, events)
 
 
 def return_to_suspects(
-    connection: Connection, job: Job, work: Runtime, message: str = "the connection was lost while the job ran"
+    connection: Connection, job: Job, runtime: Runtime, message: str = "the connection was lost while the job ran"
 ) -> BatchReport:
     """A leased job's run came to nothing while its relay lives on: as if the relay had died with it."""
 
     assert job.lease_token is not None
-    schema, token = work.schema, job.lease_token
+    schema, token = runtime.schema, job.lease_token
 
     def run(statement: str) -> Rows:
         with connection.begin():
             return run_script(connection, statement)[0].rows
 
-    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), work.max_crashes)
+    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), runtime.max_crashes)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
-def held_up(connection: Connection, job: Job, work: Runtime) -> BatchReport:
+def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
     """A leased job ended well, and another transaction held its row: it runs again.
 
     While the row is held nothing can be done about it: the relay's beat takes it back later.
     """
     assert job.lease_token is not None
-    statement = take_back_held(work.schema, job.id, job.lease_token, job.crashes)
+    statement = take_back_held(runtime.schema, job.id, job.lease_token, job.crashes)
     with connection.begin():
         rows = run_script(connection, statement)[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))
@@ -191,7 +246,7 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
 
 
 def settle_aborted(
-    connection: Connection, progress: BatchState, work: Runtime, failed: Failed | None, *, is_crash: bool
+    connection: Connection, batch: BatchState, runtime: Runtime, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
     """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
 
@@ -203,142 +258,48 @@ def settle_aborted(
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
     """
-    report = find_outcome(connection, progress)
+    report = find_outcome(connection, batch)
     if report is not None:
         return report
     if failed is not None:
-        return record_failed_attempt(connection, progress.job, failed, work, progress.jobs)
+        return record_failed_attempt(connection, batch.job, failed, runtime, batch.jobs)
     if is_crash:
         # Without a lease the claim's mark says so.
-        if progress.is_leased:
-            return return_to_suspects(connection, progress.job, work, "the event loop was blocked while the job ran")
-    elif not progress.is_leased:
+        if batch.is_leased:
+            return return_to_suspects(connection, batch.job, runtime, "the event loop was blocked while the job ran")
+    elif not batch.is_leased:
         with connection.begin():
-            clear_marks(connection, work.schema, progress.jobs)
+            clear_marks(connection, runtime.schema, batch.jobs)
     else:
         try:
             with connection.begin():
-                settle.release(connection, progress.job)
+                settle.release(connection, batch.job)
         except LeaseLost:
-            return BatchReport(0, (JobLeaseLost(progress.job),))
-    return BatchReport(0, (JobInterrupted(progress.job),))
+            return BatchReport(0, (JobLeaseLost(batch.job),))
+    return BatchReport(0, (JobInterrupted(batch.job),))
 
 
-def end_other_transaction(connection: Connection, progress: BatchState, *, terminate: bool) -> None:
+def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
     """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
-    if progress.anchor is not None:
+    if batch.transaction is not None:
         with connection.begin():
-            run_script(connection, end_backend(progress.anchor.pid, progress.anchor.xid, terminate=terminate))
-
-
-def _was_committed(connection: Connection, xid: str) -> bool:
-    with connection.begin():
-        status = run_script(connection, xact_status(xid))[0].rows[0][0]
-        prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in progress" else ()
-    for (gid,) in prepared:
-        _undo_prepared(connection, str(gid))
-        return _was_committed(connection, xid)
-    if status == "in progress":
-        raise ConnectionLost("it is not known yet whether the last transaction was committed")
-    return status == "committed"
-
-
-def _undo_prepared(connection: Connection, gid: str) -> None:
-    """End the relay's transaction that a handler has prepared.
-
-    Left alone it would hold the job and its rows for ever, and could be committed beside another run of the job.
-
-    Raises:
-        _LeftPrepared: another role prepared it.
-    """
-    try:
-        run_outside_transaction(connection, rollback_prepared(gid))
-    except psycopg.Error as error:
-        if is_lost(connection):
-            raise
-        # Or it was ended by another meanwhile: the server knows how.
-        if error.sqlstate != _UNDEFINED_OBJECT:
-            logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
-            raise _LeftPrepared(gid) from error
-
-
-def _leave_prepared(connection: Connection, progress: BatchState, failed: Failed, left: _LeftPrepared) -> BatchReport:
-    """Free the slot of a transaction that is prepared, and not ours to end.
-
-    It holds the rows of the jobs that it claimed: they wait for its end, and nothing can be written about them. A
-    leased job is free, and would run again beside it.
-    """
-    if not progress.is_leased:
-        return BatchReport(len(progress.jobs), ())
-    return _bury(connection, progress, _PREPARED_BY_HANDLER.format(gid=left.gid), failed)
-
-
-def recover(
-    connection: Connection, progress: BatchState, work: Runtime, escaped: TransactionEscaped
-) -> BatchReport | None:
-    """After a handler ended the transaction: find out what stands, and leave no job lost or half done.
-
-    None where all jobs wait again as they were, since one handler ran several of them: nobody knows whose fault it was.
-
-    Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
-    server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
-    """
-    failed = work.kept(escaped.job, escaped.failed)
-    try:
-        if progress.anchor is not None and _was_committed(connection, progress.anchor.xid):
-            return _bury(connection, progress, COMMITTED_BY_HANDLER, failed)
-    except _LeftPrepared as left:
-        return _leave_prepared(connection, progress, failed, left)
-    if progress.together > 1:
-        with connection.begin():
-            clear_marks(connection, work.schema, progress.jobs)
-        return None
-    # Rolled back: every job waits again, and this one pays.
-    try:
-        event = _settle_anew(connection, escaped.job, escaped.failed, work, progress.jobs)
-    except LeaseLost:
-        end_transaction(connection)
-        event = None
-    return BatchReport(len(progress.jobs), () if event is None else (event,))
+            run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))
 
 
 def _settle_anew(
-    connection: Connection, job: Job, failed: Failed, work: Runtime, batch: tuple[Job, ...] = ()
+    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[Job, ...] = ()
 ) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None where another relay has taken it meanwhile."""
     with connection.begin():
         if job.lease_token is None:
             # In one transaction with the charge: between two, another slot could take the job uncharged.
-            clear_marks(connection, work.schema, batch)
-            again = claim_one(connection, work.schema, str(job.id))
-            if not again.jobs or again.anchor is None:
+            clear_marks(connection, runtime.schema, batch)
+            again = claim_one(connection, runtime.schema, str(job.id))
+            if not again.jobs or again.transaction is None:
                 return None
-            job, seal = again.jobs[0], again.anchor.seal
+            job, inner = again.jobs[0], again.transaction.inner_savepoint
         else:
-            seal = anchor(connection).seal
-        event = settle_result(connection, job, failed, work, 0.0)
-        settle.commit_checked(connection, seal)
+            inner = begin_transaction(connection).inner_savepoint
+        event = settle_result(connection, job, failed, runtime, 0.0)
+        commit_checked(connection, inner)
     return event
-
-
-def _bury(connection: Connection, progress: BatchState, reason: str, failed: Failed) -> BatchReport:
-    """Bury what may stand already, and put the jobs behind it back."""
-    jobs, position = progress.jobs, progress.position
-    try:
-        with connection.begin():
-            if progress.is_leased:
-                run_script(connection, _BRIEFLY)
-            for job in jobs[position : position + progress.together]:
-                settle.dead_letter(connection, job, reason, failed.record)
-            for job in jobs[position + progress.together :]:
-                settle.release(connection, job)
-            progress.recovery_xid, progress.buried_because = str(settle.current_xid(connection)), reason
-    except LeaseLost:
-        return BatchReport(len(jobs), (JobLeaseLost(progress.job),))
-    return _recovered(progress)
-
-
-def _recovered(progress: BatchState) -> BatchReport:
-    ran = progress.jobs[progress.position : progress.position + progress.together]
-    died = (JobDied(job, progress.buried_because) for job in ran)
-    return BatchReport(len(progress.jobs), (*progress.events, *died))

@@ -8,18 +8,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection
-from sqlalchemy.orm import Session
 
 from outboxq.database.driver import give_up, is_at_rest
 from outboxq.database.guard import Guard
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
-from outboxq.errors import (
-    EffectRefused,
-    HandlerError,
-)
+from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
 from outboxq.execution.failure import Failed, R, describe_failure, withheld
-from outboxq.execution.invoke import Invoker, Run
+from outboxq.execution.invoke import Invoker
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.registry import Registry
 from outboxq.handlers.retention import spoken
@@ -31,8 +27,6 @@ _SHARED = (
     "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
     'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
 )
-
-
 _NOT_AT_REST = (
     "the handler left the driver's connection in the middle of something: a COPY or a stream that it had not finished, "
     "pipeline mode, or a statement of a thread or task of its own"
@@ -75,32 +69,13 @@ class Runtime:
         """
         return not (isinstance(error, Abandoned | ConnectionLost) or self.is_interruption(error))
 
-    def call(
-        self,
-        connection: Connection,
-        handler: AnyHandler,
-        session: Callable[[], Session],
-        run: Run,
-        arguments: dict[str, object],
-    ) -> object:
-        """Run a handler to its end; what it returned. Raises also what it raises.
+    def at_rest(self, connection: Connection, job: Job) -> "_AtRest":
+        """Put around a handler's call, for what it leaves on the driver's connection.
 
         Raises:
-            ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo it.
+            ConnectionSpoiled: nothing can be sent on it any more, not even to undo the handler.
         """
-        try:
-            returned = self.invoker.call(handler, session, run, arguments)
-        except BaseException as error:
-            if is_at_rest(connection):
-                raise
-            give_up(connection)
-            if not self.is_failure(error):
-                raise
-            raise ConnectionSpoiled(describe_failure(error, run.job)) from error
-        if self.guard.is_untouched or is_at_rest(connection):
-            return returned
-        give_up(connection)
-        raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), run.job))
+        return _AtRest(self, connection, job)
 
     def permit(self, handler: AnyHandler, job: Job) -> EffectAccess[Any] | None:
         """Leave for this run to call the outside, or why it has none."""
@@ -137,6 +112,29 @@ class Runtime:
         """The job's handler, if it is one for this slot."""
         handler = self.registry.handlers.get(job.kind)
         return handler if handler is not None and handler.flavour == self.invoker.flavour else None
+
+
+class _AtRest:
+    """A handler's call, which is to leave the driver's connection so that something can be sent on it."""
+
+    __slots__ = ("_connection", "_job", "_runtime")
+
+    def __init__(self, runtime: Runtime, connection: Connection, job: Job) -> None:
+        self._runtime = runtime
+        self._connection = connection
+        self._job = job
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if (error is None and self._runtime.guard.is_untouched) or is_at_rest(self._connection):
+            return
+        give_up(self._connection)
+        if error is None:
+            raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), self._job))
+        if self._runtime.is_failure(error):
+            raise ConnectionSpoiled(describe_failure(error, self._job)) from error
 
 
 def is_cancellation(error: BaseException) -> bool:

@@ -4,13 +4,12 @@ In transaction mode success writes nothing: the claim's delete stands. Under a l
 lease was lost. Then `commit_checked` commits, and knows that it did.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 from sqlalchemy import Connection, Delete, Insert, Update
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.database.driver import ScriptResult, run_script, sqlstate_of
+from outboxq.database.driver import run_script, sqlstate_of
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.execution.failure import ErrorRecord, kept_errors
 from outboxq.job import Job
@@ -68,38 +67,6 @@ def is_unchanged(connection: Connection, job: Job) -> bool:
 def postpone(connection: Connection, job: Job, delay: timedelta) -> None:
     """Move a job that cannot even be settled out of the way of its queue."""
     connection.execute(statements.postpone(job, delay))
-
-
-def commit_script(seal: str) -> str:
-    """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
-
-    PostgreSQL stops at the first failure. The seal comes first: a transaction that a handler ended has lost it (3B001,
-    25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of our own
-    transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed transaction; the
-    command tag of the last statement does not.
-    """
-    return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
-
-
-# The seal was gone: what it lay in was not ours any more.
-NO_SUCH_SAVEPOINT = "3B001"
-UNSEALED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
-
-
-def commit_checked(connection: Connection, seal: str) -> None:
-    """Commit what stands under `seal`. See `commit_script`.
-
-    Raises:
-        psycopg.Error: nothing was committed, unless the connection was lost on the way.
-    """
-    check_committed(run_script(connection, commit_script(seal)))
-
-
-def check_committed(results: Sequence[ScriptResult]) -> None:
-    """Look at the command tag: a COMMIT that rolls back says so there, and nowhere else."""
-    tag = results[2].tag
-    if tag != "COMMIT":
-        raise AssertionError(f"COMMIT was answered with {tag}")
 
 
 def check_shared(connection: Connection, xid: str) -> None:

@@ -22,16 +22,15 @@ from outboxq.database.guard import may_end_transaction
 from outboxq.database.sql_words import first_word
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execution.attempt import check_not_undone
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.changes import row_changes, row_writes, uses_only
+from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over, nothing
 from outboxq.execution.invoke import Run
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
-from outboxq.execution.shared_savepoint import SharedSavepoint
 from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
@@ -47,7 +46,7 @@ from outboxq.outcomes import Done
 def run_shared(
     connection: Connection,
     batch: BatchState,
-    work: Runtime,
+    runtime: Runtime,
     jobs: range,
     arguments: Sequence[Mapping[str, object]],
     locks: Locks,
@@ -62,11 +61,11 @@ def run_shared(
         ConnectionLost, TransactionEscaped: see `execute`.
     """
     events = len(batch.events)
-    run = _SharedRun(connection, batch, work, jobs, arguments, locks)
+    run = _SharedRun(connection, batch, runtime, jobs, arguments, locks)
     try:
         run.run()
     except BaseException as error:
-        if not work.is_failure(error):
+        if not runtime.is_failure(error):
             raise
         # It will show again when each runs alone.
         failed = error
@@ -74,7 +73,7 @@ def run_shared(
         return True
     finally:
         batch.deadline = None
-        work.guard.let_go()
+        runtime.guard.let_go()
     run.undo(failed)
     del batch.events[events:]
     return False
@@ -91,14 +90,14 @@ class _SharedRun:
         self,
         connection: Connection,
         batch: BatchState,
-        work: Runtime,
+        runtime: Runtime,
         jobs: range,
         arguments: Sequence[Mapping[str, object]],
         locks: Locks,
     ) -> None:
         self._connection = connection
         self._batch = batch
-        self._work = work
+        self._runtime = runtime
         self._jobs = jobs
         self._arguments = arguments
         self._locks = locks
@@ -116,23 +115,23 @@ class _SharedRun:
         self._facts: dict[Table, TableFacts | None] = {}
         self._buffer = WriteBuffer(self._facts_of, locks.has)
         self._rows = PreloadedEntities(connection, self._facts_of, locks)
-        self._place = SharedSavepoint(connection, work, batch, jobs.start)
+        self._savepoint = SharedSavepoint(connection, runtime.guard, batch, jobs.start)
 
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
         self._batch.position = self._jobs.start
-        self._work.catalog.refresh()
-        self._work.guard.watcher = self
+        self._runtime.catalog.refresh()
+        self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._arguments)):
             # All in one order, before a handler can make the rows of some come first.
             self._load_ahead()
         for position, arguments in zip(self._jobs, self._arguments, strict=True):
             self._batch.position = position
-            self._work.invoker.apart(partial(self._run_one, self._batch.jobs[position], arguments))
+            self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
         # Last: once the savepoint is released nothing may send the jobs on their way again.
         self._is_over = True
-        self._place.keep()
+        self._savepoint.keep_all()
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Something is about to be sent for a handler: first all that the jobs before it left."""
@@ -152,7 +151,7 @@ class _SharedRun:
         """Back to before the first of them. Raises: as `SharedSavepoint.undo`."""
         self._locks.forget()
         try:
-            self._place.undo(error, closed=self._is_closed)
+            self._savepoint.undo_all(error, closed=self._is_closed)
         except TransactionEscaped:
             if self._is_over:
                 # Nobody saw whose handler it was, nor whose rows stand.
@@ -173,19 +172,21 @@ class _SharedRun:
         batch.position = first
 
     def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
-        begun, work = time.perf_counter(), self._work
-        handler = work.registry.find(job.kind)
+        began, runtime = time.perf_counter(), self._runtime
+        handler = runtime.registry.find(job.kind)
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
         opened = AttemptSession(self._open_session)
-        run = Run(job, work.state, partial(work.permit, handler, job), [])
+        run = Run(job, runtime.state, partial(runtime.permit, handler, job), [])
         try:
             given = self._given(opened, handler, arguments)
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.deadline = None if seconds is None else time.monotonic() + seconds
-            outcome = handler.returned.outcome(work.call(self._connection, handler, opened.session, run, given))
+            with runtime.at_rest(self._connection, job):
+                returned = runtime.invoker.call(handler, opened.session, run, given)
             self._batch.deadline = None
+            outcome = handler.returned.outcome(returned)
             if not isinstance(outcome, Done):
                 raise HandlerError(f"the handler returned a {type(outcome).__name__}")
             self._keep(opened, run)
@@ -194,15 +195,15 @@ class _SharedRun:
                 self._is_closed = opened.close()
             finally:
                 # What goes on of a job has nothing of the next one's.
-                work.guard.take_back()
+                runtime.guard.take_back()
         self._check()
-        self._seconds.append(time.perf_counter() - begun)
+        self._seconds.append(time.perf_counter() - began)
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")
 
     def _open_session(self) -> HandlerSession:
-        return self._work.invoker.open_session(self._connection, nothing)
+        return self._runtime.invoker.open_session(self._connection, nothing)
 
     def _given(self, opened: AttemptSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities, as they are now, in its own session."""
@@ -239,14 +240,14 @@ class _SharedRun:
         """
         self._send()
         first = self._batch.position - self._jobs.start
-        with self._work.guard.aside():
+        with self._runtime.guard.aside():
             self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
         self._ahead *= 2
 
     def _keep(self, opened: AttemptSession, run: Run) -> None:
         """Put what the job left to be written into the buffer; what may not wait is sent at once."""
         self._check()
-        if self._is_suspicious and not self._place.is_same_transaction():
+        if self._is_suspicious and not self._savepoint.is_same_transaction():
             # Before anything more is sent: it would go to a transaction of its own.
             raise TransactionEndedByHandler
         if opened.made is None and all(map(may_wait, run.deferred)):
@@ -264,7 +265,7 @@ class _SharedRun:
                 session.commit()
         if self._may_fail_at_commit():
             self._send()
-            check_shared(self._connection, self._place.xid)
+            check_shared(self._connection, self._savepoint.xid)
 
     def _may_wait(self, session: Session) -> bool:
         """Whether the session is as it was opened, but for rows, jobs and deferred statements that may wait."""
@@ -279,7 +280,7 @@ class _SharedRun:
             return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False
-        return self._work.catalog.has_deferrable(self._connection)
+        return self._runtime.catalog.has_deferrable(self._connection)
 
     def _is_contained(self, write: RowWrite | None) -> bool:
         facts = None if write is None else self._facts_of(write.table)
@@ -304,13 +305,13 @@ class _SharedRun:
         if self._is_unsure:
             return None
         if table not in self._facts:
-            self._facts[table] = self._work.catalog.facts(self._connection, table)
+            self._facts[table] = self._runtime.catalog.facts(self._connection, table)
         return self._facts[table]
 
     @property
     def _is_unsure(self) -> bool:
         """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
-        guard = self._work.guard
+        guard = self._runtime.guard
         return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
 
     def _check(self) -> None:
@@ -322,8 +323,8 @@ class _SharedRun:
         if self._failed is not None:
             # Raised where the handler sent something, which may have swallowed it.
             raise self._failed
-        if not (self._is_closed and self._place.is_whole):
-            check_not_undone(self._connection, self._place.savepoint)
+        if not (self._is_closed and self._savepoint.is_whole):
+            self._savepoint.check()
             raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
 
     def _catch_up(self) -> None:
@@ -337,7 +338,7 @@ class _SharedRun:
 
     def _send(self) -> None:
         if self._buffer:
-            with self._work.guard.aside():
+            with self._runtime.guard.aside():
                 self._buffer.send(self._connection)
         self._mark_sent()
 

@@ -31,12 +31,14 @@ _NO_LIMIT = 1_000_000
 class ClaimPlanner:
     """The claims of one slot, one after the other. `request` is the last one."""
 
-    def __init__(self, shared: RelayState, order: Order) -> None:
+    def __init__(self, state: RelayState, order: Order) -> None:
         queues = order.queues
         # Of the line that the slot has.
         self.prepared: PreparedClaims | None = None
         # Another queue, or another sort of jobs, wants the slot: it looks before it claims again.
         self.is_called_away = False
+        # Jobs were found since the last look at its queues.
+        self.has_found = True
         # That the last look at its queues took.
         self.look_seconds = 0.0
         # The last claim that was asked for, and the one that took the jobs that run: another may have been asked for
@@ -45,21 +47,21 @@ class ClaimPlanner:
         self._claimed: ClaimRequest | None = None
         # So many more jobs run one by one.
         self.alone_for = 0
-        self._shared = shared
+        self._state = state
         self._order = order
         # Other slots, and other processes, begin elsewhere.
         self._last = random.choice(queues)
-        self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
-        self._timeouts = {name: shared.registry.timeout_seconds(name) for name in queues}
+        self._statements = {name: ClaimStatements(state.schema, name, state.lease.owner) for name in queues}
+        self._timeouts = {name: state.registry.timeout_seconds(name) for name in queues}
         # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
-        self._changes_queues = len(queues) > 1 and all(shared.registry.claims[name] != "lease" for name in queues)
+        self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # The same for one queue, which is claimed from without a look, and for several.
         self._due_first, self._due_next = False, set[str]()
-        self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
+        self._batch_sizes = {name: state.registry.batch_size(name, state.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
-        self._positions = {name: QueueCursor(name, shared.sweep_schedule) for name in queues}
+        self._positions = {name: QueueCursor(name, state.sweep_schedule) for name in queues}
         self._follow_until = 0.0
         self._counts_due_at = 0.0
         self._walks_since: float | None = None
@@ -85,12 +87,12 @@ class ClaimPlanner:
 
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
-        seen_at = self._shared.poller.seen_at(self._order.queues[0])
+        seen_at = self._state.poller.seen_at(self._order.queues[0])
         return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
         """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
-        turn = self._shared.poller.take_turn(self._order, self._last, self._due_next)
+        turn = self._state.poller.take_turn(self._order, self._last, self._due_next)
         if turn is None:
             return None
         self._last, sort = turn
@@ -99,7 +101,7 @@ class ClaimPlanner:
 
     def _script(self, name: str, sort: Sort) -> ClaimScript:
         statements = self._statements[name]
-        if self._shared.registry.claims[name] == "lease":
+        if self._state.registry.claims[name] == "lease":
             return statements.lease_ready if sort == "ready" else statements.lease_due
         return statements.ready if sort == "ready" else statements.due
 
@@ -142,7 +144,7 @@ class ClaimPlanner:
         if self._walks_since is not None:
             self.is_called_away = False
             # In a round each of those that take turns has its share, and one claim at least.
-            shares = 1 + self._order.count_peers(name, self._shared.poller.waiting())
+            shares = 1 + self._order.count_peers(name, self._state.poller.waiting())
             share_seconds = follow_seconds(_now() - self._walks_since) / shares
             # So small that the next claim belongs to another queue: here it would mostly find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
@@ -171,24 +173,24 @@ class ClaimPlanner:
         else:
             self._most = half
 
-    def following(self, progress: BatchState) -> ClaimRequest | None:
+    def next_claim(self, batch: BatchState) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should.
 
         Now and then the queues before this one, other sorts of jobs and suspects have their turn.
         """
         request = self._claimed
         assert request is not None
-        half = max(1, len(progress.jobs) // 2)
-        self._most = _power_of_two(half) if progress.deadlocked else min(self._most * 2, _NO_LIMIT)
-        if self.alone_for or progress.unknown or self._shared.stopping.is_set() or _now() > self._counts_due_at:
+        half = max(1, len(batch.jobs) // 2)
+        self._most = _power_of_two(half) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
+        if self.alone_for or batch.unknown or self._state.stopping.is_set() or _now() > self._counts_due_at:
             return None
-        is_full = len(progress.jobs) >= request.limit
-        following = self._ask_on(progress.queue, request.script) if is_full else None
+        is_full = len(batch.jobs) >= request.limit
+        following = self._ask_on(batch.queue, request.script) if is_full else None
         return following or self._ask_elsewhere()
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
         """The claim from the next queue in which something is known to wait."""
-        if not self._changes_queues or self._shared.quarantine.wait_in(self._order.queues) or self.wants_look():
+        if not self._changes_queues or self._state.quarantine.wait_in(self._order.queues) or self.wants_look():
             return None
         # Should it not be sent, or find nothing, the look that ends the slot's turns finds what it has missed.
         turn = self.take_turn()
@@ -197,25 +199,25 @@ class ClaimPlanner:
         self._walks_since = _now()
         return self.ask(*turn)
 
-    def following_held(self, held: LeasedBatch) -> ClaimRequest | None:
-        """As `following`, under a lease. The faster its handlers were, the more jobs the next claim takes."""
+    def next_leased_claim(self, leased: LeasedBatch) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of the last of these jobs: the faster they were, the more it takes."""
         request = self._claimed
         assert request is not None
-        most = max(1, min(2 * request.limit, held.fitting()))
-        self._most_leased[held.queue] = _power_of_two(most)
-        is_suspect = request.script is self._statements[held.queue].lease_suspect
-        is_full = len(held.jobs) >= request.limit and not (self.alone_for or is_suspect or held.unknown)
-        may_follow = is_full and not self._shared.stopping.is_set() and _now() <= self._counts_due_at
-        return self._ask_on(held.queue, request.script) if may_follow else None
+        most = max(1, min(2 * request.limit, leased.fitting()))
+        self._most_leased[leased.queue] = _power_of_two(most)
+        is_suspect = request.script is self._statements[leased.queue].lease_suspect
+        is_full = len(leased.jobs) >= request.limit and not (self.alone_for or is_suspect or leased.unknown)
+        may_follow = is_full and not self._state.stopping.is_set() and _now() <= self._counts_due_at
+        return self._ask_on(leased.queue, request.script) if may_follow else None
 
     def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
         if _now() <= self._follow_until:
             return self.ask(name, script)
-        has_suspects = self._shared.quarantine.wait_in(self._order.queues)
-        has_others = self.is_called_away or self._order.before(name, self._shared.poller.waiting())
+        has_suspects = self._state.quarantine.wait_in(self._order.queues)
+        has_others = self.is_called_away or self._order.before(name, self._state.poller.waiting())
         if has_others or has_suspects or not script.is_keyed or script.leased:
             return None
-        asked = calls_away(self._shared.schema, self._order.before(name, self._order.queues), name)
+        asked = calls_away(self._state.schema, self._order.before(name, self._order.queues), name)
         return replace(self.ask(name, script), aside=PiggybackQuery(asked, self._is_called))
 
     def _is_called(self, row: tuple[object, ...]) -> None:

@@ -121,10 +121,10 @@ class DeadlineEnforcer:
         self._runners = list(runners)
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
-            progress = runner.slot.progress
-            deadline = None if progress is None else progress.deadline
-            if progress is not None and deadline is not None and now >= deadline and runner not in self._acting:
-                self._start(self._acting, runner, partial(self._enforce, runner, progress, deadline))
+            batch = runner.slot.batch
+            deadline = None if batch is None else batch.deadline
+            if batch is not None and deadline is not None and now >= deadline and runner not in self._acting:
+                self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
         self._look_after_held(runners)
         while self._ended:
             self._replace_cut(self._ended.pop(), now)
@@ -155,11 +155,11 @@ class DeadlineEnforcer:
         pending, taken = list(runners), 0
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
-                progress = runner.slot.progress
-                if progress is not None and progress.seize():
-                    taken += len(progress.jobs)
+                batch = runner.slot.batch
+                if batch is not None and batch.seize():
+                    taken += len(batch.jobs)
                     pending.remove(runner)
-                    self._start(self._acting, runner, partial(self._end, runner, progress, None, is_crash=False))
+                    self._start(self._acting, runner, partial(self._end, runner, batch, None, is_crash=False))
                 elif not runner.is_alive() or runner.slot.is_seized():
                     pending.remove(runner)
             if pending:
@@ -189,59 +189,59 @@ class DeadlineEnforcer:
         self._cut.append((runner, now + FREE_AFTER_SECONDS))
         self._replace(runner)
 
-    def _enforce(self, runner: Runner, progress: BatchState, deadline: float) -> None:
+    def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
         runner.ask()
         until = time.monotonic() + CUT_AFTER_SECONDS
         # An async handler is cancelled by its own loop, together with the query that it awaits.
         if runner.slot.flavour == "sync":
-            self._cancel(progress, deadline)
+            self._cancel(batch, deadline)
         while time.monotonic() < until:
             time.sleep(min(_STEP_SECONDS, CUT_AFTER_SECONDS))
-            if progress.deadline != deadline or progress.seized:
+            if batch.deadline != deadline or batch.is_seized:
                 return
-        if not progress.seize():
+        if not batch.seize():
             return
         self.cuts += 1
         # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
         # Read before the deadline, which a call that returns takes down first.
-        is_several = progress.together > 1
-        is_over = progress.deadline == deadline and not runner.is_held_up()
-        failed = _timed_out(runner, progress) if is_over and not is_several else None
+        is_several = batch.together > 1
+        is_over = batch.deadline == deadline and not runner.is_held_up()
+        failed = _timed_out(runner, batch) if is_over and not is_several else None
         try:
             # Held up by no handler: what blocks the loop may be a task of this very one.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
             # Which of several jobs of one call hangs cannot be known. As suspects each runs alone, and then it shows.
-            self._end(runner, progress, failed, is_crash=is_blocked or (is_over and is_several))
+            self._end(runner, batch, failed, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append(runner)
 
-    def _cancel(self, progress: BatchState, deadline: float) -> None:
+    def _cancel(self, batch: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that is alone in its transaction.
 
         Among others a cancellation that comes late would hit the next one's; there its backend is terminated.
         """
-        if progress.lone_job is None:
+        if not batch.is_lone:
             return
 
         def cancel(connection: Connection, _pause: Pause) -> None:
             # Held, so that it does not hit the certificate either.
-            with progress.while_running(deadline) as runs:
+            with batch.while_running(deadline) as runs:
                 if runs:
-                    end_other_transaction(connection, progress, terminate=False)
+                    end_other_transaction(connection, batch, terminate=False)
 
         self._on_connection(cancel)
 
-    def _end(self, runner: Runner, progress: BatchState, failed: Failed | None, *, is_crash: bool) -> None:
+    def _end(self, runner: Runner, batch: BatchState, failed: Failed | None, *, is_crash: bool) -> None:
         slot = runner.slot
 
         def settle(connection: Connection, pause: Pause) -> BatchReport:
-            return _settle(connection, pause, slot, progress, failed, is_crash=is_crash)
+            return _settle(connection, pause, slot, batch, failed, is_crash=is_crash)
 
         try:
             report = self._on_connection(settle)
         finally:
-            slot.shared.quarantine.end_turn(slot)
+            slot.state.quarantine.end_turn(slot)
             runner.abandon()
         if report is not None:
             slot.publish(report)
@@ -294,25 +294,25 @@ class DeadlineEnforcer:
 
 
 def _settle(
-    connection: Connection, pause: Pause, slot: Slot, progress: BatchState, failed: Failed | None, *, is_crash: bool
+    connection: Connection, pause: Pause, slot: Slot, batch: BatchState, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
-    work = slot.work_on(make_line(connection, SyncInvoker()))
+    runtime = slot.runtime_on(make_line(connection, SyncInvoker()))
     try:
-        end_other_transaction(connection, progress, terminate=True)
+        end_other_transaction(connection, batch, terminate=True)
         deadline = time.monotonic() + _RESOLVE_SECONDS
         while True:
             try:
-                return settle_aborted(connection, progress, work, failed, is_crash=is_crash)
+                return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
             except ConnectionLost:
                 if time.monotonic() > deadline:
                     raise
                 pause(_RETRY_SECONDS)
     finally:
-        work.guard.remove()
+        runtime.guard.remove()
 
 
-def _timed_out(runner: Runner, progress: BatchState) -> Failed:
+def _timed_out(runner: Runner, batch: BatchState) -> Failed:
     """The record of a handler that was cut off, with the place where it stands."""
-    return describe_failure(HandlerTimedOut(progress.timeout_seconds or 0.0), progress.job, runner.stack())
+    return describe_failure(HandlerTimedOut(batch.timeout_seconds or 0.0), batch.job, runner.stack())

@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.engines import Engines, listen_connector
-from outboxq.database.errors import NoConnection, opening
+from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import DatabaseLost, Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
@@ -42,7 +42,6 @@ from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.reindexer import Reindexer
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.runners import SlotTask, SlotThread
-from outboxq.relay.slot import describe_error, is_database_unavailable
 from outboxq.relay.startup import check_durability
 from outboxq.relay.state import RelayCounters, RelayState
 from outboxq.statements.version import NEEDED_VERSION, schema_version
@@ -234,7 +233,7 @@ class RelayRun:
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
         slots = [runner.slot for runner in [*serving, *hanging]]
-        jobs = [progress.job for slot in slots if (progress := slot.progress) is not None]
+        jobs = [progress.job for slot in slots if (progress := slot.batch) is not None]
         # All that were claimed: one that is settled is not looked for.
         jobs += [job for slot in slots if (held := slot.leased_batch) is not None for job in held.jobs]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
@@ -377,7 +376,7 @@ class RelayRun:
 
     def _end_if_loop_is_stuck(self) -> None:
         """By a callback that a handler left in it: while none runs, no deadline finds that."""
-        runs = any(runner.slot.flavour == "async" and runner.slot.progress is not None for runner in self._runners)
+        runs = any(runner.slot.flavour == "async" and runner.slot.batch is not None for runner in self._runners)
         if not runs and not self._loop_answers():
             self._failed(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 

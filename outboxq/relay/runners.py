@@ -61,7 +61,7 @@ class SlotThread:
 
     def abandon(self) -> None:
         """Nothing can stop a thread, and it cannot commit; its place in the pool is for the slot that follows."""
-        line = self.slot.line
+        line = self.slot.connected
         if line is None or self._detached is not None:
             return
         connection = line.connection
@@ -109,7 +109,7 @@ class SlotTask:
         self._future = asyncio.run_coroutine_threadsafe(self._run(engine, lines), loop)
 
     def _keep_connection(self, context: ExceptionContext) -> None:
-        if (line := self.slot.line) is not None:
+        if (line := self.slot.connected) is not None:
             keep_cancelled(context, line.connection)
 
     async def _run(self, engine: AsyncEngine, lines: AsyncSlotConnections) -> None:
@@ -159,7 +159,7 @@ class SlotTask:
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
         """Of the slot's task, and of the one of the attempt that it waits for."""
-        line = self.slot.line
+        line = self.slot.connected
         attempt = line.invoker.task if line is not None and isinstance(line.invoker, AsyncInvoker) else None
         found: list[object] = [task.get_coro() for task in (self._task, attempt) if task is not None]
         return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]

@@ -18,10 +18,10 @@ _OUTAGES = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSErro
 
 def serve_in_thread(slot: Slot, lines: SlotConnections, bell: threading.Event) -> None:
     """The loop of a slot with sync handlers."""
-    stopping = slot.shared.stopping
+    stopping = slot.state.stopping
     while not (stopping.is_set() or slot.is_seized()):
         try:
-            if slot.shared.until_empty:
+            if slot.state.until_empty:
                 with lines.line() as line:
                     is_drained = slot.drain(line)
                 if is_drained:
@@ -45,7 +45,7 @@ def _rest_in_thread(slot: Slot, lines: SlotConnections, bell: threading.Event) -
     """Sleep until woken, or until a look found something; without a connection but for looks."""
     bell.clear()
     flagged = False
-    while not slot.shared.stopping.is_set():
+    while not slot.state.stopping.is_set():
         if slot.sleep.wants_line():
             with lines.line() as line:
                 if slot.work_seen(line):
@@ -69,10 +69,10 @@ def _flagged_since(slot: Slot) -> float | None:
 
 async def serve_in_loop(slot: Slot, lines: AsyncSlotConnections, bell: asyncio.Event) -> None:
     """The loop of a slot with async handlers."""
-    stopping = slot.shared.stopping
+    stopping = slot.state.stopping
     while not (stopping.is_set() or slot.is_seized()):
         try:
-            if slot.shared.until_empty:
+            if slot.state.until_empty:
                 async with lines.line() as line:
                     is_drained = await line.run(slot.drain)
                 if is_drained:
@@ -110,7 +110,7 @@ async def _rest_in_loop(slot: Slot, lines: AsyncSlotConnections, bell: asyncio.E
     """As `_rest_in_thread`."""
     bell.clear()
     flagged = False
-    while not slot.shared.stopping.is_set():
+    while not slot.state.stopping.is_set():
         if slot.sleep.wants_line():
             async with lines.line() as line:
                 if await line.run(slot.work_seen):

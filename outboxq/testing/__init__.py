@@ -26,8 +26,8 @@ from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
-from outboxq.execution.transaction_mode import execute_all
 from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
 from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
 from outboxq.fault_points import FaultPoint as FaultPoint
@@ -200,14 +200,14 @@ def _drain_queue(connection: Connection, name: str, work: Runtime) -> list[Event
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
         claimed = claim(connection, ClaimRequest(statements.ready, 1))
-        if claimed.anchor is None:
+        if claimed.transaction is None:
             claimed = claim(connection, ClaimRequest(statements.due, 1))
-        if claimed.anchor is None:
+        if claimed.transaction is None:
             return events
-        progress = BatchState(name, claimed.jobs, claimed.anchor)
-        execute_all(connection, progress, work, shared=True)
+        progress = BatchState(name, claimed.jobs, claimed.transaction)
+        run(connection, progress, work, shared=True)
         # The handlers' deadlines are not the test's.
-        run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.anchor.savepoint}")
+        run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")
         events += progress.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
 

@@ -18,7 +18,7 @@ from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER, find_outcome
+from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER, find_outcome
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import reap

@@ -23,7 +23,7 @@ from outboxq import (
     RelayConfig,
 )
 from outboxq.events import DatabaseLost, Event, JobDied
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER
+from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
 from tests.execution.test_raised import dead_letters
 from tests.support.app import Effect

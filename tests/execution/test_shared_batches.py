@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
 from outboxq.errors import RegistryError
 from outboxq.events import Event, JobDied, JobDone
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER
+from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import shared_app
 from tests.support.app import Account, Base, Effect
 from tests.support.shared_app import CREDITS, ENDS, MISDEEDS, Pair, Versioned, statements

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER
+from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
 from tests.support.app import Account, Base, Effect
 from tests.support.ledger import ledger

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Backoff, Jobs, OutboxSession
 from outboxq.events import Event
-from outboxq.execution.recovery import COMMITTED_BY_HANDLER
+from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import app
 from tests.support.aftermath import assert_nothing_left
 from tests.support.app import Account, Child

@@ -1,0 +1,184 @@
+"""Commit: the end of a batch's transaction, and in the same round trip the claim of the next jobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection
+
+from outboxq.database.driver import ScriptResult, is_lost, run_script, transaction_status
+from outboxq.errors import TransactionEndedByHandler
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.outcome import settle_result
+from outboxq.execution.run import FREE_RETRIES
+from outboxq.execution.runtime import Runtime
+from outboxq.fault_points import fault_point
+from outboxq.statements.transaction import xact_status
+
+# Savepoint, constraints, COMMIT: as in `commit_script`.
+_STATEMENTS = 3
+_NO_SUCH_SAVEPOINT = "3B001"
+# The inner savepoint was gone: what it lay in was not the relay's transaction any more.
+_ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A batch was committed; `claimed` with it, if a claim went along and took or moved something."""
+
+    claimed: Claimed | None = None
+
+
+def commit(
+    connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
+) -> Committed | None:
+    """Commit a batch that has run; None if that was refused and everything undone: its jobs are to run again.
+
+    Jobs that ran together run again each by itself; a job that was alone does after a deadlock or a serialization
+    failure, some times for free. Any other refusal is a failed attempt of a job that was alone, and committed as that.
+
+    A leased job whose handler wrote nothing has no transaction: it is left to be removed together with others.
+
+    Raises:
+        ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
+        psycopg.Error: COMMIT was refused, and it cannot be known for which of several jobs.
+        TransactionEscaped: a handler had ended the transaction.
+    """
+    if batch.transaction is None:
+        batch.begin_commit()
+        return Committed()
+    try:
+        return Committed(_send_commit(connection, batch, batch.transaction, next_claim))
+    except psycopg.Error as error:
+        if is_lost(connection):
+            raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
+        # Sent and not refused: the error came behind COMMIT, or it cannot be known. Of several that each passed its own
+        # check, who is to blame shows when each runs alone.
+        if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
+            raise
+        failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
+    if not batch.is_lone:
+        # What each would have been checked for was left to COMMIT. Now it is not.
+        batch.has_deadlocked |= failed.transient
+        batch.runs_apart = True
+        return None
+    if failed.transient and batch.refused < FREE_RETRIES:
+        batch.refused += 1
+        return None
+    batch.events.append(settle_result(connection, batch.job, failed, runtime, 0.0))
+    return Committed(_send_commit(connection, batch, batch.transaction, None))
+
+
+def _send_commit(
+    connection: Connection, batch: BatchState, transaction: ClaimTransaction, next_claim: ClaimRequest | None
+) -> Claimed | None:
+    fault_point("before-commit")
+    batch.begin_commit()
+    script = commit_script(transaction.inner_savepoint)
+    if next_claim is not None:
+        script += f"; {next_claim.text_after_commit()}"
+    try:
+        results = run_script(connection, script)
+    except psycopg.Error as error:
+        if next_claim is None or not _failed_after_commit(connection, transaction, error):
+            if not is_lost(connection):
+                # Another answer that is an error: nothing was committed. Without an answer it cannot be known.
+                batch.commit_refused()
+            raise
+        _forgive(connection, next_claim, error)
+        fault_point("after-commit")
+        return None
+    check_committed(results)
+    fault_point("after-commit")
+    if next_claim is None:
+        return None
+    fault_point("before-claim")
+    return next_claim.read_after_commit(results[_STATEMENTS:])
+
+
+def _forgive(connection: Connection, request: ClaimRequest, error: psycopg.Error) -> None:
+    """Clear the marks of a claim that failed behind COMMIT; sent by itself, it says what ails it.
+
+    SQLAlchemy's transaction is over for the server and not for SQLAlchemy.
+    """
+    run_script(connection, "ROLLBACK")
+    if request.failed(error):
+        return
+    try:
+        forgive(connection, request)
+        run_script(connection, "COMMIT")
+    except psycopg.Error:
+        # Whatever it is, it ails the next claim too, which says so.
+        run_script(connection, "ROLLBACK")
+
+
+def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, error: psycopg.Error) -> bool:
+    """Whether it was the next claim that failed: the batch is committed, and its savepoint is gone."""
+    if error.sqlstate in _ESCAPED or is_lost(connection):
+        return False
+    if transaction_status(connection) == TransactionStatus.IDLE:
+        # COMMIT was refused; or it was not, and what came while it lasted, such as a cancellation, hit BEGIN.
+        status = run_script(connection, xact_status(transaction.xid))[0].rows[0][0]
+        run_script(connection, "ROLLBACK")
+        return status == "committed"
+    try:
+        run_script(connection, transaction.reset())
+    except psycopg.Error as gone:
+        return gone.sqlstate == _NO_SUCH_SAVEPOINT
+    return False
+
+
+def _back_to_claim(
+    connection: Connection, batch: BatchState, transaction: ClaimTransaction, runtime: Runtime, error: psycopg.Error
+) -> Failed:
+    """After a refused COMMIT, mostly for a deferred constraint: undo all rows behind the claim. What it failed for.
+
+    Raises:
+        TransactionEscaped: a handler had ended the transaction.
+    """
+    failed = describe_failure(error, batch.job)
+    batch.unknown.clear()
+    try:
+        run_script(connection, transaction.reset())
+    except psycopg.Error as gone:
+        if is_lost(connection):
+            raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
+        batch.blame_all(range(len(batch.jobs)))
+        if error.sqlstate in _ESCAPED:
+            failed = describe_failure(TransactionEndedByHandler(), batch.job)
+        raise TransactionEscaped(batch.job, failed) from gone
+    batch.events.clear()
+    # Gone with the savepoint: what was set for the handler alone.
+    batch.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
+    return failed
+
+
+def commit_script(inner_savepoint: str) -> str:
+    """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
+
+    PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
+    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of the
+    relay's own transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed
+    transaction; the command tag of the last statement does not.
+    """
+    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
+
+
+def commit_checked(connection: Connection, inner_savepoint: str) -> None:
+    """Commit by `commit_script`, and know that it is done.
+
+    Raises:
+        psycopg.Error: nothing was committed, unless the connection was lost on the way.
+    """
+    check_committed(run_script(connection, commit_script(inner_savepoint)))
+
+
+def check_committed(results: Sequence[ScriptResult]) -> None:
+    """Look at the command tag: a COMMIT that rolls back says so there, and nowhere else."""
+    tag = results[_STATEMENTS - 1].tag
+    if tag != "COMMIT":
+        raise AssertionError(f"COMMIT was answered with {tag}")

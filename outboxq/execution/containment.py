@@ -1,0 +1,199 @@
+"""Containment: a savepoint in the relay's transaction, behind which handlers' rows are kept or undone as a whole."""
+
+from collections.abc import Callable
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq.database.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.database.guard import Guard, Savepoint
+from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.failure import TRANSIENT, describe_failure
+from outboxq.execution.settle import check_shared, current_xid
+
+
+class Containment:
+    """A savepoint for what handlers do, and the way back to it."""
+
+    def __init__(self, connection: Connection, guard: Guard, *, in_transaction: bool = True) -> None:
+        self.savepoint: Savepoint | None = None
+        # Whether the server is in the relay's transaction.
+        self.in_transaction = in_transaction
+        self._connection = connection
+        self._guard = guard
+        self._root = connection.get_transaction()
+        guard.savepoint = None
+
+    def begin(self, inner_savepoint: str | None) -> None:
+        """Set the savepoint; the claim's own inner one, if named, stands for it, and nothing is sent."""
+        self._guard.begin_savepoint(inner_savepoint)
+        self.savepoint = self._guard.savepoint
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether SQLAlchemy still knows the relay's transaction as it was."""
+        root = self._root
+        return root is not None and root.is_active and self._connection.get_transaction() is root
+
+    def check(self) -> None:
+        """Check that what a handler wrote is still there, if it returned as if it were.
+
+        Raises:
+            HandlerError: it is not.
+        """
+        if self.savepoint is not None and not self.savepoint.is_active:
+            raise HandlerRolledBack(
+                "the handler rolled its session back, then returned as if done: raise instead, "
+                "or use session.begin_nested() for the part that may fail"
+            )
+        if transaction_status(self._connection) == TransactionStatus.INERROR:
+            raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
+
+    def keep(self, shared_xid: str | None) -> None:
+        """Keep what lies behind the savepoint.
+
+        Args:
+            shared_xid: The claim's transaction, if other jobs share it: then every deferred constraint is checked now.
+
+        Raises:
+            psycopg.Error: a deferred constraint is violated.
+            TransactionEndedByHandler: this is not the claim's transaction any more.
+        """
+        if self.savepoint is None:
+            return
+        if shared_xid is not None:
+            check_shared(self._connection, shared_xid)
+        self.savepoint.commit()
+
+    def undo(self, *, intact: bool) -> bool:
+        """Go back to the savepoint; False if the transaction is not there any more, or not as the relay left it.
+
+        Args:
+            intact: Whether it is as the relay left it for all that SQLAlchemy knows.
+
+        Raises:
+            ConnectionLost: the transaction is gone with its connection.
+        """
+        if is_lost(self._connection):
+            raise ConnectionLost("the connection was lost while a handler ran")
+        if self.savepoint is None:
+            return self._undo_unsaved(intact=intact)
+        status = transaction_status(self._connection)
+        # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
+        if not intact or self.savepoint.is_released or status == TransactionStatus.IDLE:
+            return False
+        try:
+            self.savepoint.undo()
+        except (psycopg.Error, SQLAlchemyError) as error:
+            if is_lost(self._connection):
+                raise ConnectionLost("the connection was lost while a handler was undone") from error
+            return False
+        return transaction_status(self._connection) == TransactionStatus.INTRANS
+
+    def _undo_unsaved(self, *, intact: bool) -> bool:
+        status = transaction_status(self._connection)
+        if self.in_transaction:
+            return intact and status == TransactionStatus.INTRANS
+        if status != TransactionStatus.IDLE:
+            # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
+            run_script(self._connection, "ROLLBACK")
+        return intact
+
+
+class AttemptSavepoint(Containment):
+    """The savepoint of one attempt, which begins when the handler first needs it: one that does not costs nothing.
+
+    That is when it first names its session; under a lease when the session is first used, so that a long call outside
+    the database holds no transaction open.
+
+    Args:
+        begin: Called first; it begins the transaction if need be, and names the savepoint that stands for the attempt's
+            own, or None.
+        in_transaction: Whether the server is in the relay's transaction already; else `begin` begins it.
+    """
+
+    def __init__(
+        self, connection: Connection, guard: Guard, begin: Callable[[], str | None], *, in_transaction: bool
+    ) -> None:
+        super().__init__(connection, guard, in_transaction=in_transaction)
+        self._begin = begin
+        guard.on_first_use = self.open
+
+    def open(self) -> None:
+        """Begin, unless that was done."""
+        if self.savepoint is not None:
+            return
+        # First: what follows goes through the guarded connection too.
+        self._guard.on_first_use = None
+        try:
+            inner_savepoint = self._begin()
+            self.in_transaction = True
+            self.begin(inner_savepoint)
+        except BaseException:
+            # The handler may swallow it, and go on unguarded.
+            self._guard.on_first_use = self.open
+            raise
+
+
+class SharedSavepoint(Containment):
+    """The savepoint of several jobs of a batch: of a shared run, or of one call of a batch handler.
+
+    The claim's own inner savepoint stands for it: nothing is sent for the first jobs of a batch.
+
+    Args:
+        first: The place of the first of its jobs in the batch.
+    """
+
+    def __init__(self, connection: Connection, guard: Guard, batch: BatchState, first: int) -> None:
+        super().__init__(connection, guard)
+        assert batch.transaction is not None
+        inner = batch.transaction.inner_savepoint
+        if first > 0:
+            # Set anew: what other jobs wrote must stay, whatever becomes of these.
+            run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
+        self._batch = batch
+        self.xid = batch.transaction.xid
+        # Asked after each job.
+        self._libpq = driver_connection(connection).pgconn
+        self.begin(inner)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the innermost one still, in a transaction that works. No I/O."""
+        savepoint = self.savepoint
+        return (
+            savepoint is not None
+            and savepoint.is_active
+            and self._connection.get_nested_transaction() is savepoint
+            and self._libpq.transaction_status == TransactionStatus.INTRANS
+        )
+
+    def is_same_transaction(self) -> bool:
+        """Whether the server still runs the claim's transaction."""
+        return current_xid(self._connection) == self.xid
+
+    def keep_all(self) -> None:
+        """Keep what lies behind it, with every deferred constraint checked: now, or by COMMIT if all jobs are in it."""
+        self.keep(None if self._batch.runs_together else self.xid)
+
+    def undo_all(self, error: BaseException, *, closed: bool) -> None:
+        """Go back to it, after `error`.
+
+        Args:
+            closed: Whether the handlers' sessions could be closed.
+
+        Raises:
+            ConnectionLost: the transaction is gone with its connection.
+            TransactionEscaped: a handler ended the transaction.
+        """
+        self._batch.has_deadlocked |= sqlstate_of(error) in TRANSIENT
+        intact = closed and self.is_intact
+        if not (self.undo(intact=intact) and self.is_same_transaction()):
+            job = self._batch.job
+            # SQLAlchemy's own account of it is better than ours, if SQLAlchemy saw it.
+            reason = TransactionEndedByHandler() if intact else error
+            raise TransactionEscaped(job, describe_failure(reason, job)) from error

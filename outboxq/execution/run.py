@@ -1,0 +1,187 @@
+"""Run a claimed batch: its jobs together if their handlers allow it, else one by one. Nothing is committed here.
+
+What becomes of each job is written in the batch's transaction; its event becomes true when that is committed.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection
+
+from outboxq.codec.entities import EntityKey
+from outboxq.database.driver import is_lost, run_script, transaction_status
+from outboxq.errors import TransactionEndedByHandler
+from outboxq.execution import settle
+from outboxq.execution.attempt import attempt
+from outboxq.execution.batch_call import call_batch_handler
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.errors import TransactionEscaped
+from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.outcome import event_of_end, settle_result
+from outboxq.execution.plan import Segment, plan_segments
+from outboxq.execution.preload import Locks, entity_keys, lock_ahead
+from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.execution.shared_batch import run_shared
+from outboxq.handlers.handler import AnyHandler
+from outboxq.job import Job
+from outboxq.outcomes import Discard, Done
+from outboxq.statements.transaction import local_timeouts, local_timeouts_off
+
+# A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
+FREE_RETRIES = 5
+
+
+def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: bool) -> None:
+    """Run each job of a claimed batch, and write what becomes of it.
+
+    Args:
+        shared: Check each job as one that shares its transaction with others.
+
+    Raises:
+        ConnectionLost: the transaction is gone with its connection.
+        TransactionEscaped: a handler ended the transaction.
+        LeaseLost: another relay may have the job.
+    """
+    # New, or undone to before the first handler.
+    runtime.guard.is_altered = False
+    segments = [Segment("alone", range(len(batch.jobs)))] if batch.runs_apart else plan_segments(batch, runtime)
+    batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
+    locks = Locks()
+    try:
+        if not batch.runs_together:
+            # Else it locks what it loads.
+            _lock_rows(connection, batch, runtime, locks)
+        for segment in segments:
+            if segment.kind != "alone" and _run_together(connection, batch, runtime, segment, locks):
+                continue
+            for position in segment.places:
+                batch.position = position
+                began = time.perf_counter()
+                result = _run_alone(connection, batch, runtime, shared=shared)
+                _settle_alone(connection, batch, runtime, result, time.perf_counter() - began)
+    finally:
+        # Also of handlers that were not seen to their end.
+        runtime.guard.take_back()
+
+
+def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
+    """Run the jobs of a segment together; False if nothing of it stands, and each is to run by itself."""
+    if segment.kind == "shared":
+        is_run = run_shared(connection, batch, runtime, segment.places, segment.arguments, locks)
+    else:
+        is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
+    if not is_run:
+        batch.runs_together = False
+        # What it locked, and what was locked before it, was let go when it was undone.
+        locks.forget()
+        _lock_rows(connection, batch, runtime, locks)
+    return is_run
+
+
+def _call_batch_handler(
+    connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks
+) -> bool:
+    began = time.perf_counter()
+    run_apart = runtime.invoker.apart()
+    outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment.places, segment.arguments, locks)
+    if outcomes is None:
+        return False
+    seconds = time.perf_counter() - began
+    for position, outcome in zip(segment.places, outcomes, strict=True):
+        batch.position = position
+        batch.events.append(settle_result(connection, batch.job, outcome, runtime, seconds))
+    return True
+
+
+def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, locks: Locks) -> None:
+    """Lock what the handlers of several jobs ask for, before the first of them runs.
+
+    All in one order: else two batches that have rows in common could wait for each other.
+    """
+    if batch.is_lone or batch.is_leased:
+        return
+    handlers = {kind: runtime.handler_of(job) for kind, job in {job.kind: job for job in batch.jobs}.items()}
+    locking = {kind: found for kind, found in handlers.items() if found is not None and found.signature().locks}
+    if not locking:
+        return
+    keys = [key for job in batch.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job, runtime)]
+    try:
+        lock_ahead(connection, keys, locks)
+    except BaseException as error:
+        # Each takes its own when it runs, and fails by itself if it cannot: also for a listener of the user's.
+        if is_lost(connection) or batch.transaction is None or not runtime.is_failure(error):
+            raise
+        run_script(connection, f"ROLLBACK TO SAVEPOINT {batch.transaction.inner_savepoint}")
+        locks.forget()
+
+
+def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[EntityKey]:
+    try:
+        return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
+    except BaseException as error:
+        # Users' own types raise what they like; when the job runs, it is recorded with it.
+        if not runtime.is_failure(error):
+            raise
+        return []
+
+
+def _run_alone(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: bool) -> Result:
+    """Run the handler of one job, again after a deadlock: what its last attempt came to."""
+    job = batch.job
+    handler = runtime.handler_of(job)
+    if handler is None:
+        return UnknownKindResult()
+    if handler.timeout_seconds != batch.timeout_seconds:
+        _set_timeout(connection, batch, handler.timeout_seconds, shared=shared)
+    seconds = batch.timeout_seconds
+    batch.deadline = None if seconds is None else time.monotonic() + seconds
+    xid = batch.transaction.xid if shared and batch.transaction is not None else None
+    begin = partial(_begin, connection, batch, shared=shared)
+    try:
+        for retries_left in range(FREE_RETRIES, -1, -1):
+            result = runtime.invoker.apart()(attempt, connection, handler, job, runtime, xid, begin)
+            if not (isinstance(result, Failed) and result.transient and retries_left):
+                break
+        return result
+    finally:
+        batch.deadline = None
+
+
+def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
+    """Set the deadline of one handler: the transaction has the longest of its queue, or the last job's."""
+    if batch.transaction is not None:
+        settings, inner = local_timeouts(seconds) or local_timeouts_off(), batch.transaction.inner_savepoint
+        # Below the inner savepoint of a job that is alone: going back to it must not undo them.
+        run_script(connection, settings if shared else f"RELEASE SAVEPOINT {inner}; {settings}SAVEPOINT {inner}")
+    batch.timeout_seconds = seconds
+
+
+def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
+    """Begin the batch's transaction; the inner savepoint of a job that is alone in it is as good as one of its own."""
+    transaction = batch.begin(connection)
+    return None if shared else transaction.inner_savepoint
+
+
+def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
+    """Write what becomes of the job that ran."""
+    job, status = batch.job, transaction_status(connection)
+    is_idle = status == TransactionStatus.IDLE
+    if isinstance(result, Done | Discard) and batch.transaction is None and not batch.was_begun and is_idle:
+        # Leased, and its handler wrote nothing: it is removed together with others.
+        batch.events.append(event_of_end(job, runtime.kept(job, result), seconds))
+        return
+    if batch.is_leased and batch.transaction is not None and is_idle:
+        # Ended by its handler: what is written now is no part of it, and may wait for what the handler has prepared.
+        raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job))
+    if not batch.was_begun and is_idle:
+        # The handler worked outside the database: should this connection be gone by now, its work is not.
+        batch.late_result = result
+    batch.begin(connection)
+    batch.late_result = None
+    if isinstance(result, UnknownKindResult):
+        batch.unknown.append(job)
+        settle.park(connection, job)
+    else:
+        batch.events.append(settle_result(connection, job, result, runtime, seconds))

@@ -1,0 +1,295 @@
+"""The batches of a slot: claim, run, commit, publish, and so on with the jobs that each COMMIT claims."""
+
+import logging
+from dataclasses import replace
+
+import psycopg
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq.database.driver import give_up, is_listened_to, is_lost
+from outboxq.database.errors import describe_error
+from outboxq.errors import LeaseLost
+from outboxq.events import BatchRolledBack, JobCrashed, JobsParked, JobsSuspected
+from outboxq.execution import lease_mode, recovery
+from outboxq.execution.aside import is_of_a_row
+from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.claim import Claimed, ClaimRequest, claim, park_unknown
+from outboxq.execution.commit import commit
+from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
+from outboxq.execution.failure import describe_failure
+from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.run import run
+from outboxq.execution.runtime import Runtime
+from outboxq.execution.settle import JobRowHeld
+from outboxq.fault_points import fault_point
+from outboxq.handlers.handler import Flavour
+from outboxq.job import Job
+from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.failed_claims import FailedClaims
+from outboxq.relay.idle import SlotSleep
+from outboxq.relay.state import RelayState
+from outboxq.statements.claim import ClaimScript
+
+logger = logging.getLogger("outboxq.relay")
+
+
+class BatchLoop:
+    """The batches of one slot, one after the other.
+
+    Attributes:
+        batch: The batch that runs, or whose outcome is not known yet.
+        leased_batch: What is claimed under the lease besides the job that runs.
+        outages: How often the database was lost since the last batch was committed.
+    """
+
+    def __init__(self, state: RelayState, flavour: Flavour, planner: ClaimPlanner, sleep: SlotSleep) -> None:
+        self.batch: BatchState | None = None
+        self.leased_batch: LeasedBatch | None = None
+        self.outages = 0
+        self._state = state
+        self._flavour: Flavour = flavour
+        self._planner = planner
+        self._sleep = sleep
+        self._failed_claims = FailedClaims(state.schema, planner)
+
+    @property
+    def running(self) -> int:
+        """How many jobs are claimed."""
+        batch, leased = self.batch, self.leased_batch
+        return (0 if batch is None else len(batch.jobs)) + (0 if leased is None else leased.unsettled)
+
+    @property
+    def is_seized(self) -> bool:
+        """Whether the relay has taken the batch away."""
+        return self.batch is not None and self.batch.is_seized
+
+    def run_claims(self, connection: Connection, name: str, script: ClaimScript, runtime: Runtime) -> bool:
+        """Run batches of one sort of jobs for as long as each COMMIT claims the next; False if none waits."""
+        while True:
+            request = self._planner.ask(name, script)
+            try:
+                work_off = self._run_leased if script.leased else self._run_batches
+                report = work_off(connection, request, runtime)
+            except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
+                if self._failed_to_be_sent(connection, error):
+                    continue
+                report = self._recovered(connection, error, runtime)
+            self.release_waiting(connection)
+            self.batch = None
+            if report is not None:
+                self._after(connection, report, runtime)
+                return True
+            self._planner.found_nothing(name, script)
+            if request.cursor is None:
+                return False
+            # Behind the cursor is nothing any more: before it may be.
+
+    def _run_batches(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
+        """In transaction mode: the last batch's report, the others are published; None if nothing waited."""
+        fault_point("before-claim")
+        with connection.begin():
+            # Committed by the batches' own scripts; leaving the block ends what was begun behind the last of them.
+            claimed = claim(connection, request)
+            while claimed.jobs:
+                batch = self.batch = BatchState.of(claimed, runtime.epoch)
+                self._has_claimed(batch.queue, batch.jobs, batch.moved)
+                fault_point("after-claim")
+                committed = None
+                # None: COMMIT was refused, and all is undone.
+                while committed is None:
+                    run(connection, batch, runtime, shared=not batch.is_lone)
+                    committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
+                following = committed.claimed
+                if following is None or not (following.jobs or following.moved):
+                    return batch.report()
+                self._ended(batch.report())
+                claimed = following
+        # Should this not be committed, they are found with their marks again.
+        return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
+
+    def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
+        """In lease mode: the last claim's report, the others are published; None if nothing waited.
+
+        After any error `_release_waiting` settles what is claimed besides the job that ran.
+        """
+        fault_point("before-claim")
+        with connection.begin():
+            claimed: Claimed | None = claim(connection, request)
+        report = None
+        # BEGIN is sent with the first statement: none, while handlers work outside the database.
+        with connection.begin():
+            while claimed is not None and claimed.jobs:
+                if report is not None:
+                    self._ended(report)
+                # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that no slot runs.
+                leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs)
+                self._has_claimed(leased.queue, leased.jobs, 0)
+                fault_point("after-claim")
+                claimed = None
+                # What one leaves on the connection must not meet the next: those behind it wait in the queue again.
+                while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin())) is not None:
+                    batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
+                    committed = None
+                    while committed is None:
+                        run(connection, batch, runtime, shared=False)
+                        committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
+                    claimed = committed.claimed
+                    self._leased_job_ended(leased, batch)
+                self.batch = None
+                events = leased.parked()
+                if not leased.is_worked_off:
+                    # To listeners each job has a transaction of its own: then claims do not grow.
+                    ends_here = runtime.guard.left or is_listened_to(connection)
+                    next_claim = None if ends_here else self._planner.next_leased_claim(leased)
+                    settled, claimed = lease_mode.settle_leased(connection, leased, self._state.schema, next_claim)
+                    events += settled
+                report = BatchReport(len(leased.jobs), events)
+                self.leased_batch = None
+        return report
+
+    def _may_begin(self) -> bool:
+        """Whether the lease is held, and the relay is not stopping."""
+        return not self._state.stopping.is_set() and self._state.lease.want()
+
+    def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
+        self._planner.took(queue, jobs, moved)
+        calls_another = self._sleep.is_asleep and self._planner.is_more(jobs, moved)
+        self._sleep.found_jobs()
+        if calls_another:
+            self._state.call(queue)
+
+    def _next_claim(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of a batch, if any should."""
+        if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
+            return None
+        if not batch.is_leased:
+            return self._planner.next_claim(batch)
+        leased = self.leased_batch
+        is_last = leased is not None and leased.is_worked_off and not batch.unknown
+        return self._planner.next_leased_claim(leased) if leased is not None and is_last else None
+
+    def _leased_job_ended(self, leased: LeasedBatch, batch: BatchState) -> None:
+        if batch.transaction is None:
+            leased.finish(batch.events[0])
+        elif batch.unknown:
+            # Told with what is parked along with it.
+            leased.unknown.append(batch.job)
+        else:
+            self._ended(BatchReport(0, tuple(batch.events)))
+
+    def _ended(self, report: BatchReport) -> None:
+        """A batch was committed, and the slot goes on: published now, also if the connection is lost after this."""
+        self.batch = None
+        self.outages = 0
+        self.publish(report)
+
+    def _after(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
+        """Publish the last batch of its sort; jobs of unknown kinds are parked, with those behind them."""
+        self.outages = 0
+        self._planner.has_found = True
+        self._planner.alone_for = max(0, self._planner.alone_for - report.claimed)
+        parked, queue = 0, report.parked_in
+        try:
+            if queue is not None:
+                parked = self._park_unknown(connection, queue, runtime)
+        finally:
+            self.publish(report, parked)
+
+    def _park_unknown(self, connection: Connection, queue: str, runtime: Runtime) -> int:
+        kinds = runtime.registry.known_kinds(self._flavour)
+        try:
+            with connection.begin():
+                return park_unknown(connection, self._state.schema, queue, kinds)
+        except psycopg.Error as error:
+            if not is_of_a_row(error):
+                raise
+            logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
+        # One by one, as they are claimed.
+        with connection.begin():
+            park_unknown(connection, self._state.schema, queue, kinds, only_marks=True)
+        return 0
+
+    def publish(self, report: BatchReport, parked: int = 0) -> None:
+        """Count and emit what was committed."""
+        with self._state.lock:
+            self._state.counters.add(report)
+        for event in report.events:
+            if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.died):
+                self._state.quarantine.queues.add(event.queue)
+            self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
+
+    def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
+        """Whether a claim failed for how it was sent, and is to be sent anew."""
+        request = self._planner.request
+        if self.batch is not None or request is None or not isinstance(error, psycopg.Error | SQLAlchemyError):
+            return False
+        if is_lost(connection) or not request.failed(error):
+            return False
+        self.release_waiting(connection)
+        return True
+
+    def _recovered(self, connection: Connection, error: BaseException, runtime: Runtime) -> BatchReport:
+        """What became of a claim, or of a batch, that ended in `error`; raises it if it is not settled here."""
+        if isinstance(error, TransactionEscaped | LeaseLost):
+            report = self._recover_broken(connection, error, runtime)
+        elif isinstance(error, psycopg.Error | SQLAlchemyError):
+            report = self._recover_refused(connection, error, runtime)
+        elif self.batch is None or runtime.guard.left is None or not runtime.is_failure(error):
+            raise error
+        else:
+            # By something of a handler's that is still on the connection: a listener, or a type that it registered.
+            give_up(connection)
+            raise ConnectionSpoiled(describe_failure(error, self.batch.job)) from error
+        if self.leased_batch is None:
+            return report
+        # Told now: settling the others of its claim may fail.
+        self.publish(replace(report, claimed=0))
+        return replace(report, events=())
+
+    def _recover_refused(
+        self, connection: Connection, error: psycopg.Error | SQLAlchemyError, runtime: Runtime
+    ) -> BatchReport:
+        """After an error of the database: of a claim, or of a batch that is rolled back."""
+        if is_lost(connection) or self.is_seized:
+            raise error
+        if self.batch is None:
+            request = self._planner.request
+            report = None if request is None else self._failed_claims.recover(connection, request, error)
+        else:
+            self._state.emit(BatchRolledBack(self.batch.queue, self.running, describe_error(error)))
+            report = self.recover(connection, self.batch, error, runtime)
+        if report is None:
+            raise error
+        return report
+
+    def _recover_broken(
+        self, connection: Connection, error: TransactionEscaped | LeaseLost, runtime: Runtime
+    ) -> BatchReport:
+        """After a handler ended its transaction, or its lease was lost."""
+        batch, running = self.batch, self.running
+        assert batch is not None
+        if isinstance(error, JobRowHeld):
+            self._state.lease.excuse(batch.job)
+        report = self.recover(connection, batch, error, runtime)
+        if report is not None:
+            return report
+        self._state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
+        return BatchReport(0, ())
+
+    def recover(
+        self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime
+    ) -> BatchReport | None:
+        """What became of the batch that ended in `error`; None if all of its jobs wait again as they were."""
+        recovered = recovery.recover(connection, batch, error, runtime)
+        self.batch = None
+        if recovered.run_alone:
+            self._planner.alone_for = recovered.run_alone
+        return recovered.report
+
+    def release_waiting(self, connection: Connection) -> None:
+        """Settle what the slot still holds of a claim that did not end in order."""
+        if self.leased_batch is not None:
+            report = lease_mode.release_waiting(connection, self.leased_batch, self._state.schema)
+            self.leased_batch = None
+            self.publish(report)

@@ -88,11 +88,11 @@ def _server_epoch(connection: Connection) -> str:
 def was_committed(connection: Connection, xid: str) -> bool:
     with connection.begin():
         status = run_script(connection, xact_status(xid))[0].rows[0][0]
-        prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in batch" else ()
+        prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in progress" else ()
     for (gid,) in prepared:
         _undo_prepared(connection, str(gid))
         return was_committed(connection, xid)
-    if status == "in batch":
+    if status == "in progress":
         raise ConnectionLost("it is not known yet whether the last transaction was committed")
     return status == "committed"
 

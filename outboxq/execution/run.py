@@ -26,7 +26,7 @@ from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outcomes import Discard, Done
+from outboxq.outcomes import Discard, Done, Outcome
 from outboxq.statements.transaction import local_timeouts, local_timeouts_off
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
@@ -139,12 +139,13 @@ def _run_alone(connection: Connection, batch: BatchState, runtime: Runtime, *, s
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     xid = batch.transaction.xid if shared and batch.transaction is not None else None
     begin = partial(_begin, connection, batch, shared=shared)
+    free_retries = FREE_RETRIES
     try:
-        for retries_left in range(FREE_RETRIES, -1, -1):
-            result = runtime.invoker.apart()(attempt, connection, handler, job, runtime, xid, begin)
-            if not (isinstance(result, Failed) and result.transient and retries_left):
-                break
-        return result
+        while True:
+            result: Outcome | Failed = runtime.invoker.apart()(attempt, connection, handler, job, runtime, xid, begin)
+            if not (isinstance(result, Failed) and result.transient and free_retries):
+                return result
+            free_retries -= 1
     finally:
         batch.deadline = None
 

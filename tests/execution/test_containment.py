@@ -439,7 +439,7 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 2))
             epoch = server_epoch(connection)
-        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch=epoch)
+        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch=epoch)
         first = find_outcome(connection, progress)
         drain()
         assert find_outcome(connection, progress) == first
@@ -457,8 +457,8 @@ def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay
     with engine.connect() as connection:
         transaction = connection.begin()
         claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
-        progress.certifying = True
+        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
+        progress.commit_was_sent = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
         transaction.rollback()
         assert find_outcome(connection, progress) is None, "it still waits"
@@ -478,8 +478,8 @@ def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
     with engine.connect() as connection:
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = BatchState("ledger", claimed.jobs, claimed.anchor, epoch="of the server before the failover")
-        progress.certifying = True
+        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
+        progress.commit_was_sent = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
         late = find_outcome(connection, progress)
     assert late is not None
@@ -498,10 +498,10 @@ def test_a_transaction_that_the_new_server_never_heard_of_is_not_reported(
         claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
         transaction.rollback()
         drain()
-        assert claimed.anchor is not None
-        anchor = replace(claimed.anchor, xid=str(int(claimed.anchor.xid) + 1_000_000 * ahead))
+        assert claimed.transaction is not None
+        anchor = replace(claimed.transaction, xid=str(int(claimed.transaction.xid) + 1_000_000 * ahead))
         progress = BatchState("ledger", claimed.jobs, anchor, epoch="of the server before the failover")
-        progress.certifying = True
+        progress.commit_was_sent = True
         progress.events.append(JobDone(claimed.jobs[0], 0.1))
         late = find_outcome(connection, progress)
     assert late is not None

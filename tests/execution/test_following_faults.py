@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.transaction_mode as batch_module
+import outboxq.execution.commit as commit_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.database.driver import ScriptResult
 from outboxq.events import Event, JobDone
@@ -143,7 +143,7 @@ def test_a_cancellation_during_commit_costs_nothing(
 ) -> None:
     """PostgreSQL commits, and raises it at what follows, outside of any transaction."""
     enqueue(sessions, 4)
-    original, cancelled = batch_module.run_script, []
+    original, cancelled = commit_module.run_script, []
 
     def cancel_once(connection: Connection, script: str) -> list[ScriptResult]:
         if "; COMMIT; " not in script or cancelled:
@@ -152,7 +152,7 @@ def test_a_cancellation_during_commit_costs_nothing(
         original(connection, script[: script.index("; COMMIT") + len("; COMMIT")])
         raise psycopg.errors.QueryCanceled("canceling statement due to user request")
 
-    monkeypatch.setattr(batch_module, "run_script", cancel_once)
+    monkeypatch.setattr(commit_module, "run_script", cancel_once)
     events = drain(outboxq_database.url, handled_by(record), batch_size)
     assert cancelled
     assert ledger(engine) == Counter(f"job {number}" for number in range(4))

@@ -12,8 +12,8 @@ from sqlalchemy import Connection, Engine, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
+import outboxq.execution.commit as commit_module
 import outboxq.execution.lease_mode as held_module
-import outboxq.execution.transaction_mode as batch_module
 import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.guard import Guard
@@ -250,7 +250,7 @@ def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
         return sent(request) if struck else "SELECT 1 / 0"
 
     monkeypatch.setattr(ClaimRequest, "text_after_commit", failing)
-    monkeypatch.setattr(batch_module, "_failed_behind_commit", refused)
+    monkeypatch.setattr(commit_module, "_failed_after_commit", refused)
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(10))
     events = drain(jobs, slots_per_queue=1, batch_size=batch_size)

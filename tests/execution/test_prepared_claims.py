@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.claim as claim_module
-import outboxq.execution.transaction_mode as batch_module
+import outboxq.execution.commit as commit_module
 import outboxq.relay.claim_planner as claims_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
@@ -36,14 +36,14 @@ def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each claim that came with a COMMIT, whether it was executed by its name."""
     found: list[bool] = []
-    original = batch_module.run_script
+    original = commit_module.run_script
 
     def noting(connection: Connection, script: str) -> list[ScriptResult]:
         if "FOR UPDATE SKIP LOCKED" in script or "EXECUTE" in script:
             found.append("EXECUTE" in script)
         return original(connection, script)
 
-    monkeypatch.setattr(batch_module, "run_script", noting)
+    monkeypatch.setattr(commit_module, "run_script", noting)
     return found
 
 

@@ -13,9 +13,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.execution.batch_call as groups_module
 import outboxq.execution.shared_batch as shared_module
-import outboxq.execution.shared_savepoint as savepoint_module
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import BatchRolledBack, JobDied, JobDone
+from outboxq.execution.containment import SharedSavepoint
 from outboxq.postgres import Database
 from tests.support.app import Account, Child, Effect
 from tests.support.ledger import ledger, waiting
@@ -345,8 +345,14 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
         asked.append(xid)
         original(connection, xid)
 
-    for module in (shared_module, savepoint_module):
-        monkeypatch.setattr(module, "check_shared", asking)
+    def keeping(savepoint: SharedSavepoint) -> None:
+        if not savepoint._batch.runs_together:
+            asked.append(savepoint.xid)
+        keep_all(savepoint)
+
+    keep_all = SharedSavepoint.keep_all
+    monkeypatch.setattr(shared_module, "check_shared", asking)
+    monkeypatch.setattr(SharedSavepoint, "keep_all", keeping)
     kind = act if sort == "batchable" else act_all
     with sessions.begin() as session:
         session.add_jobs(kind.job(name=name) for name in ("a", "bad", "b"))

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.transaction_mode as batch_module
+import outboxq.execution.commit as commit_module
 import outboxq.relay.claim_planner as claims_module
 import outboxq.relay.cursors as cursors_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
@@ -62,13 +62,13 @@ def drain(url: str, batch_size: int = 5, jobs: Jobs = app.jobs) -> list[Event]:
 def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The strings that commit."""
     sent: list[str] = []
-    original = batch_module.run_script
+    original = commit_module.run_script
 
     def noting(connection: Connection, script: str) -> list[ScriptResult]:
         sent.append(script)
         return original(connection, script)
 
-    monkeypatch.setattr(batch_module, "run_script", noting)
+    monkeypatch.setattr(commit_module, "run_script", noting)
     return sent
 
 
@@ -93,11 +93,11 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
         for count in range(1, 501):
             claims.ask("ledger", script)
             claims.took("ledger", (_unit_test_job(),) * count, 0)
-            claims.following(BatchState("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
+            claims.next_claim(BatchState("ledger", (_unit_test_job(),) * count, None, has_deadlocked=True))
             for _ in range(10):
                 limits.add(claims.ask("ledger", script).limit)
                 claims.took("ledger", (_unit_test_job(),), 0)
-                claims.following(BatchState("ledger", (_unit_test_job(),), None))
+                claims.next_claim(BatchState("ledger", (_unit_test_job(),), None))
     finally:
         shared.effect_runners.dispose(lambda _: None)
     assert len(limits) <= 10
@@ -110,7 +110,7 @@ def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None
     try:
         for turns in (1, 2, 3):
             slot.pause_seconds(flagged=True)
-            firsts.append([slot._claims.sorts("ledger")[0].is_keyed for _ in range(turns)])
+            firsts.append([slot._planner.sorts("ledger")[0].is_keyed for _ in range(turns)])
     finally:
         shared.effect_runners.dispose(lambda _: None)
     assert firsts == [[True], [True, False], [True, False, True]]
@@ -182,7 +182,7 @@ def break_next_claim(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put a statement in front of the first claim that goes with a COMMIT."""
 
     def arrange(statement: str) -> None:
-        original = batch_module.run_script
+        original = commit_module.run_script
         statements = iter([statement])
 
         def breaking(connection: Connection, script: str) -> list[ScriptResult]:
@@ -190,7 +190,7 @@ def break_next_claim(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 script = script.replace(BEGIN, f"{BEGIN}; {next(statements, 'SET LOCAL work_mem TO DEFAULT')}")
             return original(connection, script)
 
-        monkeypatch.setattr(batch_module, "run_script", breaking)
+        monkeypatch.setattr(commit_module, "run_script", breaking)
 
     return arrange
 

@@ -48,7 +48,7 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
 
     def note(slot: Slot, *, flagged: bool) -> float:
         seconds = pause_seconds(slot, flagged=flagged)
-        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.shared.poll_seconds:
+        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.state.poll_seconds:
             grown.add(slot)
         return seconds
 

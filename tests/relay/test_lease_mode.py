@@ -32,8 +32,8 @@ from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.lease_mode import LeasedBatch, Unsettled
 from outboxq.job import Job
 from outboxq.postgres import Database
+from outboxq.relay.batch_loop import BatchLoop
 from outboxq.relay.lease import RelayLease
-from outboxq.relay.slot import Slot
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
 from tests.support.waiting import PATIENCE, wait_until
@@ -336,14 +336,13 @@ def test_claims_follow_the_pace_of_their_handlers(
     def take_time(ctx: Context) -> None:
         now[0] += next(seconds)
 
-    original = Slot.holds
+    original = BatchLoop._has_claimed
 
-    def noting(self: Slot, held: held_module.LeasedBatch | None) -> None:
-        if held is not None:
-            sizes.append(len(held.jobs))
-        original(self, held)
+    def noting(loop: BatchLoop, queue: str, claimed: tuple[Job, ...], moved: int) -> None:
+        sizes.append(len(claimed))
+        original(loop, queue, claimed, moved)
 
-    monkeypatch.setattr(Slot, "holds", noting)
+    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
     with sessions.begin() as session:
         session.add_jobs(take_time.job() for _ in range(50))
     Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=20), hooks=()).drain()
@@ -499,7 +498,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
         ctx.session.flush()
         ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
 
-    monkeypatch.setattr("outboxq.relay.slot.relieve", failing)
+    monkeypatch.setattr(held_module, "release_waiting", failing)
     work.tasks = {"escapes": escape}
     work.enqueue("escapes", "behind", "last")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
@@ -580,14 +579,13 @@ def test_async_handlers_are_settled_together_too(
 def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the batches are: a suspect that kills its relay takes no other along."""
     sizes: list[tuple[int, int]] = []
-    original = Slot.holds
+    original = BatchLoop._has_claimed
 
-    def noting(self: Slot, held: held_module.LeasedBatch | None) -> None:
-        if held is not None:
-            sizes.append((len(held.jobs), held.jobs[0].lease_token or 0))
-        original(self, held)
+    def noting(loop: BatchLoop, queue: str, claimed: tuple[Job, ...], moved: int) -> None:
+        sizes.append((len(claimed), claimed[0].lease_token or 0))
+        original(loop, queue, claimed, moved)
 
-    monkeypatch.setattr(Slot, "holds", noting)
+    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
     work.enqueue(*(f"suspect {number}" for number in range(5)))
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect', lease_token = 10 WHERE args::text ~ 'susp'"))

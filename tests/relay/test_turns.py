@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.claim as claim_module
-import outboxq.execution.transaction_mode as batch_module
+import outboxq.execution.commit as commit_module
 import outboxq.relay.claim_planner as claims_module
 import outboxq.relay.slot as slot_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
@@ -40,7 +40,7 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sent.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
         return run_script(connection, script)
 
-    for module in (batch_module, claim_module):
+    for module in (commit_module, claim_module):
         monkeypatch.setattr(module, "run_script", noting)
     return sent
 
@@ -138,7 +138,7 @@ def test_the_claim_of_the_next_queue_comes_with_the_commit_of_the_jobs_before_it
             along.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
         return run_script(connection, script)
 
-    monkeypatch.setattr(batch_module, "run_script", noting)
+    monkeypatch.setattr(commit_module, "run_script", noting)
     done: list[int] = []
     jobs = many_queues(20, lambda ctx, number: done.append(number))
     enqueue(sessions, jobs, range(20), 20)

@@ -58,10 +58,10 @@ MUTANTS = (
         ("tests/relay/test_lease.py",),
     ),
     Mutant(
-        "the commit_script: a plain COMMIT",
-        "outboxq/execution/settle.py",
-        'return f"RELEASE SAVEPOINT {seal}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
-        'return f"COMMIT; SELECT {len(seal)}; COMMIT"',
+        "the certificate: a plain COMMIT",
+        "outboxq/execution/commit.py",
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
+        'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),
     Mutant(
@@ -87,14 +87,14 @@ MUTANTS = (
     ),
     Mutant(
         "the withholding of messages where a job is settled",
-        "outboxq/execution/transaction_mode.py",
-        "    result = work.kept(job, result)\n    match result:\n",
+        "outboxq/execution/outcome.py",
+        "    result = runtime.kept(job, result)\n    match result:\n",
         "    match result:\n",
         ("tests/execution/test_withheld.py",),
     ),
     Mutant(
         "the look at changes of unlocked rows before they are flushed",
-        "outboxq/execution/invoke.py",
+        "outboxq/execution/handler_session.py",
         "        self.look()\n        super().flush(objects)\n",
         "        super().flush(objects)\n",
         ("tests/handlers/test_unlocked.py",),
@@ -136,8 +136,8 @@ MUTANTS = (
     ),
     Mutant(
         "the question whether COMMIT came before the error",
-        "outboxq/execution/transaction_mode.py",
-        "        return gone.sqlstate == settle.NO_SUCH_SAVEPOINT\n",
+        "outboxq/execution/commit.py",
+        "        return gone.sqlstate == _NO_SUCH_SAVEPOINT\n",
         "        return gone is None\n",
         ("tests/relay/test_following.py",),
     ),
@@ -243,9 +243,9 @@ MUTANTS = (
     ),
     Mutant(
         "the excuse of a job whose row could not be had",
-        "outboxq/relay/slot.py",
-        "            self.shared.lease.excuse(progress.job)\n",
-        "",
+        "outboxq/relay/batch_loop.py",
+        "            self._state.lease.excuse(batch.job)\n",
+        "            pass\n",
         ("tests/execution/test_row_held.py::test_a_job_whose_row_is_held_time_after_time_is_never_buried",),
     ),
     Mutant(
@@ -282,9 +282,9 @@ MUTANTS = (
     ),
     Mutant(
         "the look at which run of the server knows a transaction",
-        "outboxq/execution/recovery.py",
-        "_server_epoch(connection) != progress.epoch:",
-        "progress.epoch is None:",
+        "outboxq/execution/find_outcome.py",
+        "_server_epoch(connection) != batch.epoch:",
+        "batch.epoch is None:",
         (
             "tests/faults/test_torture.py",
             "tests/faults/test_unknown_commit.py",
@@ -294,7 +294,7 @@ MUTANTS = (
     Mutant(
         "the end of the backend at a timeout",
         "outboxq/relay/deadlines.py",
-        "        end_other_transaction(connection, progress, terminate=True)\n",
+        "        end_other_transaction(connection, batch, terminate=True)\n",
         "",
         ("tests/faults/test_deadlines.py",),
     ),
@@ -370,16 +370,16 @@ MUTANTS = (
     ),
     Mutant(
         "the dead letter of a leased job whose transaction stays prepared",
-        "outboxq/execution/recovery.py",
-        "    if not progress.is_leased:\n        return BatchReport(len(progress.jobs), ())\n    return _bury(",
-        "    if progress is not None:\n        return BatchReport(len(progress.jobs), ())\n    return _bury(",
+        "outboxq/execution/find_outcome.py",
+        "    if not batch.is_leased:\n        return BatchReport(len(batch.jobs), ())\n    return bury(",
+        "    if batch is not None:\n        return BatchReport(len(batch.jobs), ())\n    return bury(",
         ("tests/execution/test_prepared_by_handler.py::test_a_transaction_that_the_relay_may_not_end_frees_its_slot",),
     ),
     Mutant(
         "the look at a leased job's transaction before it is settled",
-        "outboxq/execution/transaction_mode.py",
-        "    if progress.is_leased and progress.anchor is not None and is_idle:\n",
-        "    if progress is None:\n",
+        "outboxq/execution/run.py",
+        "    if batch.is_leased and batch.transaction is not None and is_idle:\n",
+        "    if batch is None:\n",
         ("tests/execution/test_prepared_by_handler.py::test_a_leased_job_whose_row_is_prepared_too_holds_no_slot",),
     ),
     Mutant(
@@ -484,18 +484,18 @@ MUTANTS = (
     ),
     Mutant(
         "a claim that follows on a connection with leavings",
-        "outboxq/execution/transaction_mode.py",
-        "is_listened_to(connection) or work.guard.left else",
-        "is_listened_to(connection) else",
+        "outboxq/relay/batch_loop.py",
+        "is_listened_to(connection) or runtime.guard.left:",
+        "is_listened_to(connection):",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),
     ),
     Mutant(
         "a leased job behind one that left something",
-        "outboxq/execution/lease_mode.py",
-        "allowed=not work.guard.left and holder.may_begin()",
-        "allowed=holder.may_begin()",
+        "outboxq/relay/batch_loop.py",
+        "allowed=not runtime.guard.left and self._may_begin()",
+        "allowed=self._may_begin()",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),
@@ -719,8 +719,8 @@ MUTANTS = (
     ),
     Mutant(
         "the marks of a parking that failed",
-        "outboxq/relay/slot.py",
-        "            park_unknown(connection, self.shared.schema, queue, kinds, only_marks=True)",
+        "outboxq/relay/batch_loop.py",
+        "            park_unknown(connection, self._state.schema, queue, kinds, only_marks=True)",
         "            pass",
         ("tests/execution/test_parking.py",),
     ),
@@ -826,8 +826,8 @@ MUTANTS = (
     ),
     Mutant(
         "the marks of a claim that was cancelled",
-        "outboxq/relay/slot.py",
-        "            picked = self._picked(connection, request)\n",
+        "outboxq/relay/failed_claims.py",
+        "            picked = self._forgive(connection, request)\n",
         "            picked = []\n",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
@@ -840,7 +840,7 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a transaction that a handler prepared",
-        "outboxq/execution/recovery.py",
+        "outboxq/execution/find_outcome.py",
         ' if status == "in progress" else ()',
         ' if status == "prepared" else ()',
         ("tests/execution/test_prepared_by_handler.py",),
@@ -883,14 +883,14 @@ MUTANTS = (
     Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to nobody",
         "outboxq/execution/recovery.py",
-        "    if progress.together > 1:\n",
-        "    if progress.together > 1 and not work:\n",
+        "    if batch.together > 1:\n",
+        "    if batch.together > 1 and not runtime:\n",
         ("tests/execution/test_batch_handlers.py::test_what_fails_with_many_is_tried_with_each_alone",),
     ),
     Mutant(
         "the connection of a batch handler's call, taken back when it is over",
         "outboxq/execution/batch_call.py",
-        "        work.guard.take_back()\n        batch.together = 1\n",
+        "        runtime.guard.take_back()\n        batch.together = 1\n",
         "        batch.together = 1\n",
         (
             "tests/database/test_session_state_left.py::test_what_runs_together_leaves_its_connection_to_no_job_behind_it",
@@ -906,8 +906,8 @@ MUTANTS = (
     Mutant(
         "a context of its own for each attempt",
         "outboxq/execution/invoke.py",
-        "        return copy_context().run(attempt, *args, **kwargs)\n",
-        "        return attempt(*args, **kwargs)\n",
+        "        return copy_context().run\n",
+        "        return lambda attempt, *args: attempt(*args)\n",
         ("tests/execution/test_apart.py",),
     ),
     Mutant(

@@ -34,7 +34,7 @@ _FOR_GOOD = ("22", "54", "XX")
 def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int) -> Rows:
     """Take one job from where it was lost: as it should be, or else without burying it.
 
-    No rows where its row allows neither: it stays where it is, and is tried again later.
+    No rows if its row allows neither: it stays, and is tried again later.
 
     Args:
         run: Runs a statement in a transaction of its own.

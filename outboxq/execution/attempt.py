@@ -44,7 +44,7 @@ def attempt(
     Args:
         shared_xid: The claim's transaction, if other jobs share it. Then this job is failed now for what its deferred
             constraints would raise at COMMIT; a job alone meets them there.
-        begin: As of `AttemptSavepoint`.
+        begin: Begins the relay's transaction if need be; names the savepoint that stands for the attempt's, or None.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.

@@ -14,6 +14,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.handler_session import HandlerSession, nothing
 from outboxq.execution.invoke import Run
+from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.execution.runtime import Runtime
 from outboxq.fault_points import fault_point
@@ -26,25 +27,21 @@ def call_batch_handler(
     connection: Connection,
     batch: BatchState,
     runtime: Runtime,
-    places: range,
-    arguments: Sequence[Mapping[str, object]],
+    segment: Segment,
     locks: Locks,
 ) -> Sequence[Outcome] | None:
-    """Call a batch handler with these jobs; None where nothing of it stands, and each is to run by itself.
-
-    Args:
-        places: Of its jobs among those of the batch.
-        arguments: The decoded arguments of each.
+    """Call a batch handler with the jobs of a segment; None if nothing of it stands, and each is to run by itself.
 
     Raises:
-        ConnectionLost, TransactionEscaped: see `execute`.
+        ConnectionLost: the transaction is gone with its connection.
+        TransactionEscaped: the handler ended the transaction.
     """
-    batch.position, batch.together = places.start, len(places)
-    savepoint = SharedSavepoint(connection, runtime.guard, batch, places.start)
+    batch.position, batch.together = segment.places.start, len(segment.places)
+    savepoint = SharedSavepoint(connection, runtime.guard, batch, batch.position)
     session = runtime.invoker.open_session(connection, nothing)
     try:
-        returned = _call(connection, batch, runtime, places, arguments, session, savepoint, locks)
-        # However it goes: what stands is the certificate's to say.
+        returned = _call(connection, batch, runtime, segment.arguments, session, savepoint, locks)
+        # However it goes: COMMIT says what stands.
         _close(session, runtime)
     except BaseException as error:
         if not runtime.is_failure(error):
@@ -70,16 +67,15 @@ def _call(
     connection: Connection,
     batch: BatchState,
     runtime: Runtime,
-    places: range,
     arguments: Sequence[Mapping[str, object]],
     session: HandlerSession,
     savepoint: SharedSavepoint,
     locks: Locks,
 ) -> Sequence[Outcome]:
-    jobs = batch.jobs[places.start : places.stop]
+    jobs = batch.running_jobs
     handler = runtime.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
-    # Joined now: a rollback of a session that has not joined would be seen by nobody.
+    # Joined now: a rollback of a session that has not joined would go unnoticed.
     session.connection()
     keys = entity_keys(arguments)
     # Held: the session alone would forget them.

@@ -20,7 +20,7 @@ _LOCK_SECONDS = 1.0
 
 
 class Phase(Enum):
-    """Who has the last word on a batch: whoever leaves RUNNING first.
+    """What has the last word on a batch: the first to leave RUNNING.
 
     Its slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what stands after an error; or the
     relay takes the batch away from the slot.

@@ -49,7 +49,7 @@ class _Writable:
 
 
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
-    """What a flush of the session's changed rows would send; None where it would do more than that.
+    """What a flush of the session's changed rows would send; None if it would do more than that.
 
     New objects are not looked at.
     """
@@ -123,7 +123,7 @@ def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
-    """The new values by attribute, in the order of their names; None where one cannot wait."""
+    """The new values by attribute, in the order of their names; None if one cannot wait."""
     values: dict[str, object] = {}
     for name in sorted(state.committed_state):
         column, type_ = writable.columns.get(name, (None, None))

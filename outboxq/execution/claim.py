@@ -1,12 +1,12 @@
 """Claim: take waiting jobs out of the table, and set the savepoint behind which they stay claimed.
 
 In transaction mode the delete and the handlers' rows are one transaction: a relay that dies here gives its jobs back by
-dying. In lease mode the claim is committed first, and a token fences whoever held it before.
+dying. In lease mode the claim is committed first, and a token fences off whatever held it before.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 from uuid import UUID
@@ -49,7 +49,7 @@ class ClaimTransaction:
         return _inner(self.savepoint)
 
     def reset(self) -> str:
-        """Back to where the claim ended. Fails where the transaction is not the claim's any more."""
+        """Back to where the claim ended. Fails if the transaction is not the claim's any more."""
         return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
 
@@ -71,7 +71,7 @@ class PreparedClaims:
     """Which claims a connection has prepared, as far as that lasts.
 
     The driver lets go of all prepared statements when it sees a rollback, and behind a transaction pooler each
-    transaction may come to another session. A claim that fails for this costs a round trip and nothing else; where it
+    transaction may come to another session. A claim that fails for this costs a round trip and nothing else; if it
     happens often, claims are sent as plain text for a while. The one that was not used for longest makes room.
     """
 
@@ -82,7 +82,7 @@ class PreparedClaims:
         self._plain_until = 0.0
 
     def text(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> str:
-        """The claim, by its name where that is possible."""
+        """The claim, by its name if that is possible."""
         if self._is_plain():
             return script.text(limit, cursor)
         prepared = script.prepared(limit, behind=cursor is not None)
@@ -130,14 +130,6 @@ class PreparedClaims:
 
 
 @dataclass(frozen=True, slots=True)
-class PiggybackQuery:
-    """A question that goes along with a claim, and who is told the answer: its first row."""
-
-    statement: str
-    answered: Callable[[tuple[object, ...]], None]
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimRequest:
     """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
 
@@ -145,7 +137,6 @@ class ClaimRequest:
         timeout_seconds: The longest deadline of the queue's handlers. It holds for them and not for the claim itself,
             which must not starve by it if it has far to walk. None for what the role and the database have.
         prepared: Where it is prepared, if it is worth it.
-        aside: What is asked along with it, where it goes along with a COMMIT.
     """
 
     script: ClaimScript
@@ -154,7 +145,6 @@ class ClaimRequest:
     queue: str = ""
     timeout_seconds: float | None = None
     prepared: PreparedClaims | None = None
-    aside: PiggybackQuery | None = None
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
@@ -167,20 +157,12 @@ class ClaimRequest:
         return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
 
     def text_after_commit(self) -> str:
-        """What follows a COMMIT in one string: BEGIN, the question and the claim.
-
-        The question stands behind BEGIN: in front of it, it would be the first statement of the same transaction, whose
-        isolation level can then no longer be chosen where the database's default is another one.
-        """
-        return f"{BEGIN}; {'' if self.aside is None else f'{self.aside.statement}; '}{self.text()}"
+        """What follows a COMMIT in one string."""
+        return f"{BEGIN}; {self.text()}"
 
     def read_after_commit(self, results: Sequence[ScriptResult]) -> Claimed:
         """What that brought."""
-        results = results[1:]
-        if self.aside is not None:
-            self.aside.answered(results[0].rows[0])
-            results = results[1:]
-        return self.read(results)
+        return self.read(results[1:])
 
     def failed(self, error: BaseException) -> bool:
         """Whether it failed for how it was sent, and is worth another try in a new transaction."""
@@ -216,7 +198,7 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
-    """Claim one job by its id; nothing where it is gone, leased, or held by another transaction."""
+    """Claim one job by its id; nothing if it is gone, leased, or held by another transaction."""
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
@@ -229,7 +211,7 @@ def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransa
 
 
 def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> None:
-    """Say, by committing, that these jobs' claim was rolled back on purpose and killed nobody."""
+    """Say, by committing, that these jobs' claim was rolled back on purpose and killed no relay."""
     run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
 
 

@@ -57,7 +57,7 @@ def commit(
         if is_lost(connection):
             raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
         # Sent and not refused: the error came behind COMMIT, or it cannot be known. Of several that each passed its own
-        # check, who is to blame shows when each runs alone.
+        # check, which is to blame shows when each runs alone.
         if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)

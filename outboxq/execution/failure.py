@@ -65,7 +65,7 @@ class ErrorRecord:
 class Failed:
     """An attempt that raised.
 
-    `transient`: a deadlock or a serialization failure, which is nobody's fault. `permanent`: another cannot help.
+    `transient`: a deadlock or a serialization failure, for which no job is to blame. `permanent`: another cannot help.
     `sqlstate`: of a database error.
     """
 

@@ -52,11 +52,11 @@ class HandlerSession(OutboxSession):
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """Where it leads to, for who sends nothing yet."""
+        """The engine or connection that it would use, if nothing is to be sent yet."""
         return super().get_bind(**kwargs)
 
     def rollback(self) -> None:
-        """Joins first: what a session that has not joined rolls back, nobody sees, and its job would count as done."""
+        """Join the relay's transaction first; a rollback before it would go unnoticed, and the job count as done."""
         if self.in_transaction() and self.is_active:
             self.connection()
         super().rollback()
@@ -90,7 +90,7 @@ class AttemptSession:
         return self.made
 
     def close(self) -> bool:
-        """End it for good; False where that fails, because the transaction below it is not as it was.
+        """End it for good; False if that fails, because the transaction below it is not as it was.
 
         Raises also what users' listeners raise.
         """

@@ -208,7 +208,7 @@ class AsyncInvoker:
         """
         try:
             returned = await begin()
-        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+        except BaseException as error:  # noqa: BLE001  # raised again by what waits
             ended.append(functools.partial(_raise, error))
         else:
             ended.append(lambda: returned)

@@ -3,9 +3,10 @@
 Each handler runs by itself. What it writes is committed with its own job; jobs whose handlers wrote nothing wait until
 the claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
 
-A job that waits, before its handler or behind it, waits for others. So a claim takes few jobs where handlers are slow,
-and when it lasts longer than `HELD_SECONDS` it is relieved: what is done is removed, and what has not begun waits in
-the queue again, as if it had never been claimed. The slot does that between two handlers, the relay's watch during one.
+A job that waits, before its handler or behind it, waits for others. So a claim takes few jobs if handlers are slow,
+and when it lasts longer than `HELD_SECONDS`, what waits is released: what is done is removed, and what has not begun
+waits in the queue again, as if it had never been claimed. The slot does that between two handlers, the enforcer of
+deadlines during one.
 """
 
 import threading
@@ -30,14 +31,13 @@ from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # As long as that a claim is meant to last; so many more or fewer jobs does the next one take.
 AIM_SECONDS = 0.05
-# A handler's end is committed, and a job that has not begun is given back, at the latest when a claim is that old and
-# somebody has looked.
+# A handler's end is committed, and a job that has not begun is given back, when a claim is that old and is looked at.
 HELD_SECONDS = 0.2
-# A relief that failed is tried again so much later.
+# A release that failed is tried again so much later.
 _AGAIN_SECONDS = 1.0
-# Who has to wait until another thread has settled looks so often whether it has.
+# A thread that waits until another one has settled looks so often whether it has.
 _LOOK_SECONDS = 0.01
-# Whoever watches or cuts a relay's sessions knows by these words what ends a job.
+# Tools that watch or cut a relay's sessions know by these words what ends a job.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'; "
@@ -63,7 +63,7 @@ class Unsettled:
 
         Args:
             free: Only what no other transaction holds. The rest stays under the lease, and its relay's beat takes it
-                back when nobody holds it any more.
+                back when it is free.
         """
         done = (event.job for event in self.finished)
         finishing = f"{finish_held(schema, done, free=free)}; " if self.finished else ""
@@ -71,7 +71,7 @@ class Unsettled:
         return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
     def question(self, schema: str) -> str:
-        """What is asked behind COMMIT: which of the jobs are there, where they may have been settled before.
+        """What is asked behind COMMIT: which of the jobs are there, if they may have been settled before.
 
         Behind it, because only a new statement sees what was committed while the first one waited for it; and with it,
         because an answer of its own could be lost with all that was committed.
@@ -84,8 +84,8 @@ class Unsettled:
 class LeasedBatch:
     """The jobs of one claim, and how far they have come.
 
-    The slot begins one after the other. The relay's watch takes away what does not run, where that lasts too long. One
-    of them settles at a time, and the other waits for it: what could not be settled comes back, and nobody else has it.
+    The slot begins one after the other. The enforcer of deadlines takes away what does not run, if that lasts too long.
+    One of them settles at a time, and the other waits: what could not be settled comes back, and belongs to no other.
     """
 
     queue: str
@@ -132,7 +132,7 @@ class LeasedBatch:
             self._finished.append(event)
 
     def parked(self) -> tuple[Event, ...]:
-        """What is to be told of the jobs that nobody here can run."""
+        """The event of the jobs that no handler here can run, if there are any."""
         kinds = tuple(sorted({job.kind for job in self.unknown}))
         return (JobsParked(self.queue, kinds, len(self.unknown)),) if self.unknown else ()
 

@@ -1,4 +1,4 @@
-"""Arrange: which jobs of a claimed batch run together, and in which order."""
+"""The plan of a claimed batch: which of its jobs run together, and in which order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Jobs of a batch that lie one behind the other, and how they run; with their arguments where they run together."""
+    """Jobs of a batch that lie one behind the other, and how they run; with their arguments if they run together."""
 
     kind: SegmentKind
     places: range

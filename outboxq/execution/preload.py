@@ -1,7 +1,7 @@
 """Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, and handed to one job each.
 
 A row that was loaded ahead is what its job would have loaded by itself, as long as nothing was sent in between and no
-change of it waits in the write buffer: whoever sends something drops them all.
+change of it waits in the write buffer: whatever sends something drops them all.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -141,7 +141,7 @@ class PreloadedEntities:
         self._oids: dict[type[object], int | None] = {}
 
     def take(self, key: EntityKey) -> object | None:
-        """The row, which its job may change; None where it is not here."""
+        """The row, which its job may change; None if it is not here."""
         return self._rows.pop((key.entity, key.identity), None)
 
     def drop(self) -> None:
@@ -248,7 +248,7 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     first, *others = mapper.primary_key
     array = None if others else key_array(first.type)
     if array is not None:
-        # One statement for any number of them, where a list would be written out anew for each.
+        # One statement for any number of them; a list would be written out anew for each.
         return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
     keys = tuple_(first, *others) if others else first
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))

@@ -179,7 +179,7 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[Jo
     """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
 
     Args:
-        batch: As of `record_failed_attempt`.
+        batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
@@ -251,7 +251,7 @@ def settle_aborted(
     """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
 
     Args:
-        failed: The attempt of the job that ran; None where the relay is stopping, or nobody knows who is to blame.
+        failed: The attempt of the job that ran; None if the relay is stopping, or it cannot be known which.
         is_crash: It may be this job that takes the relay with it: as if the relay had died already, so that it runs
             alone next, and is counted there.
 
@@ -289,7 +289,7 @@ def end_other_transaction(connection: Connection, batch: BatchState, *, terminat
 def _settle_anew(
     connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[Job, ...] = ()
 ) -> JobEvent | None:
-    """Settle a job whose own transaction was rolled back; None where another relay has taken it meanwhile."""
+    """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
     with connection.begin():
         if job.lease_token is None:
             # In one transaction with the charge: between two, another slot could take the job uncharged.

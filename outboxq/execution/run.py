@@ -69,7 +69,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
 def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
     """Run the jobs of a segment together; False if nothing of it stands, and each is to run by itself."""
     if segment.kind == "shared":
-        is_run = run_shared(connection, batch, runtime, segment.places, segment.arguments, locks)
+        is_run = run_shared(connection, batch, runtime, segment, locks)
     else:
         is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
     if not is_run:
@@ -85,7 +85,7 @@ def _call_batch_handler(
 ) -> bool:
     began = time.perf_counter()
     run_apart = runtime.invoker.apart()
-    outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment.places, segment.arguments, locks)
+    outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment, locks)
     if outcomes is None:
         return False
     seconds = time.perf_counter() - began

@@ -78,10 +78,10 @@ class Runtime:
         return _AtRest(self, connection, job)
 
     def permit(self, handler: AnyHandler, job: Job) -> EffectAccess[Any] | None:
-        """Leave for this run to call the outside, or why it has none."""
+        """What lets this run call the outside; None if effects cannot be called here."""
         if self.caller is None:
             return None
-        # Refused also where no other job came with it: a handler must not depend on how busy its queue is.
+        # Refused also if no other job came with it: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
         # Of the slot's flavour, as the handler is.
         caller: Any = self.caller

@@ -88,7 +88,7 @@ def check_shared(connection: Connection, xid: str) -> None:
 
 
 def current_xid(connection: Connection) -> object:
-    """The id of the open transaction, or None where it has written nothing."""
+    """The id of the open transaction, or None if it has written nothing."""
     return run_script(connection, transaction.current_xid())[0].rows[0][0]
 
 

@@ -28,6 +28,7 @@ from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over, nothing
 from outboxq.execution.invoke import Run
+from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
@@ -43,25 +44,15 @@ from outboxq.outbox.session import holds_only_jobs, take_jobs
 from outboxq.outcomes import Done
 
 
-def run_shared(
-    connection: Connection,
-    batch: BatchState,
-    runtime: Runtime,
-    jobs: range,
-    arguments: Sequence[Mapping[str, object]],
-    locks: Locks,
-) -> bool:
-    """Run jobs of batchable kinds; False where nothing of them stands, and each is to run by itself.
-
-    Args:
-        jobs: Their places among the jobs of the batch, one after the other.
-        arguments: The decoded arguments of each.
+def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
+    """Run the jobs of a segment, of batchable kinds; False if nothing of them stands, and each is to run by itself.
 
     Raises:
-        ConnectionLost, TransactionEscaped: see `execute`.
+        ConnectionLost: the transaction is gone with its connection.
+        TransactionEscaped: a handler ended the transaction.
     """
     events = len(batch.events)
-    run = _SharedRun(connection, batch, runtime, jobs, arguments, locks)
+    run = _SharedRun(connection, batch, runtime, segment, locks)
     try:
         run.run()
     except BaseException as error:
@@ -87,19 +78,13 @@ class _SharedRun:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        batch: BatchState,
-        runtime: Runtime,
-        jobs: range,
-        arguments: Sequence[Mapping[str, object]],
-        locks: Locks,
+        self, connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks
     ) -> None:
         self._connection = connection
         self._batch = batch
         self._runtime = runtime
-        self._jobs = jobs
-        self._arguments = arguments
+        self._places = segment.places
+        self._arguments = segment.arguments
         self._locks = locks
         self._seconds: list[float] = []
         self._sent = 0
@@ -107,25 +92,25 @@ class _SharedRun:
         # Of the job that runs.
         self._is_suspicious = self._is_sending = False
         self._written: set[RowWrite | None] = set()
-        # The driver's own connection was taken: what goes over it is not seen, by whoever kept it.
+        # The driver's own connection was taken: what goes over it is not seen, whatever kept it.
         self._is_unseen = False
         self._failed: BaseException | None = None
         self._is_closed = True
-        self._ahead = len(jobs)
+        self._ahead = len(segment.places)
         self._facts: dict[Table, TableFacts | None] = {}
         self._buffer = WriteBuffer(self._facts_of, locks.has)
         self._rows = PreloadedEntities(connection, self._facts_of, locks)
-        self._savepoint = SharedSavepoint(connection, runtime.guard, batch, jobs.start)
+        self._savepoint = SharedSavepoint(connection, runtime.guard, batch, segment.places.start)
 
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
-        self._batch.position = self._jobs.start
+        self._batch.position = self._places.start
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._arguments)):
             # All in one order, before a handler can make the rows of some come first.
             self._load_ahead()
-        for position, arguments in zip(self._jobs, self._arguments, strict=True):
+        for position, arguments in zip(self._places, self._arguments, strict=True):
             self._batch.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
@@ -148,21 +133,21 @@ class _SharedRun:
         self._catch_up()
 
     def undo(self, error: BaseException) -> None:
-        """Back to before the first of them. Raises: as `SharedSavepoint.undo`."""
+        """Go back to before the first of them; raises ConnectionLost or TransactionEscaped if that cannot be done."""
         self._locks.forget()
         try:
             self._savepoint.undo_all(error, closed=self._is_closed)
         except TransactionEscaped:
             if self._is_over:
-                # Nobody saw whose handler it was, nor whose rows stand.
-                self._batch.blame_all(self._jobs)
+                # It was not seen whose handler it was, nor whose rows stand.
+                self._batch.blame_all(self._places)
             else:
                 self._set_aside_unsent()
             raise
 
     def _set_aside_unsent(self) -> None:
         """Behind the job that ended the transaction: of what was not sent before it, nothing stands."""
-        batch, first = self._batch, self._jobs.start + self._sent
+        batch, first = self._batch, self._places.start + self._sent
         if first > batch.position:
             # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
             del batch.events[batch.position - first :]
@@ -239,7 +224,7 @@ class _SharedRun:
         one may send something too, and all would be dropped.
         """
         self._send()
-        first = self._batch.position - self._jobs.start
+        first = self._batch.position - self._places.start
         with self._runtime.guard.aside():
             self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
         self._ahead *= 2
@@ -344,5 +329,5 @@ class _SharedRun:
 
     def _mark_sent(self) -> None:
         for seconds in self._seconds[self._sent :]:
-            self._batch.events.append(JobDone(self._batch.jobs[self._jobs.start + self._sent], seconds))
+            self._batch.events.append(JobDone(self._batch.jobs[self._places.start + self._sent], seconds))
             self._sent += 1

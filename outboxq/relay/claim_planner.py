@@ -5,18 +5,15 @@ No I/O: the slot sends what is asked for here, and says what came of it.
 
 import random
 import time
-from dataclasses import replace
-from typing import cast
 
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest, PiggybackQuery, PreparedClaims
+from outboxq.execution.claim import ClaimRequest, PreparedClaims
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.job import Job
 from outboxq.relay.cursors import QueueCursor
 from outboxq.relay.poller import Order, Sort
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import ClaimScript, ClaimStatements
-from outboxq.statements.wake import calls_away
 
 # So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
 # its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
@@ -35,8 +32,6 @@ class ClaimPlanner:
         queues = order.queues
         # Of the line that the slot has.
         self.prepared: PreparedClaims | None = None
-        # Another queue, or another sort of jobs, wants the slot: it looks before it claims again.
-        self.is_called_away = False
         # Jobs were found since the last look at its queues.
         self.has_found = True
         # That the last look at its queues took.
@@ -88,10 +83,10 @@ class ClaimPlanner:
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
         seen_at = self._state.poller.seen_at(self._order.queues[0])
-        return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
+        return _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
-        """Where the slot goes to claim, of what is known to wait; None where nothing is that nobody else goes for."""
+        """Where the slot goes to claim, of what is known to wait; None if nothing is that no other slot goes for."""
         turn = self._state.poller.take_turn(self._order, self._last, self._due_next)
         if turn is None:
             return None
@@ -142,7 +137,6 @@ class ClaimPlanner:
         assert self.request is not None
         self._claimed = self.request
         if self._walks_since is not None:
-            self.is_called_away = False
             # In a round each of those that take turns has its share, and one claim at least.
             shares = 1 + self._order.count_peers(name, self._state.poller.waiting())
             share_seconds = follow_seconds(_now() - self._walks_since) / shares
@@ -164,7 +158,7 @@ class ClaimPlanner:
             self._positions[name].move_to_start()
 
     def cancelled(self) -> None:
-        """The last claim took too long for somebody: the next one is for half as many jobs."""
+        """The last claim was cancelled, as too long: the next one is for half as many jobs."""
         request = self.request
         assert request is not None
         half = _power_of_two(max(1, request.limit // 2))
@@ -185,7 +179,7 @@ class ClaimPlanner:
         if self.alone_for or batch.unknown or self._state.stopping.is_set() or _now() > self._counts_due_at:
             return None
         is_full = len(batch.jobs) >= request.limit
-        following = self._ask_on(batch.queue, request.script) if is_full else None
+        following = self.ask(batch.queue, request.script) if is_full and _now() <= self._follow_until else None
         return following or self._ask_elsewhere()
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
@@ -207,25 +201,10 @@ class ClaimPlanner:
         self._most_leased[leased.queue] = _power_of_two(most)
         is_suspect = request.script is self._statements[leased.queue].lease_suspect
         is_full = len(leased.jobs) >= request.limit and not (self.alone_for or is_suspect or leased.unknown)
-        may_follow = is_full and not self._state.stopping.is_set() and _now() <= self._counts_due_at
-        return self._ask_on(leased.queue, request.script) if may_follow else None
-
-    def _ask_on(self, name: str, script: ClaimScript) -> ClaimRequest | None:
-        if _now() <= self._follow_until:
-            return self.ask(name, script)
-        has_suspects = self._state.quarantine.wait_in(self._order.queues)
-        has_others = self.is_called_away or self._order.before(name, self._state.poller.waiting())
-        if has_others or has_suspects or not script.is_keyed or script.leased:
-            return None
-        asked = calls_away(self._state.schema, self._order.before(name, self._order.queues), name)
-        return replace(self.ask(name, script), aside=PiggybackQuery(asked, self._is_called))
-
-    def _is_called(self, row: tuple[object, ...]) -> None:
-        """Whether the slot goes to look at its other queues after the jobs that it has just claimed."""
-        called, seconds = row
-        self.is_called_away = called is True
-        if not self.is_called_away:
-            self._follow_until = _now() + follow_seconds(cast("float", seconds))
+        may_follow = (
+            is_full and not self._state.stopping.is_set() and _now() <= min(self._counts_due_at, self._follow_until)
+        )
+        return self.ask(leased.queue, request.script) if may_follow else None
 
 
 def follow_seconds(walk_seconds: float) -> float:

@@ -37,7 +37,7 @@ class SweepSchedule:
         with self._lock:
             if now < self._due_at.get(queue, 0.0):
                 return False
-            # Nobody else, while this one lasts.
+            # No other slot, while this one lasts.
             self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
             return True
 
@@ -71,7 +71,7 @@ class QueueCursor:
         return self._cursor
 
     def move(self, request: ClaimRequest, jobs: tuple[Job, ...], moved: int) -> None:
-        """After a claim: behind its last job, or back to the start where it came back short."""
+        """After a claim: behind its last job, or back to the start if it came back short."""
         self._sweeps.took(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
         is_full = jobs and len(jobs) + moved >= request.limit
         self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq) if is_full else None

@@ -1,4 +1,4 @@
-"""The watch: what happens to a handler that does not end within its deadline, or within the time to drain.
+"""Deadlines: what happens to a handler that does not end within its own, or within the time to drain.
 
 In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
 that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
@@ -116,7 +116,7 @@ class DeadlineEnforcer:
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def look(self, runners: list[Runner]) -> None:
-        """Act on whoever is past a deadline, or keeps leased jobs waiting. Never waits."""
+        """Act on slots that are past a deadline, or keep leased jobs waiting. Never waits."""
         now = time.monotonic()
         self._runners = list(runners)
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
@@ -257,7 +257,7 @@ class DeadlineEnforcer:
             other.slot.sleep.idle_slot.wake()
 
     def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
-        """Run `action` on a connection of its own; None where there is none to be had: the claim's mark stays."""
+        """Run `action` on a connection of its own; None if there is none to be had: the claim's mark stays."""
         try:
             with self._connections:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)

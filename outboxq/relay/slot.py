@@ -238,7 +238,7 @@ class Slot:
         poller.record(taken, rows, self.queues)
         self.state.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
         self._planner.look_seconds = _now() - began
-        self._planner.is_called_away = self._planner.has_found = False
+        self._planner.has_found = False
 
     def _suspected(self) -> tuple[str, ...]:
         found = self.state.quarantine.queues

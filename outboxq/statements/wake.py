@@ -97,34 +97,3 @@ WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found)
         )
         .as_string(None)
     )
-
-
-@lru_cache(64)
-def calls_away(schema: str, before: tuple[str, ...], queue: str) -> str:
-    """One row: whether something waits that a slot with jobs of `queue` has to look after, and how long it was asked.
-
-    A job that is due in this queue, or any in one of those `before`; none in a paused queue. Of this queue's own ready
-    jobs nothing is asked: behind an old snapshot they would be found at the end of all dead entries.
-    Indexes: job_ready and job_scheduled, the first entry of each queue. In their order, and not by EXISTS: where many
-    jobs are scheduled and many ready ones were due long ago, the planner takes the two for the same, and expects a walk
-    over the table to find one at once.
-    """
-    return (
-        sql.SQL(
-            """\
-SELECT called, extract(epoch FROM ended - begun)::float8 FROM (SELECT pg_catalog.clock_timestamp() AS begun, EXISTS (
-  SELECT FROM pg_catalog.unnest({queues}::text[]) WITH ORDINALITY AS wanted (name, place)
-  WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)
-    AND ((SELECT run_at FROM {job} WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1)
-        <= pg_catalog.statement_timestamp()
-      OR place <= {before} AND (SELECT true FROM {job} WHERE queue = wanted.name AND state = 'ready'
-        ORDER BY (-priority), seq LIMIT 1))) AS called, pg_catalog.clock_timestamp() AS ended OFFSET 0) AS asked"""
-        )
-        .format(
-            queues=sql.Literal([*before, queue]),
-            before=sql.Literal(len(before)),
-            job=sql.Identifier(schema, "job"),
-            queue_table=sql.Identifier(schema, "queue"),
-        )
-        .as_string(None)
-    )

@@ -29,7 +29,6 @@ from outboxq.relay.poller import Order
 from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.transaction import BEGIN
-from outboxq.statements.wake import calls_away
 from outboxq.testing import _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
@@ -337,23 +336,6 @@ def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Cl
         assert not sweeps.take_turn("q"), seconds
         clock.now += 0.002
         assert sweeps.take_turn("q"), seconds
-
-
-def test_the_question_for_other_jobs_walks_over_no_table(engine: Engine) -> None:
-    """Many ready jobs that were due long ago, many scheduled for tomorrow: none is scheduled and due."""
-    with engine.begin() as connection:
-        connection.execute(text(FILL), {"count": 40_000})
-        connection.execute(
-            text("UPDATE outboxq.job SET state = 'scheduled', run_at = now() + interval '1 day' WHERE seq % 2 = 0")
-        )
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text("VACUUM ANALYZE outboxq.job"))
-        asked = calls_away("outboxq", ("other",), "many")
-        plan = "\n".join(connection.execute(text(f"EXPLAIN {asked}")).scalars())
-        assert connection.execute(text(asked)).one()[0] is False
-    assert "Seq Scan on job" not in plan
-    assert "job_scheduled" in plan
-    assert "job_ready" in plan
 
 
 def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(

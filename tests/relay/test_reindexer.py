@@ -350,7 +350,7 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
             super().start()
             started.set()
 
-    monkeypatch.setattr("outboxq.relay.run.Upkeep", Watched)
+    monkeypatch.setattr("outboxq.relay.run.Reindexer", Watched)
     events: list[Event] = []
     relay = Relay(outboxq_database.url, app.jobs, RelayConfig(reindex=reindex), hooks=[events.append])
     thread = threading.Thread(target=relay.run)

@@ -1,7 +1,7 @@
 """The sessions of handlers: joined to the relay's transaction, made when a handler first asks for one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 from sqlalchemy import Connection, Engine
@@ -74,7 +74,6 @@ class AttemptSession:
 
     def __init__(self, make: Callable[[], HandlerSession]) -> None:
         self._make = make
-        self._is_over = False
         self.made: HandlerSession | None = None
 
     def session(self) -> HandlerSession:
@@ -84,8 +83,6 @@ class AttemptSession:
             InvalidRequestError: the attempt is over: it would write into another job's transaction.
         """
         if self.made is None:
-            if self._is_over:
-                raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
             self.made = self._make()
         return self.made
 
@@ -94,13 +91,17 @@ class AttemptSession:
 
         Raises also what users' listeners raise.
         """
-        self._is_over = True
+        self._make = _refuse
         try:
             if self.made is not None:
                 self.made.close()
         except (SQLAlchemyError, psycopg.Error):
             return False
         return True
+
+
+def _refuse() -> NoReturn:
+    raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
 
 
 # close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.

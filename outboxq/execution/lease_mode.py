@@ -96,13 +96,13 @@ class LeasedBatch:
     _finished: list[JobEvent] = field(default_factory=list)
     _unsure: bool = False
     _is_taken: bool = False
-    _relieved_after: float = field(init=False)
+    _release_after: float = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._waiting = deque(self.jobs)
         self.claimed_at = clock()
-        self._relieved_after = self.claimed_at + HELD_SECONDS
+        self._release_after = self.claimed_at + HELD_SECONDS
 
     @property
     def is_worked_off(self) -> bool:
@@ -166,16 +166,16 @@ class LeasedBatch:
             self._waiting.extendleft(reversed(taken.waiting))
             self._unsure |= unsure
 
-    def wants_relief(self) -> bool:
+    def wants_release(self) -> bool:
         """Whether it is older than it should be while jobs wait; then not again for a while.
 
         Not before the first job has begun, which its slot begins in any case: what is given back has never begun.
         """
         with self._lock:
             waits = len(self._waiting) < len(self.jobs) and bool(self._waiting or self._finished)
-            wants = waits and not self._is_taken and clock() > self._relieved_after
+            wants = waits and not self._is_taken and clock() > self._release_after
             if wants:
-                self._relieved_after = clock() + _AGAIN_SECONDS
+                self._release_after = clock() + _AGAIN_SECONDS
             return wants
 
     def fitting(self) -> int:

@@ -78,6 +78,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         case TransactionEscaped():
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
+            # The relay has closed the connection: the server is about to see it.
             outcome = _find_outcome_soon(connection, batch)
         case _:
             outcome = find_outcome(connection, batch)
@@ -141,7 +142,7 @@ def _recover_escaped(
 
 
 def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find out what stands, if the server is about to see that the relay has closed the transaction's connection."""
+    """Find out what stands, once the server has seen that the transaction's connection is closed."""
     deadline = clock() + _OUTCOME_SECONDS
     while True:
         try:
@@ -258,7 +259,7 @@ def settle_aborted(
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
     """
-    report = find_outcome(connection, batch)
+    report = _find_outcome_soon(connection, batch)
     if report is not None:
         return report
     if failed is not None:

@@ -14,7 +14,7 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_lost, run_script, transaction_status
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution import settle
-from outboxq.execution.attempt import attempt
+from outboxq.execution.attempt import Attempt
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import TransactionEscaped
@@ -142,7 +142,8 @@ def _run_alone(connection: Connection, batch: BatchState, runtime: Runtime, *, s
     free_retries = FREE_RETRIES
     try:
         while True:
-            result: Outcome | Failed = runtime.invoker.apart()(attempt, connection, handler, job, runtime, xid, begin)
+            attempt = Attempt(connection, handler, job, runtime, xid, begin)
+            result: Outcome | Failed = runtime.invoker.apart()(attempt.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
             free_retries -= 1

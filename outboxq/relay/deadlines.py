@@ -18,12 +18,10 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from sqlalchemy import Connection
-from sqlalchemy.util import await_only
 
 from outboxq.database.engines import Engines
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
@@ -40,14 +38,12 @@ CUT_AFTER_SECONDS = 2.0
 FREE_AFTER_SECONDS = 10.0
 # A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs answered.
 INTERRUPT_SECONDS = 15.0
-_RESOLVE_SECONDS = 10.0
 _LOOP_SECONDS = 2.0
-_RETRY_SECONDS = 0.005
 _STEP_SECONDS = 0.05
 # Connections of our own at the same time, beside those of the slots.
 _CONNECTIONS = 4
 
-Pause: TypeAlias = Callable[[float], object]
+Action: TypeAlias = Callable[[Connection], BatchReport | None]
 
 
 class Runner(Protocol):
@@ -108,14 +104,14 @@ class DeadlineEnforcer:
         self._replace = replace
         self._stuck = stuck
         self._acting: dict[Runner, threading.Thread] = {}
-        self._relieving: dict[Runner, threading.Thread] = {}
+        self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
         self._ended: list[Runner] = []
         self._cut: list[tuple[Runner, float]] = []
         self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
-    def look(self, runners: list[Runner]) -> None:
+    def check(self, runners: list[Runner]) -> None:
         """Act on slots that are past a deadline, or keep leased jobs waiting. Never waits."""
         now = time.monotonic()
         self._runners = list(runners)
@@ -125,7 +121,7 @@ class DeadlineEnforcer:
             deadline = None if batch is None else batch.deadline
             if batch is not None and deadline is not None and now >= deadline and runner not in self._acting:
                 self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
-        self._look_after_held(runners)
+        self._check_leased(runners)
         while self._ended:
             self._replace_cut(self._ended.pop(), now)
         self._cut = [(runner, until) for runner, until in self._cut if runner.is_alive()]
@@ -133,20 +129,20 @@ class DeadlineEnforcer:
             self._cut.clear()
             self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
 
-    def _look_after_held(self, runners: list[Runner]) -> None:
-        self._relieving = {runner: thread for runner, thread in self._relieving.items() if thread.is_alive()}
+    def _check_leased(self, runners: list[Runner]) -> None:
+        self._releasing = {runner: thread for runner, thread in self._releasing.items() if thread.is_alive()}
         for runner in runners:
-            held = runner.slot.leased_batch
-            if held is not None and runner not in self._relieving and held.wants_relief():
-                self._start(self._relieving, runner, partial(self._relieve, runner, held, tuple(runners)))
+            leased = runner.slot.leased_batch
+            if leased is not None and runner not in self._releasing and leased.wants_release():
+                self._start(self._releasing, runner, partial(self._release, runner, leased, tuple(runners)))
 
     def release_waiting(self, runners: list[Runner]) -> None:
         """Settle what slots still hold besides the job that ran when they ended."""
         for runner in runners:
-            if (held := runner.slot.leased_batch) is not None:
-                self._start(self._relieving, runner, partial(self._relieve, runner, held))
+            if (leased := runner.slot.leased_batch) is not None:
+                self._start(self._releasing, runner, partial(self._release, runner, leased))
 
-    def interrupt(self, runners: list[Runner]) -> int:
+    def abort(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
 
         What is just being committed is let finish. Takes no longer than `INTERRUPT_SECONDS`, however many they are.
@@ -170,7 +166,7 @@ class DeadlineEnforcer:
     def finish(self, seconds: float = INTERRUPT_SECONDS) -> None:
         """Wait for what is under way, that long at most."""
         deadline = time.monotonic() + seconds
-        for thread in [*self._acting.values(), *self._relieving.values()]:
+        for thread in [*self._acting.values(), *self._releasing.values()]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, threads: dict[Runner, threading.Thread], runner: Runner, action: Callable[[], None]) -> None:
@@ -181,7 +177,7 @@ class DeadlineEnforcer:
                 logger.exception("leased jobs, or a handler past its time, could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
-        # The one before it, if any, ends by itself: it finds the batch seized, or the claim relieved.
+        # The one before it, if any, ends by itself: it finds the batch seized, or the claim released.
         threads[runner] = thread
         thread.start()
 
@@ -224,7 +220,7 @@ class DeadlineEnforcer:
         if not batch.is_lone:
             return
 
-        def cancel(connection: Connection, _pause: Pause) -> None:
+        def cancel(connection: Connection) -> None:
             # Held, so that it does not hit the certificate either.
             with batch.while_running(deadline) as runs:
                 if runs:
@@ -235,28 +231,25 @@ class DeadlineEnforcer:
     def _end(self, runner: Runner, batch: BatchState, failed: Failed | None, *, is_crash: bool) -> None:
         slot = runner.slot
 
-        def settle(connection: Connection, pause: Pause) -> BatchReport:
-            return _settle(connection, pause, slot, batch, failed, is_crash=is_crash)
-
         try:
-            report = self._on_connection(settle)
+            report = self._on_connection(partial(_settle, slot, batch, failed, is_crash))
         finally:
             slot.state.quarantine.end_turn(slot)
             runner.abandon()
         if report is not None:
             slot.publish(report)
-        if (held := slot.leased_batch) is not None:
-            self._relieve(runner, held)
+        if (leased := slot.leased_batch) is not None:
+            self._release(runner, leased)
 
-    def _relieve(self, runner: Runner, held: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
+    def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
         """Settle what waits with a handler that takes long, or was cut off; idle slots look what was given back."""
-        report = self._on_connection(lambda connection, _: release_waiting(connection, held, self._schema))
+        report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema))
         if report is not None:
             runner.slot.publish(report)
         for other in others:
             other.slot.sleep.idle_slot.wake()
 
-    def _on_connection(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+    def _on_connection(self, action: Action) -> BatchReport | None:
         """Run `action` on a connection of its own; None if there is none to be had: the claim's mark stays."""
         try:
             with self._connections:
@@ -268,13 +261,13 @@ class DeadlineEnforcer:
             )
             return None
 
-    def _on_sync(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+    def _on_sync(self, action: Action) -> BatchReport | None:
         assert self._engines.sync is not None
         options = connection_options(self._engines.sync, self._schema)
         with self._engines.sync.connect().execution_options(**options) as connection:
-            return action(connection, time.sleep)
+            return action(connection)
 
-    def _through_loop(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+    def _through_loop(self, action: Action) -> BatchReport | None:
         loop = self._loop()
         if loop is None:
             return None
@@ -285,30 +278,23 @@ class DeadlineEnforcer:
             future.cancel()
             raise
 
-    async def _on_async(self, action: Callable[[Connection, Pause], BatchReport | None]) -> BatchReport | None:
+    async def _on_async(self, action: Action) -> BatchReport | None:
         engine = self._engines.asynchronous
         assert engine is not None
         async with engine.connect() as connection:
             await connection.execution_options(**connection_options(engine, self._schema))
-            return await connection.run_sync(action, lambda seconds: await_only(asyncio.sleep(seconds)))
+            return await connection.run_sync(action)
 
 
 def _settle(
-    connection: Connection, pause: Pause, slot: Slot, batch: BatchState, failed: Failed | None, *, is_crash: bool
+    slot: Slot, batch: BatchState, failed: Failed | None, is_crash: bool, connection: Connection
 ) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
     runtime = slot.runtime_on(make_line(connection, SyncInvoker()))
     try:
         end_other_transaction(connection, batch, terminate=True)
-        deadline = time.monotonic() + _RESOLVE_SECONDS
-        while True:
-            try:
-                return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
-            except ConnectionLost:
-                if time.monotonic() > deadline:
-                    raise
-                pause(_RETRY_SECONDS)
+        return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
     finally:
         runtime.guard.remove()
 

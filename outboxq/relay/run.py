@@ -356,7 +356,7 @@ class RelayRun:
             self._start_slot(group, flavour) for group, flavour in self._groups for _ in range(group.slots)
         ]
         while not self._stopping.is_set() and self._wait_a_moment():
-            self._watch.look(self._runners)
+            self._watch.check(self._runners)
             self._trim()
         self._let_finish()
 
@@ -430,13 +430,13 @@ class RelayRun:
         self.wake_all()
         deadline = time.monotonic() + self._config.drain_seconds
         while time.monotonic() < deadline and self._wait_a_moment():
-            self._watch.look(self._runners)
+            self._watch.check(self._runners)
         # Whoever is not done by now is rolled back.
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
         # The ones that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
         self._watch.release_waiting([runner for runner in late if runner.has_failed])
         late = [runner for runner in late if not runner.has_failed]
-        self._abandoned = self._watch.interrupt(late)
+        self._abandoned = self._watch.abort(late)
         for runner in late:
             runner.abandon()
         # By a handler that is not waited for any longer: closing what is left would wait for it.

@@ -297,7 +297,7 @@ def test_a_batch_that_was_taken_away_is_not_committed(
     # As if the server had not got round to it.
     monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
     monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", 1.0)
-    monkeypatch.setattr(outboxq.relay.deadlines, "_RESOLVE_SECONDS", 0.3)
+    monkeypatch.setattr(outboxq.execution.recovery, "_OUTCOME_SECONDS", 0.3)
     hanging.enqueue(sessions, "late")
     with fault_action(stop_here), running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
         assert at_commit.wait(PATIENCE)

@@ -130,6 +130,8 @@ _THEMES = (
         st.just(st.sampled_from(_SEEN)),
         ((st.just(True), 8),),
     ),
+    # Only what touches one row of one other table shows a rule: it counts by itself.
+    _Theme((("Ruled", "Branch"),), st.just(st.sampled_from(_SEEN)), ((st.just(True), 8),)),
     _Theme(
         (("Account",),),
         st.just(st.sampled_from(("put_kept_document", "defer_kept_document", "defer_with_kept_document"))),

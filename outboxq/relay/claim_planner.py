@@ -49,13 +49,13 @@ class ClaimPlanner:
         self._order = order
         # Other slots, and other processes, begin elsewhere.
         self._last = random.choice(queues)
-        self._statements = {name: ClaimStatements(shared.schema, name, shared.lease.owner) for name in queues}
+        self._statements = {name: ClaimStatements(shared.config.schema, name, shared.lease.owner) for name in queues}
         self._timeouts = {name: shared.registry.timeout_seconds(name) for name in queues}
         # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(shared.registry.claims[name] != "lease" for name in queues)
         # The same for one queue, which is claimed from without a look, and for several.
         self._due_first, self._due_next = False, set[str]()
-        self._batch_sizes = {name: shared.registry.batch_size(name, shared.batch_size) for name in queues}
+        self._batch_sizes = {name: shared.registry.batch_size(name, shared.config.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
@@ -85,7 +85,7 @@ class ClaimPlanner:
 
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
-        seen_at = self._shared.poller.seen_at(self._order.queues[0])
+        seen_at = self._shared.poller.polled_at(self._order.queues[0])
         return self.is_called_away or _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
@@ -215,7 +215,7 @@ class ClaimPlanner:
         has_others = self.is_called_away or self._order.before(name, self._shared.poller.waiting())
         if has_others or has_suspects or not script.is_keyed or script.leased:
             return None
-        asked = calls_away(self._shared.schema, self._order.before(name, self._order.queues), name)
+        asked = calls_away(self._shared.config.schema, self._order.before(name, self._order.queues), name)
         return replace(self.ask(name, script), aside=PiggybackQuery(asked, self._is_called))
 
     def _is_called(self, row: tuple[object, ...]) -> None:

@@ -28,7 +28,7 @@ from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
 from outboxq.execution.recovery import end_other_transaction, settle_aborted
-from outboxq.relay.connections import connection_options, make_line
+from outboxq.relay.connections import connection_options, make_slot_connection
 from outboxq.relay.slot import Slot
 from outboxq.relay.threads import BoundedStart
 
@@ -115,7 +115,7 @@ class DeadlineEnforcer:
         self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
-    def look(self, runners: list[Runner]) -> None:
+    def check(self, runners: list[Runner]) -> None:
         """Act on whoever is past a deadline, or keeps leased jobs waiting. Never waits."""
         now = time.monotonic()
         self._runners = list(runners)
@@ -146,7 +146,7 @@ class DeadlineEnforcer:
             if (held := runner.slot.leased_batch) is not None:
                 self._start(self._relieving, runner, partial(self._relieve, runner, held))
 
-    def interrupt(self, runners: list[Runner]) -> int:
+    def abort(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
 
         What is just being committed is let finish. Takes no longer than `INTERRUPT_SECONDS`, however many they are.
@@ -298,7 +298,7 @@ def _settle(
 ) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
-    work = slot.work_on(make_line(connection, SyncInvoker()))
+    work = slot.work_on(make_slot_connection(connection, SyncInvoker()))
     try:
         end_other_transaction(connection, progress, terminate=True)
         deadline = time.monotonic() + _RESOLVE_SECONDS

@@ -117,7 +117,7 @@ class Slot:
     def wants_work(self) -> bool:
         """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
         is_in_doubt = self.progress is not None or self.leased_batch is not None or self._lost_since is not None
-        return is_in_doubt or self._goes_on or self.sleep.is_called()
+        return is_in_doubt or self._goes_on or self.sleep.has_work()
 
     def _take(self, line: SlotConnection) -> Runtime:
         self.line = line
@@ -145,11 +145,11 @@ class Slot:
         caller = shared.effect_runners.sync if self.flavour == "sync" else shared.effect_runners.asynchronous
         return Runtime(
             shared.registry,
-            shared.state,
+            shared.lifespan_state,
             line.invoker,
             line.guard,
-            shared.schema,
-            shared.max_crashes,
+            shared.config.schema,
+            shared.config.max_crashes,
             line.epoch,
             caller,
             sharing_queues=self._claims.sharing_queues,
@@ -178,8 +178,8 @@ class Slot:
     def work_seen(self, line: SlotConnection) -> bool:
         """Look if that is due, and work if something is seen to wait; False where nothing was done."""
         with self._on(line) as work:
-            self.sleep.look(line.connection)
-            return self.sleep.is_called() and self._work_on(line, work)
+            self.sleep.poll(line.connection)
+            return self.sleep.has_work() and self._work_on(line, work)
 
     def drain(self, line: SlotConnection) -> bool:
         """Work until nothing waits, suspects included; False where another line is needed."""
@@ -215,13 +215,13 @@ class Slot:
     def work_once(self, connection: Connection, work: Runtime) -> bool:
         """Claim and run the jobs of a turn; False where nothing waits."""
         self._claims.begin_walk()
-        self.sleep.works()
+        self.sleep.begin_claims()
         if any(self._run_suspect(connection, name, work) for name in self._suspected()):
             return True
         if len(self.queues) == 1:
             # A claim tells as much as a look.
             name = self.queues[0]
-            self.shared.poller.go(name)
+            self.shared.poller.take_queue(name)
             return any(self._work_with(connection, name, script, work) for script in self._claims.sorts(name))
         while (turn := self._next_turn(connection)) is not None:
             if self._work_with(connection, *turn, work):
@@ -293,7 +293,7 @@ class Slot:
     def drain_suspects(self, connection: Connection, work: Runtime) -> bool:
         """Look whether suspects wait, and run one; False where a drain has nothing more to wait for."""
         with connection.begin():
-            rows = run_script(connection, suspect_queues(self.shared.schema, self.queues))[0].rows
+            rows = run_script(connection, suspect_queues(self.shared.config.schema, self.queues))[0].rows
         self.shared.quarantine.queues.update(str(row[0]) for row in rows)
         if rows and not self.shared.lease.want():
             self._lease_waits += 1
@@ -415,9 +415,9 @@ class Slot:
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._claims.took(queue, jobs, moved)
         calls_another = self.sleep.is_asleep and self._claims.is_more(jobs, moved)
-        self.sleep.found_jobs()
+        self.sleep.end()
         if calls_another:
-            self.shared.call(queue)
+            self.shared.wake_another(queue)
 
     def following(self, progress: BatchState) -> ClaimRequest | None:
         """See `Pilot`."""
@@ -434,7 +434,7 @@ class Slot:
     def _relieve(self, connection: Connection) -> None:
         """Settle what the slot still holds of a claim that did not end in order."""
         if self.leased_batch is not None:
-            report = release_waiting(connection, self.leased_batch, self.shared.schema)
+            report = release_waiting(connection, self.leased_batch, self.shared.config.schema)
             self.leased_batch = None
             self.publish(report)
 
@@ -469,7 +469,7 @@ class Slot:
             return return_to_suspects(connection, progress.job, work) if progress.is_leased else None
         if not progress.is_leased:
             with connection.begin():
-                clear_marks(connection, self.shared.schema, progress.jobs)
+                clear_marks(connection, self.shared.config.schema, progress.jobs)
         # Nobody's fault could be found while they shared a transaction: the next ones run alone.
         self._claims.alone_for = len(progress.jobs)
         job = progress.lone_job
@@ -495,14 +495,14 @@ class Slot:
         kinds = work.registry.known_kinds(self.flavour)
         try:
             with connection.begin():
-                return park_unknown(connection, self.shared.schema, queue, kinds)
+                return park_unknown(connection, self.shared.config.schema, queue, kinds)
         except psycopg.Error as error:
             if not is_of_a_row(error):
                 raise
             logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
         # One by one, as they are claimed.
         with connection.begin():
-            park_unknown(connection, self.shared.schema, queue, kinds, only_marks=True)
+            park_unknown(connection, self.shared.config.schema, queue, kinds, only_marks=True)
         return 0
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
@@ -525,7 +525,7 @@ class Slot:
             # Closed by us: the server is well.
             self._spoiled = error
             return 0.0
-        self.sleep.want_look()
+        self.sleep.want_poll()
         pause = self._reconnect_seconds * random.uniform(0.5, 1.0)
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
         if is_database_unavailable(error):

@@ -11,6 +11,7 @@ from outboxq.database.engines import AnyEngine, resolve_engines
 from outboxq.events import Emitter, Event, Hook
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.report import RelayReport
 from outboxq.relay.run import RelayRun
 from outboxq.relay.signals import stop_signals
@@ -49,6 +50,7 @@ class Relay:
         check_engines(self._groups, self._engines)
         self._emit = Emitter(hooks, _report_hook)
         self._stopping = threading.Event()
+        self._limits = RelayLimits()
         self._wakers: list[Callable[[], None]] = []
 
     def run(self) -> RelayReport:
@@ -88,6 +90,7 @@ class Relay:
             self.config,
             self._emit,
             self._stopping,
+            self._limits,
             until_empty=until_empty,
         )
         self._wakers.append(run.wake_all)

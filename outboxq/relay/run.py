@@ -2,11 +2,14 @@
 
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from typing import Protocol
 from uuid import uuid4
+
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.engines import Engines, listen_connector
@@ -15,12 +18,13 @@ from outboxq.events import Emitter, JobCrashed, RelayStarted, RelayStopped, Rela
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.registry import Registry
-from outboxq.relay.connections import SlotPools
+from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.maintenance.service import Maintenance
 from outboxq.relay.poller import SharedPoller
@@ -37,8 +41,6 @@ _CHECK_SECONDS = 0.1
 # What is closed in the event loop may take so much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
-# An event loop that stands still for so long, while no handler runs, is stuck.
-_LOOP_PATIENCE_SECONDS = 60.0
 
 
 class Service(Protocol):
@@ -60,6 +62,7 @@ class RelayRun:
         config: RelayConfig,
         emit: Emitter,
         stopping: threading.Event,
+        limits: RelayLimits,
         *,
         until_empty: bool,
     ) -> None:
@@ -68,6 +71,7 @@ class RelayRun:
         self._config = config
         self._emit = emit
         self._stopping = stopping
+        self._limits = limits
         self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
         self._loop = LoopThread()
         self._runners: list[Runner] = []
@@ -79,14 +83,14 @@ class RelayRun:
         self._trimming_since = 0.0
         self._state = self._make_state(registry, until_empty=until_empty)
         connector = partial(listen_connector, engines, loop=self._loop.get)
-        self._maintenance = Maintenance.from_config(config, connector, emit, stopping, until_empty=until_empty)
+        self._maintenance = Maintenance.from_config(
+            config, limits.pruner, connector, emit, stopping, until_empty=until_empty
+        )
         self._deadlines = DeadlineEnforcer(engines, config.schema, self._loop.get, self._replace, self._fail)
-        self._slot_pools = SlotPools.make(
-            engines,
-            {flavour for _, flavour in groups},
-            config.schema,
-            self._state.called_functions.harmless,
-            keeps_warm=not until_empty,
+        flavours = {flavour for _, flavour in groups}
+        harmless = self._state.called_functions.harmless
+        self._connections = make_slot_connections(
+            config, engines, flavours, harmless, limits, keeps_warm=not until_empty
         )
 
     def _make_state(self, registry: Registry, *, until_empty: bool) -> RelayState:
@@ -148,8 +152,9 @@ class RelayRun:
             if self._stopping.is_set():
                 return RelayReport(0, 0, 0)
             exit_seconds = self._config.drain_seconds + _CLOSE_SECONDS
-            for pools in (self._state.effect_runners, self._slot_pools):
-                stack.callback(pools.dispose, partial(self._loop.call_unless_blocked, timeout_seconds=exit_seconds))
+            close_in_loop = partial(self._loop.call_unless_blocked, timeout_seconds=exit_seconds)
+            stack.callback(self._state.effect_runners.dispose, close_in_loop)
+            stack.callback(self._close_connections, close_in_loop)
             self._state.lifespan_state = enter_lifespan(stack, lifespan, self._loop, exit_seconds)
             self._start_services(stack)
             self._serve_to_the_end()
@@ -178,6 +183,12 @@ class RelayRun:
             stack.callback(service.stop)
         if any(self._state.registry.claims[name] == "lease" for name in self._queues):
             self._state.lease.wait(_LEASE_WAIT_SECONDS)
+
+    def _close_connections(self, close_in_loop: Callable[[Awaitable[None]], object]) -> None:
+        if "sync" in self._connections:
+            self._connections["sync"].close()
+        if "async" in self._connections:
+            close_in_loop(greenlet_spawn(self._connections["async"].close))
 
     def wake_all(self) -> None:
         """Wake every slot, so that it sees that the relay is stopping."""
@@ -233,13 +244,12 @@ class RelayRun:
             self._deadlines.finish()
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
+        connections = self._connections[flavour]
         if flavour == "sync":
-            assert self._slot_pools.sync is not None
-            return SlotThread(self._state, group, self._slot_pools.sync, self._fail)
+            return SlotThread(self._state, group, connections, self._fail)
         loop = self._loop.get()
-        assert self._slot_pools.asynchronous is not None
         assert loop is not None
-        return SlotTask(self._state, group, self._slot_pools.asynchronous, loop, self._fail)
+        return SlotTask(self._state, group, connections, loop, self._fail)
 
     def _replace(self, runner: Runner) -> None:
         """Start another in the place of a slot that was cut off."""
@@ -272,17 +282,19 @@ class RelayRun:
         if now < self._trim_at:
             return
         self._trim_at = now + _TRIM_SECONDS
-        self._slot_pools.trim()
+        if "sync" in self._connections:
+            self._connections["sync"].trim()
         self._state.effect_runners.trim()
         if self._loop.get() is None:
             return
         if self._trimming is None or self._trimming.done():
             self._trimming, self._trimming_since = self._loop.submit(self._trim_in_loop()), now
-        elif now > self._trimming_since + _LOOP_PATIENCE_SECONDS:
+        elif now > self._trimming_since + self._limits.loop_patience_seconds:
             self._end_if_loop_is_stuck()
 
     async def _trim_in_loop(self) -> None:
-        await self._slot_pools.trim_in_loop()
+        if "async" in self._connections:
+            await greenlet_spawn(self._connections["async"].trim)
         await self._state.effect_runners.trim_in_loop()
 
     def _end_if_loop_is_stuck(self) -> None:

@@ -1,4 +1,4 @@
-"""A slot with async handlers, in a task of the relay's event loop: its loop, and how it is given up."""
+"""A slot with async handlers, in a task of the relay's event loop."""
 
 import asyncio
 import concurrent.futures
@@ -10,50 +10,64 @@ from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
-from sqlalchemy import ExceptionContext, event
+from sqlalchemy import Engine, ExceptionContext, event
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from outboxq.config import SlotGroup
 from outboxq.database.guard import keep_cancelled
-from outboxq.execution.attempt import Abandoned
 from outboxq.execution.invoke import AsyncInvoker
-from outboxq.relay.connections import AsyncSlotConnections
+from outboxq.relay.connections import SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
-from outboxq.relay.slot import Slot
-from outboxq.relay.slot_thread import CONNECTION_ERRORS, stack_of_thread
+from outboxq.relay.slot_loop import SlotLoop
+from outboxq.relay.slot_thread import stack_of_thread
 from outboxq.relay.state import RelayState
 
 
-class SlotTask:
+class _TaskWakeEvent:
+    """What `threading.Event` is for a thread: set from any thread, and waited for in the task's greenlet."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        _call_soon(self._loop, self._event.set)
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    def wait(self, timeout: float) -> bool:
+        try:
+            return await_only(asyncio.wait_for(self._event.wait(), timeout))
+        except TimeoutError:
+            return False
+
+
+class SlotTask(SlotLoop):
     """A slot with async handlers, in a task of the relay's event loop."""
 
     def __init__(
         self,
         state: RelayState,
         group: SlotGroup,
-        connections: AsyncSlotConnections,
+        connections: SlotConnections,
         loop: asyncio.AbstractEventLoop,
         fail: Callable[[BaseException], None],
     ) -> None:
-        self._wake_event = asyncio.Event()
-        self.slot = Slot(state, "async", group.queues, self._wake, group.in_turns)
-        self.has_failed = False
-        self._state = state
-        self._connections = connections
-        self._fail = fail
+        super().__init__(state, group, "async", connections, _TaskWakeEvent(loop), fail)
         self._loop = loop
         self._loop_thread: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._answered = threading.Event()
-        self._future = asyncio.run_coroutine_threadsafe(self._run(), loop)
+        self._future = asyncio.run_coroutine_threadsafe(self._run(connections.engine), loop)
 
-    async def _run(self) -> None:
+    async def _run(self, engine: Engine) -> None:
         self._loop_thread = threading.get_ident()
         self._task = asyncio.current_task()
         # SQLAlchemy keeps these by dialect, so for all who use the engine.
-        engine = self._connections.engine.sync_engine
         event.listen(engine, "handle_error", self._keep_connection)
         try:
-            await self._serve()
+            await greenlet_spawn(self._serve)
         except BaseException as error:
             if self.slot.is_abandoned and isinstance(error, asyncio.CancelledError):
                 raise
@@ -67,37 +81,16 @@ class SlotTask:
         if (slot_connection := self.slot.line) is not None:
             keep_cancelled(context, slot_connection.connection)
 
-    async def _serve(self) -> None:
-        slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
-        work = slot.drain if until_empty else slot.work_all
-        while not (stopping.is_set() or slot.is_seized()):
-            try:
-                is_over = not (until_empty or slot.wants_work())
-                if not is_over:
-                    async with self._connections.borrow() as slot_connection:
-                        is_over = await slot_connection.run(work)
-                if is_over and until_empty:
-                    return
-                if is_over:
-                    await self._sleep()
-            except Abandoned:
-                return
-            except asyncio.CancelledError as error:
-                self._outlive(error)
-            except CONNECTION_ERRORS as error:
-                if slot.is_seized():
-                    return
-                # The listener, which lost its connection too, has woken it: without this the slot would spin.
-                self._wake_event.clear()
-                pause = slot.lost(error)
-                if not stopping.is_set():
-                    await self._is_woken_within(pause)
+    def _flagged_since(self, request: concurrent.futures.Future[float | None]) -> float | None:
+        try:
+            answer = asyncio.shield(asyncio.wrap_future(request))
+            return await_only(asyncio.wait_for(answer, UNFLAGGED_PAUSE_SECONDS))
+        except TimeoutError:
+            return None
 
     def _outlive(self, error: asyncio.CancelledError) -> None:
-        """Go on after a cancellation, unless it is the relay's own, which comes when it is done with the slot.
-
-        Any other is of a handler that had its task cancelled later, and had ended by then.
-        """
+        # The relay's own come when it is done with the slot. Any other is of a handler that had its task cancelled
+        # later, and had ended by then.
         if self.slot.is_abandoned or self.slot.is_seized() or self._state.stopping.is_set():
             raise error
         task = asyncio.current_task()
@@ -106,46 +99,12 @@ class SlotTask:
             task.uncancel()
         self.slot.lost(error)
 
-    async def _sleep(self) -> None:
-        """Sleep until woken, or until a poll found something; without a connection except to poll."""
-        slot, sleep = self.slot, self.slot.sleep
+    def _wait_after(self, error: BaseException) -> None:
+        # The listener, which lost its connection too, has woken it: without this the slot would spin.
         self._wake_event.clear()
-        flagged = False
-        while not self._state.stopping.is_set():
-            if sleep.needs_connection():
-                async with self._connections.borrow() as slot_connection:
-                    if await slot_connection.run(slot.work_seen):
-                        return
-            if not flagged:
-                flagged = sleep.is_flagged(await self._flagged_since())
-                if sleep.needs_connection():
-                    continue
-            if await self._is_woken_within(slot.pause_seconds(flagged=flagged)):
-                sleep.want_poll()
-                return
-
-    async def _flagged_since(self) -> float | None:
-        request = self.slot.sleep.fall_asleep()
-        if request is None:
-            return None
-        try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(request)), UNFLAGGED_PAUSE_SECONDS)
-        except TimeoutError:
-            return None
-
-    async def _is_woken_within(self, seconds: float) -> bool:
-        try:
-            return await asyncio.wait_for(self._wake_event.wait(), seconds)
-        except TimeoutError:
-            return False
-
-    def _wake(self) -> None:
-        self._call_soon(self._wake_event.set)
-
-    def _call_soon(self, callback: Callable[[], object]) -> None:
-        # A closed loop calls nothing any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback)
+        pause = self.slot.lost(error)
+        if not self._state.stopping.is_set():
+            self._wake_event.wait(pause)
 
     def is_alive(self) -> bool:
         return not self._future.done()
@@ -158,12 +117,12 @@ class SlotTask:
         # Not the future: cancelled, it would be done at once, whatever the task does.
         self.slot.is_abandoned = True
         if self._task is not None:
-            self._call_soon(self._task.cancel)
+            _call_soon(self._loop, self._task.cancel)
 
     def ask(self) -> None:
         """Ask whether the event loop, which other slots share, still runs."""
         self._answered.clear()
-        self._call_soon(self._answered.set)
+        _call_soon(self._loop, self._answered.set)
 
     def is_held_up(self) -> bool:
         return not self._answered.is_set() and not self.is_running()
@@ -189,3 +148,9 @@ class SlotTask:
                 stack.extend(traceback.extract_stack(awaited.cr_frame))
                 awaited = awaited.cr_await
         return stack
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    # A closed loop calls nothing any more.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

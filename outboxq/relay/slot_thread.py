@@ -1,42 +1,31 @@
-"""A slot with sync handlers, in a thread of its own: its loop, and how it is given up."""
+"""A slot with sync handlers, in a thread of its own."""
 
-import concurrent.futures
 import contextlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 
-import psycopg
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import dbapi_connection
-from outboxq.database.errors import NoConnection
-from outboxq.execution.attempt import Abandoned, ConnectionLost
 from outboxq.relay.connections import SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
-from outboxq.relay.slot import Slot
+from outboxq.relay.slot_loop import SlotLoop
 from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
 
-# What a slot survives: its connection is lost, or refuses a statement.
-CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
 
-
-class SlotThread:
+class SlotThread(SlotLoop):
     """A slot with sync handlers, in a thread of its own."""
 
     def __init__(
         self, state: RelayState, group: SlotGroup, connections: SlotConnections, fail: Callable[[BaseException], None]
     ) -> None:
-        self._wake_event = threading.Event()
-        self.slot = Slot(state, "sync", group.queues, self._wake_event.set, group.in_turns)
-        self.has_failed = False
-        self._state = state
-        self._connections = connections
-        self._fail = fail
+        super().__init__(state, group, "sync", connections, threading.Event(), fail)
         self._detached: DBAPIConnection | None = None
         # A daemon: a handler that outlives the time to drain must not keep the process alive.
         self._thread = BoundedStart(self._run, "outboxq-slot")
@@ -52,50 +41,14 @@ class SlotThread:
             if self._detached is not None:
                 self._detached.close()
 
-    def _serve(self) -> None:
-        slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
-        work = slot.drain if until_empty else slot.work_all
-        while not (stopping.is_set() or slot.is_seized()):
-            try:
-                is_over = not (until_empty or slot.wants_work())
-                if not is_over:
-                    with self._connections.borrow() as slot_connection:
-                        is_over = work(slot_connection)
-                if is_over and until_empty:
-                    return
-                if is_over:
-                    self._sleep()
-            except Abandoned:
-                return
-            except CONNECTION_ERRORS as error:
-                if slot.is_seized():
-                    return
-                stopping.wait(slot.lost(error))
-
-    def _sleep(self) -> None:
-        """Sleep until woken, or until a poll found something; without a connection except to poll."""
-        slot, sleep = self.slot, self.slot.sleep
-        self._wake_event.clear()
-        flagged = False
-        while not self._state.stopping.is_set():
-            if sleep.needs_connection():
-                with self._connections.borrow() as slot_connection:
-                    if slot.work_seen(slot_connection):
-                        return
-            if not flagged:
-                flagged = sleep.is_flagged(self._flagged_since())
-                if sleep.needs_connection():
-                    continue
-            if self._wake_event.wait(slot.pause_seconds(flagged=flagged)):
-                sleep.want_poll()
-                return
-
-    def _flagged_since(self) -> float | None:
-        request = self.slot.sleep.fall_asleep()
+    def _flagged_since(self, request: Future[float | None]) -> float | None:
         try:
-            return None if request is None else request.result(timeout=UNFLAGGED_PAUSE_SECONDS)
-        except concurrent.futures.TimeoutError:
+            return request.result(UNFLAGGED_PAUSE_SECONDS)
+        except TimeoutError:
             return None
+
+    def _wait_after(self, error: BaseException) -> None:
+        self._state.stopping.wait(self.slot.lost(error))
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

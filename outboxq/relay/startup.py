@@ -1,11 +1,10 @@
 """What a relay checks of its database before it works: server, durability and tables, once there is a way in."""
 
 import threading
-from contextlib import AsyncExitStack
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import RelayConfig
 from outboxq.database.engines import Engines
@@ -33,7 +32,11 @@ def wait_for_database(
     pause_seconds = _FIRST_PAUSE_SECONDS
     while not stopping.is_set():
         try:
-            _connect_and_check(engines, config, loop)
+            if engines.sync is not None:
+                _connect_and_check(engines.sync, config)
+            else:
+                assert engines.asynchronous is not None
+                loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config))
         except (DBAPIError, NoConnection, OSError) as error:
             if not is_database_unavailable(error):
                 raise
@@ -44,22 +47,11 @@ def wait_for_database(
             return
 
 
-def _connect_and_check(engines: Engines, config: RelayConfig, loop: LoopThread) -> None:
-    if engines.sync is None:
-        assert engines.asynchronous is not None
-        loop.call(_connect_and_check_async(engines.asynchronous, config))
-        return
-    with opening(), refusing_bytes(engines.sync):
-        opened = engines.sync.connect()
+def _connect_and_check(engine: Engine, config: RelayConfig) -> None:
+    with opening(), refusing_bytes(engine):
+        opened = engine.connect()
     with opened as connection:
         check_database(connection, config)
-
-
-async def _connect_and_check_async(engine: AsyncEngine, config: RelayConfig) -> None:
-    async with AsyncExitStack() as stack:
-        with opening(), refusing_bytes(engine.sync_engine):
-            connection = await stack.enter_async_context(engine.connect())
-        await connection.run_sync(check_database, config)
 
 
 def check_database(connection: Connection, config: RelayConfig) -> None:

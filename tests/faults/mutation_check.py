@@ -637,19 +637,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the connection of a thread's slot, given back when it sleeps",
-        "outboxq/relay/slot_thread.py",
+        "the connection of a slot, given back when it sleeps",
+        "outboxq/relay/slot_loop.py",
         "                if is_over:\n                    self._sleep()",
         "                with self._connections.borrow():\n                    self._sleep()",
-        (
-            "tests/relay/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
-        ),
-    ),
-    Mutant(
-        "the connection of a task's slot, given back when it sleeps",
-        "outboxq/relay/slot_task.py",
-        "                if is_over:\n                    await self._sleep()",
-        "                async with self._connections.borrow():\n                    await self._sleep()",
         (
             "tests/relay/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
         ),
@@ -669,16 +660,9 @@ MUTANTS = (
         ("tests/relay/test_connections.py::test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once",),
     ),
     Mutant(
-        "the spare connections of tasks that are closed with a lost one",
-        "outboxq/relay/connections.py",
-        "            await _close_async([slot_connection, *self._remove_all()])\n",
-        "            await _close_async([slot_connection])\n",
-        ("tests/relay/test_connections.py::test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once",),
-    ),
-    Mutant(
         "connections that never return to a pool",
         "outboxq/relay/connections.py",
-        "            await slot_connection.run(lambda own: give_up(own.connection))\n",
+        "            give_up(slot_connection.connection)\n",
         "",
         ("tests/relay/test_connections.py::test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool",),
     ),

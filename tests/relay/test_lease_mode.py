@@ -499,7 +499,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
         ctx.session.flush()
         ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
 
-    monkeypatch.setattr("outboxq.relay.slot.relieve", failing)
+    monkeypatch.setattr("outboxq.relay.slot.release_waiting", failing)
     work.tasks = {"escapes": escape}
     work.enqueue("escapes", "behind", "last")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)

@@ -18,7 +18,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.maintenance.pruner
 from outboxq import OutboxSession, Relay, RelayConfig
 from outboxq.admin.roles import roles_sql
 from outboxq.config import SlotGroup
@@ -29,6 +28,7 @@ from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.maintenance.pruner import Pruner, PrunerLimits
 from outboxq.relay.maintenance.task import draw_pause
 from outboxq.statements import prune as statements
@@ -559,13 +559,11 @@ def test_a_running_relay_prunes_again_and_again(engine: Engine, start_relay: Sta
             wait_until(lambda: keys(engine) == [], f"round {number}")
 
 
-def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(
-    engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(engine: Engine, start_relay: StartRelay) -> None:
     """One that is deployed more often than that would never prune."""
-    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "_FIRST_SECONDS", 0.2)
     fill_inbox(engine)
-    with start_relay(config=RelayConfig(prune_seconds=86_400)):
+    limits = RelayLimits(pruner=PrunerLimits(first_seconds=0.2))
+    with start_relay(config=RelayConfig(prune_seconds=86_400), limits=limits):
         wait_until(lambda: keys(engine) == [], "the first round")
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection
 from outboxq.events import Emitter
-from outboxq.relay.maintenance.pruner import Pruner
+from outboxq.relay.maintenance.pruner import Pruner, PrunerLimits
 from outboxq.relay.maintenance.reindexer import Reindexer
 from outboxq.relay.maintenance.task import PeriodicTask
 
@@ -26,6 +26,7 @@ class Maintenance:
     def from_config(
         cls,
         config: RelayConfig,
+        limits: PrunerLimits,
         connector: Callable[[str | None], Connector],
         emit: Emitter,
         stopping: threading.Event,
@@ -34,8 +35,8 @@ class Maintenance:
     ) -> "Maintenance":
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
-        if config.prune_seconds:
-            made.append(Pruner(connector(None), config.schema, emit, stopping, prune_seconds=config.prune_seconds))
+        if seconds := config.prune_seconds:
+            made.append(Pruner(connector(None), config.schema, emit, stopping, prune_seconds=seconds, limits=limits))
         if until_empty:
             # The drain of a cron job may be the only relay there is.
             return cls((), tuple(made))

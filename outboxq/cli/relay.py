@@ -294,9 +294,9 @@ def _supervise(
     from outboxq import config
     from outboxq.events import Emitter
     from outboxq.observability.logging import log_event
-    from outboxq.relay.supervisor import supervise
+    from outboxq.relay.supervisor import Supervisor
 
-    exit_code = supervise(
+    supervisor = Supervisor(
         command,
         processes,
         environment=config.child_environment(_secrets(url, settings)),
@@ -306,7 +306,7 @@ def _supervise(
         stall_seconds=stall_seconds,
         health_path=health_file,
     )
-    raise typer.Exit(exit_code)
+    raise typer.Exit(supervisor.run())
 
 
 def _secrets(url: "URL", settings: "RelayConfig") -> Mapping[str, str]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 from uuid import UUID
@@ -40,6 +41,7 @@ _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 
+@dataclass(eq=False)
 class RelayLease:
     """A relay's lease. It is written from the first time that it is needed: a relay without suspects needs none.
 
@@ -52,29 +54,18 @@ class RelayLease:
         wake: Called when suspects wait: nothing else wakes a slot for them.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], DriverConnection],
-        config: RelayConfig,
-        owner: UUID,
-        queues: tuple[str, ...],
-        quarantine: QuarantineTurns,
-        *,
-        running: Callable[[], set[tuple[str, int]]],
-        emit: Emitter,
-        on_reaped: Callable[[JobCrashed], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self.owner = owner
-        self._connect = connect
-        self._config = config
-        self._schema = config.schema
-        self._queues = queues
-        self._quarantine = quarantine
-        self._running = running
-        self._emit = emit
-        self._on_reaped = on_reaped
-        self._wake = wake
+    connect: Callable[[], DriverConnection]
+    config: RelayConfig
+    owner: UUID
+    queues: tuple[str, ...]
+    quarantine: QuarantineTurns
+    running: Callable[[], set[tuple[str, int]]]
+    emit: Emitter
+    on_reaped: Callable[[JobCrashed], None]
+    wake: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._schema = self.config.schema
         self._wanted = False
         self._held_until = 0.0
         self._orphans: set[tuple[str, int]] = set()
@@ -128,7 +119,7 @@ class RelayLease:
 
     def _connect_and_serve(self) -> None:
         try:
-            connection = self._connect()
+            connection = self.connect()
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
             logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
             self._pause()
@@ -138,7 +129,7 @@ class RelayLease:
         except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
             logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
             if self._wanted and not self._stopping:
-                self._emit(LeaseExtensionFailed(type(error).__name__))
+                self.emit(LeaseExtensionFailed(type(error).__name__))
             self._pause()
         finally:
             connection.pgconn.finish()
@@ -151,7 +142,7 @@ class RelayLease:
                 if self._wanted:
                     self._extend(connection)
                 more = self._reap(connection) == REAP_LIMIT
-            self._wait(self._config.beat_seconds)
+            self._wait(self.config.beat_seconds)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
@@ -162,10 +153,10 @@ class RelayLease:
             self._take_back_orphans(connection)
         # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
         reaped = self._reap(connection) if self._beats >= self._reap_from_beat else 0
-        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self._queues))
-        self._quarantine.queues.update(str(row[0]) for row in found)
+        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self.queues))
+        self.quarantine.queues.update(str(row[0]) for row in found)
         if found:
-            self._wake()
+            self.wake()
         if self._beats % _FORGET_EVERY_BEATS == 0:
             run_on_libpq(connection, statements.forget_relays(self._schema))
         self._beats += 1
@@ -173,10 +164,10 @@ class RelayLease:
 
     def _extend(self, connection: PGconn) -> None:
         # Measured from before the statement: what the server adds, we leave out.
-        until = time.monotonic() + self._config.lease_seconds
+        until = time.monotonic() + self.config.lease_seconds
         run_on_libpq(
             connection,
-            statements.extend(self._schema, self.owner, self._config.lease_seconds, socket.gethostname(), os.getpid()),
+            statements.extend(self._schema, self.owner, self.config.lease_seconds, socket.gethostname(), os.getpid()),
         )
         with self._changed:
             self._held_until = until
@@ -186,7 +177,7 @@ class RelayLease:
         """Take from dead relays what they left; how many jobs came."""
         rows: Rows
         try:
-            rows = run_on_libpq(connection, statements.reap(self._schema, self._config.max_crashes, REAP_LIMIT))
+            rows = run_on_libpq(connection, statements.reap(self._schema, self.config.max_crashes, REAP_LIMIT))
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK:
                 raise
@@ -247,10 +238,10 @@ class RelayLease:
         it brings is worth nothing any more. A job that comes here again and again becomes a dead letter, like those of
         dead relays: its claims as a suspect have counted.
         """
-        before, excused = self._running(), set(self._excused)
+        before, excused = self.running(), set(self._excused)
         rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
         leased = {(str(job_id), int(str(token))) for job_id, token in rows}
-        orphans = leased - self._running() - before
+        orphans = leased - self.running() - before
         for job_id, token in orphans & self._orphans:
             self._publish(self._take_back(connection, UUID(job_id), token))
         self._orphans = orphans
@@ -265,18 +256,18 @@ class RelayLease:
                 return statements.take_back_held(schema, job_id, token, crashes)
             return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
 
-        return take_one(partial(run_on_libpq, connection), taking, self._config.max_crashes)
+        return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes)
 
     def _publish(self, rows: Iterable[tuple[object, ...]]) -> None:
         for row in rows:
             event = crashed(row)
-            if not event.died and event.queue in self._queues:
-                self._quarantine.queues.add(event.queue)
-            self._on_reaped(event)
+            if not event.died and event.queue in self.queues:
+                self.quarantine.queues.add(event.queue)
+            self.on_reaped(event)
 
     def _pause(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(self._config.beat_seconds, 1.0))
+            self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
 
     def _wait(self, seconds: float) -> None:
         with self._changed:

@@ -1,8 +1,6 @@
 """The bounds of a relay that no user has to know; tests set others."""
 
-from dataclasses import dataclass, field
-
-from outboxq.relay.maintenance.pruner import PrunerLimits
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,8 +10,9 @@ class RelayLimits:
     Args:
         linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
         loop_patience_seconds: An event loop that stands still for so long, while no handler runs, is stuck.
+        first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
     """
 
     linger_seconds: float = 5.0
     loop_patience_seconds: float = 60.0
-    pruner: PrunerLimits = field(default_factory=PrunerLimits)
+    first_prune_seconds: float = 60.0

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import psycopg
@@ -42,23 +43,8 @@ class IdleSlot:
     wake: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _FallAsleep:
-    idle_slot: IdleSlot
-    flagged: "Future[float | None]" = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True)
-class _WakeUp:
-    idle_slot: IdleSlot
-
-
-@dataclass(frozen=True, slots=True)
-class _WakeOne:
-    queue: str
-
-
-_Request: TypeAlias = _FallAsleep | _WakeUp | _WakeOne
+# What a slot asks, run in the listener's thread; without a connection while there is none.
+_Request: TypeAlias = Callable[[PGconn | None], None]
 
 
 class Listener:
@@ -113,17 +99,17 @@ class Listener:
         The future says since when (monotonic) this process holds all of them. Every job that is committed after a poll
         that began later calls the queue, or wakes the slot. None if the flags are not held: poll again soon.
         """
-        request = _FallAsleep(idle_slot)
-        self._send(request)
-        return request.flagged
+        flagged = Future[float | None]()
+        self._send(partial(self._add_idle, idle_slot, flagged))
+        return flagged
 
     def wake_up(self, idle_slot: IdleSlot) -> None:
         """The slot has work: soon lower the flags under which no slot sleeps here any more. Returns at once."""
-        self._send(_WakeUp(idle_slot))
+        self._send(partial(self._remove_idle, idle_slot))
 
     def wake_one(self, queue: str) -> None:
         """Wake a slot that sleeps on this queue, if any: it may find jobs there. Returns at once."""
-        self._send(_WakeOne(queue))
+        self._send(partial(self._notify_others, queue))
 
     def _send(self, request: _Request) -> None:
         self._requests.put(request)
@@ -166,7 +152,7 @@ class Listener:
         """Without a connection no flag is held; slots poll. Waits a moment before the next try."""
         wait_readable([self._wake_reader], _RECONNECT_SECONDS)
         for request in self._drain_requests():
-            self._handle(None, request)
+            request(None)
         self._stopping.wait(_RECONNECT_SECONDS / 4)
 
     def _serve(self, connection: PGconn) -> None:
@@ -174,7 +160,7 @@ class Listener:
         self._wake(self._idle_slots)
         while not self._stopping.is_set():
             for request in self._drain_requests():
-                self._handle(connection, request)
+                request(connection)
             if self._lower_at is not None and time.monotonic() >= self._lower_at:
                 self._lower_flags(connection)
             # Before the wait: a notification may have come in with the answer to a request.
@@ -201,28 +187,28 @@ class Listener:
             except queue.Empty:
                 return
 
-    def _handle(self, connection: PGconn | None, request: _Request) -> None:
-        match request:
-            case _WakeOne(name):
-                # If no other slot sleeps there, the caller itself would claim in vain.
-                if name in self._slept_on():
-                    self._notify(name)
-            case _WakeUp(idle_slot):
-                self._idle_slots.pop(idle_slot, None)
-                if connection is not None:
-                    self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
-            case _FallAsleep(idle_slot):
-                self._idle_slots[idle_slot] = False
-                if connection is None:
-                    _answer(request, None)
-                    return
-                try:
-                    self._raise_flags(connection, idle_slot.queues)
-                except Exception:
-                    _answer(request, None)
-                    raise
-                held = self._flags.keys() >= idle_slot.queues
-                _answer(request, max(self._flags[name] for name in idle_slot.queues) if held else None)
+    def _add_idle(self, idle_slot: IdleSlot, flagged: "Future[float | None]", connection: PGconn | None) -> None:
+        self._idle_slots[idle_slot] = False
+        since = None
+        try:
+            if connection is not None:
+                self._raise_flags(connection, idle_slot.queues)
+            if self._flags.keys() >= idle_slot.queues:
+                since = max(self._flags[name] for name in idle_slot.queues)
+        finally:
+            # Cancelled if the slot has stopped waiting.
+            if flagged.set_running_or_notify_cancel():
+                flagged.set_result(since)
+
+    def _remove_idle(self, idle_slot: IdleSlot, connection: PGconn | None) -> None:
+        self._idle_slots.pop(idle_slot, None)
+        if connection is not None:
+            self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
+
+    def _notify_others(self, name: str, _connection: PGconn | None) -> None:
+        # If no other slot sleeps there, the caller itself would claim in vain.
+        if name in self._slept_on():
+            self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
         # Session locks are counted: taken once per process, whatever the number of its idle slots.
@@ -269,9 +255,3 @@ class Listener:
         for idle_slot in list(idle_slots):
             self._idle_slots[idle_slot] = True
             idle_slot.wake()
-
-
-def _answer(request: _FallAsleep, flagged: float | None) -> None:
-    # Cancelled if the slot has stopped waiting.
-    if request.flagged.set_running_or_notify_cancel():
-        request.flagged.set_result(flagged)

@@ -84,7 +84,7 @@ class RelayRun:
         self._state = self._make_state(registry, until_empty=until_empty)
         connector = partial(listen_connector, engines, loop=self._loop.get)
         self._maintenance = Maintenance.from_config(
-            config, limits.pruner, connector, emit, stopping, until_empty=until_empty
+            config, limits.first_prune_seconds, connector, emit, stopping, until_empty=until_empty
         )
         self._deadlines = DeadlineEnforcer(engines, config.schema, self._loop.get, self._replace, self._fail)
         flavours = {flavour for _, flavour in groups}

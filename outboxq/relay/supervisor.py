@@ -28,24 +28,6 @@ _TEND_SECONDS = 0.05
 _LEAST_STALL_SECONDS = 4 * BEAT_SECONDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorLimits:
-    """When children are started again, and when they are killed.
-
-    Args:
-        first_restart_seconds: The first pause before a child is replaced; the next ones are twice as long each.
-        restart_cap_seconds: The longest pause.
-        well_after_seconds: A child that lived so long was well: the next restart is quick again.
-        kill_after_drain_seconds: What a child may take after its time to drain. One that drained in vain gives its jobs
-            back, which takes up to 15 seconds if the database is slow.
-    """
-
-    first_restart_seconds: float = 0.5
-    restart_cap_seconds: float = 30.0
-    well_after_seconds: float = 60.0
-    kill_after_drain_seconds: float = 20.0
-
-
 class _Child:
     """A relay process, and the pipe through which it shows that it lives."""
 
@@ -93,68 +75,64 @@ class _Place:
     finished: bool = False
 
 
-def supervise(
-    command: Sequence[str],
-    processes: int,
-    *,
-    environment: Mapping[str, str],
-    drain_seconds: float,
-    emit: Emitter,
-    finite: bool = False,
-    stall_seconds: float = 0.0,
-    health_path: Path | None = None,
-    limits: SupervisorLimits = SupervisorLimits(),  # frozen
-) -> int:
-    """Keep `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
+@dataclass(slots=True)
+class Supervisor:
+    """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
 
     A child that exits with 2 was started wrongly, which no restart can mend. One that exits with 3 had a handler that
-    could not be freed: it is replaced at once. Any other is replaced after pauses that grow. A second signal kills the
-    children and ends this process by that signal.
+    could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal kills
+    the children and ends this process by that signal.
 
     Args:
         command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (`outboxq.relay.signals.stop_when_parent_dies`),
             and may show that it lives through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
+        drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
+            killed. One that drained in vain gives its jobs back, which takes up to 15 s if the database is slow.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
-        drain_seconds: How long children may take to finish their jobs; a little later they are killed.
         stall_seconds: A child that sent signs of life, and then none for so long, is killed and replaced. 0: never.
         health_path: Where to write, once a second, what this process and its children are doing.
-
-    Returns:
-        0, or 2 if a child could not be started as it was told.
+        well_after_seconds: A child that lived so long was well: the next restart is quick again.
 
     Raises:
-        ConfigError: `stall_seconds` is shorter than beats may be late, or the health file cannot be written.
+        ConfigError: `stall_seconds` is shorter than beats may be late.
     """
-    if stall_seconds != 0 and not _LEAST_STALL_SECONDS <= stall_seconds <= 86_400:
-        raise ConfigError(
-            f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
-            f"got {stall_seconds:g}"
-        )
-    places = [_Place(limits.first_restart_seconds) for _ in range(processes)]
-    supervisor = _Supervisor(list(command), places, environment, drain_seconds, stall_seconds, emit, finite, limits)
-    with health_file(health_path, supervisor.health):
-        return supervisor.run()
 
-
-@dataclass(slots=True)
-class _Supervisor:
     command: Sequence[str]
-    places: list[_Place]
+    processes: int
     environment: Mapping[str, str]
     drain_seconds: float
-    stall_seconds: float
     emit: Emitter
-    finite: bool
-    limits: SupervisorLimits
-    _stopping: bool = False
+    finite: bool = False
+    stall_seconds: float = 0.0
+    health_path: Path | None = None
+    first_restart_seconds: float = 0.5
+    restart_cap_seconds: float = 30.0
+    well_after_seconds: float = 60.0
+    kill_after_drain_seconds: float = 20.0
+    _places: list[_Place] = field(init=False)
+    _stopping: bool = field(default=False, init=False)
     # The pipe at whose end the children drain.
-    _read_end: int = -1
-    _write_end: int = -1
-    _checked_at: float = field(default_factory=time.monotonic)
+    _read_end: int = field(default=-1, init=False)
+    _write_end: int = field(default=-1, init=False)
+    _checked_at: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        if self.stall_seconds != 0 and not _LEAST_STALL_SECONDS <= self.stall_seconds <= 86_400:
+            raise ConfigError(
+                f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
+                f"got {self.stall_seconds:g}"
+            )
+        self._places = [_Place(self.first_restart_seconds) for _ in range(self.processes)]
 
     def run(self) -> int:
+        """Work to the end; 0, or 2 if a child could not be started as it was told.
+
+        Raises:
+            ConfigError: the health file cannot be written.
+        """
         with ExitStack() as stack:
+            stack.enter_context(health_file(self.health_path, self.health))
             self._read_end, self._write_end = os.pipe()
             stack.callback(os.close, self._read_end)
             # Also after an error of ours: the children drain.
@@ -166,7 +144,7 @@ class _Supervisor:
 
     def health(self) -> Health:
         """What the children are doing, taken together: any that serves counts before one that waits."""
-        children = [place.child for place in self.places]
+        children = [place.child for place in self._places]
         states = {child.state for child in children if child is not None}
         state: State = "starting"
         if self._stopping:
@@ -175,15 +153,15 @@ class _Supervisor:
             state = "serving"
         elif "waiting_for_database" in states:
             state = "waiting_for_database"
-        return Health(state, processes=len(self.places), running=sum(child is not None for child in children))
+        return Health(state, processes=len(self._places), running=sum(child is not None for child in children))
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _tend_children(self) -> int:
-        while not self._stopping and not all(place.finished for place in self.places):
+        while not self._stopping and not all(place.finished for place in self._places):
             elapsed_seconds = self._elapsed_seconds()
-            exit_code = max((self._tend(place, elapsed_seconds) for place in self.places), default=0)
+            exit_code = max((self._tend(place, elapsed_seconds) for place in self._places), default=0)
             if exit_code:
                 self._stopping = True
                 return exit_code
@@ -222,7 +200,7 @@ class _Supervisor:
             child.process.kill()
             child.silent_seconds = 0.0
         # It stops by itself, after a failure: nothing else waits for its end.
-        if child.stopping_seconds >= self.drain_seconds + self.limits.kill_after_drain_seconds:
+        if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
             self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
             child.process.kill()
             child.stopping_seconds = 0.0
@@ -242,14 +220,14 @@ class _Supervisor:
         return 0
 
     def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
-        if time.monotonic() - child.started_at >= self.limits.well_after_seconds:
-            place.restart_seconds = self.limits.first_restart_seconds
+        if time.monotonic() - child.started_at >= self.well_after_seconds:
+            place.restart_seconds = self.first_restart_seconds
         self.emit(ChildDied(child.process.pid, code, place.restart_seconds))
         place.restart_at = time.monotonic() + place.restart_seconds
-        place.restart_seconds = min(place.restart_seconds * 2, self.limits.restart_cap_seconds)
+        place.restart_seconds = min(place.restart_seconds * 2, self.restart_cap_seconds)
 
     def _children(self) -> list[_Child]:
-        return [place.child for place in self.places if place.child is not None]
+        return [place.child for place in self._places if place.child is not None]
 
     def _close_parent_pipe(self) -> None:
         if self._write_end >= 0:
@@ -268,7 +246,7 @@ class _Supervisor:
             # Not at work yet, so that it may neither look at the pipe nor have anything to finish.
             if not child.has_reported:
                 child.process.terminate()
-        deadline = time.monotonic() + self.drain_seconds + self.limits.kill_after_drain_seconds
+        deadline = time.monotonic() + self.drain_seconds + self.kill_after_drain_seconds
         for child in children:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))

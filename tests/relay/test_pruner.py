@@ -29,7 +29,7 @@ from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.maintenance.pruner import Pruner, PrunerLimits
+from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.task import draw_pause
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
@@ -105,12 +105,12 @@ def make_pruner(outboxq_database: Database) -> MakePruner:
         url: str = outboxq_database.url,
         connect: Callable[[], DriverConnection] | None = None,
         stopping: threading.Event | None = None,
-        **settings: PrunerLimits,
+        **settings: float,
     ) -> Pruner:
         by_url = listen_connector(resolve_engines(url, None), None, lambda: None)
         emit = emitter([] if events is None else events)
         stopping = stopping or threading.Event()
-        return Pruner(connect or by_url, "outboxq", emit, stopping, prune_seconds=60, **settings)
+        return Pruner(connect or by_url, "outboxq", emit, stopping, seconds=60, **settings)
 
     return make
 
@@ -193,7 +193,7 @@ def test_many_expired_messages_go_in_batches_beside_the_work(
     with engine.connect() as connection:
         batches = connection.execute(text("SELECT rows, xid FROM batch_ledger WHERE rows > 0")).all()
     assert sum(rows for rows, _ in batches) == 25_000
-    assert max(rows for rows, _ in batches) == PrunerLimits().batch_rows
+    assert max(rows for rows, _ in batches) == Pruner.batch_rows
     assert len({xid for _, xid in batches}) == len(batches)
 
 
@@ -231,7 +231,7 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
             f"WHEN (OLD.{column} LIKE 'bad%%') EXECUTE FUNCTION refuse()"
         )
     events: list[Event] = []
-    make_pruner(events, limits=PrunerLimits(batch_rows=10)).run_once()
+    make_pruner(events, batch_rows=10).run_once()
     with engine.connect() as connection:
         left = sorted(connection.execute(text(f"SELECT {column} FROM outboxq.{table}")).scalars())
     assert left == ["bad1", "bad2", "bad3"]
@@ -241,9 +241,9 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
 
 def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner) -> None:
     """What is left when a round has taken its share waits for the next one."""
-    fill_inbox(engine, "old", 2 * PrunerLimits().batch_rows + 500)
+    fill_inbox(engine, "old", 2 * Pruner.batch_rows + 500)
     fill_effect(engine, "old", 1)
-    pruner = make_pruner(limits=PrunerLimits(max_batches=2))
+    pruner = make_pruner(max_batches=2)
     pruner.run_once()
     assert (count(engine, "outboxq.inbox"), count(engine, "outboxq.effect")) == (500, 0)
     pruner.run_once()
@@ -487,19 +487,19 @@ def test_a_batch_costs_the_same_whatever_the_table_holds(engine: Engine) -> None
             (statements.delete_messages, {"inbox_expires", "inbox_pkey"}),
             (statements.delete_effects, {"effect_expires", "effect_pkey"}),
         ):
-            nodes = plan(connection, deletion("outboxq", PrunerLimits().batch_rows))
+            nodes = plan(connection, deletion("outboxq", Pruner.batch_rows))
             types = {node["Node Type"] for node in nodes}
             assert {"Sort", "Incremental Sort", "Seq Scan", "Hash Join", "Merge Join"}.isdisjoint(types), nodes
             assert {node["Index Name"] for node in nodes if "Index Name" in node} == indexes
             scanned = next(node for node in nodes if str(node.get("Index Name")).endswith("_expires"))
-            assert scanned["Actual Rows"] == PrunerLimits().batch_rows
+            assert scanned["Actual Rows"] == Pruner.batch_rows
 
 
 def test_a_look_at_nothing_costs_nothing(engine: Engine) -> None:
     """The walk of the index ends at the first row that has not expired."""
     fill_inbox(engine, "new message ", 20_000, KEPT)
     with engine.connect() as connection:
-        nodes = plan(connection, statements.delete_messages("outboxq", PrunerLimits().batch_rows))
+        nodes = plan(connection, statements.delete_messages("outboxq", Pruner.batch_rows))
         buffers = nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"]
         assert buffers <= 10
 
@@ -526,7 +526,7 @@ def test_a_relay_stops_promptly_while_it_prunes(engine: Engine, start_relay: Sta
     with start_relay(config=RelayConfig(prune_seconds=1)) as running:
         wait_until(lambda: count(engine, "outboxq.inbox") < 60_000, "the first batch")
     assert count(engine, "outboxq.inbox") > 0
-    assert [event.messages % PrunerLimits().batch_rows for event in running.of(Pruned)] == [0]
+    assert [event.messages % Pruner.batch_rows for event in running.of(Pruned)] == [0]
 
 
 def test_a_pruner_that_was_stopped_has_ended(engine: Engine, make_pruner: MakePruner) -> None:
@@ -539,7 +539,7 @@ def test_a_pruner_that_was_stopped_has_ended(engine: Engine, make_pruner: MakePr
             assert told.wait(PATIENCE)
 
     fill_inbox(engine)
-    pruner = make_pruner(Slow(), limits=PrunerLimits(first_seconds=0.01))
+    pruner = make_pruner(Slow(), first_seconds=0.01)
     pruner.start()
     assert telling.wait(PATIENCE)
     stopping = threading.Thread(target=pruner.stop)
@@ -562,7 +562,7 @@ def test_a_running_relay_prunes_again_and_again(engine: Engine, start_relay: Sta
 def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(engine: Engine, start_relay: StartRelay) -> None:
     """One that is deployed more often than that would never prune."""
     fill_inbox(engine)
-    limits = RelayLimits(pruner=PrunerLimits(first_seconds=0.2))
+    limits = RelayLimits(first_prune_seconds=0.2)
     with start_relay(config=RelayConfig(prune_seconds=86_400), limits=limits):
         wait_until(lambda: keys(engine) == [], "the first round")
 

@@ -18,7 +18,7 @@ import pytest
 from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, Emitter, Event
 from outboxq.relay.health import State, read_beats, send_beats
-from outboxq.relay.supervisor import SupervisorLimits, supervise
+from outboxq.relay.supervisor import Supervisor
 from tests.support.waiting import PATIENCE, wait_until
 
 # A child that notes its pid, tells of its life, and stops at SIGTERM or when its parent is gone, as a relay does.
@@ -59,11 +59,11 @@ def supervised(command: list[str], processes: int, **options: object) -> Iterato
     program = (
         "import json, os, pathlib, sys\n"
         "from outboxq.events import Emitter\n"
-        "from outboxq.relay.supervisor import supervise\n"
+        "from outboxq.relay.supervisor import Supervisor\n"
         "emit = Emitter([lambda event: print(repr(event), flush=True)], lambda hook, event: None)\n"
         "command, processes, options = map(json.loads, sys.argv[1:])\n"
         "options['health_path'] = pathlib.Path(options['health_path']) if 'health_path' in options else None\n"
-        "sys.exit(supervise(command, processes, environment=os.environ, drain_seconds=5, emit=emit, **options))"
+        "sys.exit(Supervisor(command, processes, os.environ, drain_seconds=5, emit=emit, **options).run())"
     )
     arguments = [json.dumps(value) for value in (command, processes, options)]
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
@@ -151,8 +151,7 @@ def deaths(
 
     command = [sys.executable, "-c", ENDS, str(notes), str(life_seconds), *map(str, codes)]
     emit = Emitter([hook], lambda *_: None)
-    settings = SupervisorLimits(**limits)
-    assert supervise(command, 1, environment=environment(), drain_seconds=1, emit=emit, limits=settings) == 0
+    assert Supervisor(command, 1, environment(), drain_seconds=1, emit=emit, **limits).run() == 0
     return events[:deaths], [float(start) for start in notes.read_text().split()]
 
 
@@ -237,7 +236,7 @@ def test_stall_seconds_that_beats_cannot_keep_are_refused() -> None:
     """A limit below the beats' own pace would kill healthy children."""
     for seconds in (1.9, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="2 to 86400, or 0"):
-            supervise([], 1, environment={}, drain_seconds=1, emit=Emitter((), print), stall_seconds=seconds)
+            Supervisor([], 1, {}, drain_seconds=1, emit=Emitter((), print), stall_seconds=seconds)
 
 
 def test_a_heartbeat_never_blocks() -> None:
@@ -320,15 +319,8 @@ def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(directory:
 
 
 def run(command: list[str], processes: int, events: list[Event], **limits: float) -> int:
-    return supervise(
-        command,
-        processes,
-        environment=environment(),
-        drain_seconds=1,
-        emit=Emitter([events.append], lambda *_: None),
-        finite=True,
-        limits=SupervisorLimits(**limits),
-    )
+    emit = Emitter([events.append], lambda *_: None)
+    return Supervisor(command, processes, environment(), drain_seconds=1, emit=emit, finite=True, **limits).run()
 
 
 def environment() -> Mapping[str, str]:

@@ -6,16 +6,15 @@ relays may prune at once, and nothing depends on when it happens: only the table
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import psycopg
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection, run_on_libpq
-from outboxq.events import Emitter, Pruned
+from outboxq.database.driver import run_on_libpq
+from outboxq.events import Pruned
 from outboxq.execution.aside import is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
@@ -35,44 +34,22 @@ _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
 _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrunerLimits:
-    """How much a pruner deletes at a time, and when it begins.
+@dataclass(eq=False)
+class Pruner(PeriodicTask):
+    """Deletes what has expired, now and then. It may connect through a transaction pooler.
 
     Args:
+        first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
         batch_rows: Of one transaction.
         max_batches: Of each table in one round.
-        first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
     """
 
+    name = "pruner"
+
+    first_seconds: float = 60.0
     batch_rows: int = 1_000
     max_batches: int = 100
-    first_seconds: float = 60.0
-
-
-class Pruner(PeriodicTask):
-    """Deletes what has expired, now and then.
-
-    Args:
-        connect: Opens a connection outside a transaction; a transaction pooler will do.
-        stopping: Set when the relay stops: no further batch is begun.
-        prune_seconds: From one round to the next, at most; the pause is drawn, so that many relays take turns.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[], DriverConnection],
-        schema: str,
-        emit: Emitter,
-        stopping: threading.Event,
-        *,
-        prune_seconds: float,
-        limits: PrunerLimits = PrunerLimits(),  # frozen
-    ) -> None:
-        super().__init__("pruner", connect, emit, stopping, prune_seconds, min(prune_seconds, limits.first_seconds))
-        self._schema = schema
-        self._limits = limits
-        self._warned: set[tuple[str, str]] = set()
+    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def _run_on(self, connection: PGconn) -> Pruned | None:
         messages = self._delete_all(connection, "messages", statements.delete_messages)
@@ -82,11 +59,10 @@ class Pruner(PeriodicTask):
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
         """Batch after batch, while they are full; how many rows went."""
         deleted = refused = 0
-        batch_rows = self._limits.batch_rows
-        for _ in range(self._limits.max_batches):
+        for _ in range(self.max_batches):
             more = 0
             try:
-                rows = self._delete(connection, deletion(self._schema, batch_rows, refused))
+                rows = self._delete(connection, deletion(self.schema, self.batch_rows, refused))
             except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
                 self._report(what, error)
                 if not is_of_a_row(error):
@@ -94,18 +70,16 @@ class Pruner(PeriodicTask):
                 rows, more = self._delete_one_by_one(connection, deletion, refused)
                 refused += more
             deleted += rows
-            if rows + more < batch_rows or self._stopping.wait(_BREATH_SECONDS):
+            if rows + more < self.batch_rows or self.stopping.wait(_BREATH_SECONDS):
                 break
         return deleted
 
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
         """Delete the rows of a batch that failed for one of them; how many rows went, and how many more cannot."""
         deleted = more = 0
-        while (
-            deleted + more < self._limits.batch_rows and refused + more < _MOST_REFUSED and not self._stopping.is_set()
-        ):
+        while deleted + more < self.batch_rows and refused + more < _MOST_REFUSED and not self.stopping.is_set():
             try:
-                rows = self._delete(connection, deletion(self._schema, 1, refused + more))
+                rows = self._delete(connection, deletion(self.schema, 1, refused + more))
             except psycopg.Error as error:
                 if not is_of_a_row(error):
                     break

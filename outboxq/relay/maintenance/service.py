@@ -8,7 +8,7 @@ from typing import TypeAlias
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection
 from outboxq.events import Emitter
-from outboxq.relay.maintenance.pruner import Pruner, PrunerLimits
+from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.reindexer import Reindexer
 from outboxq.relay.maintenance.task import PeriodicTask
 
@@ -26,7 +26,7 @@ class Maintenance:
     def from_config(
         cls,
         config: RelayConfig,
-        limits: PrunerLimits,
+        first_prune_seconds: float,
         connector: Callable[[str | None], Connector],
         emit: Emitter,
         stopping: threading.Event,
@@ -36,7 +36,7 @@ class Maintenance:
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
         if seconds := config.prune_seconds:
-            made.append(Pruner(connector(None), config.schema, emit, stopping, prune_seconds=seconds, limits=limits))
+            made.append(Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds))
         if until_empty:
             # The drain of a cron job may be the only relay there is.
             return cls((), tuple(made))

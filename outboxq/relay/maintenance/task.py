@@ -7,6 +7,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from psycopg.pq.abc import PGconn
 
@@ -18,67 +20,61 @@ logger = logging.getLogger("outboxq.chores")
 _STOP_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class PeriodicTask:
     """One of them.
 
     Args:
-        name: As in the name of its thread.
         connect: Opens a connection outside a transaction.
+        schema: Of the tables.
         emit: Given the event of what was done, with the connection closed again.
-        stopping: Set when the relay stops.
+        stopping: Set when the relay stops: no further step is begun.
         seconds: From one time to the next, at most; the pause is drawn, so that many relays take turns.
-        first_seconds: The same for the first time.
+        first_seconds: The same for the first time, if that is shorter.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], DriverConnection],
-        emit: Emitter,
-        stopping: threading.Event,
-        seconds: float,
-        first_seconds: float,
-    ) -> None:
-        self._name = name
-        self._connect = connect
-        self._emit = emit
-        self._stopping = stopping
-        self._seconds = seconds
-        self._first_seconds = first_seconds
-        self._thread = threading.Thread(target=self._run, name=f"outboxq-{name}", daemon=True)
+    name: ClassVar[str]
+
+    connect: Callable[[], DriverConnection]
+    schema: str
+    emit: Emitter
+    stopping: threading.Event
+    seconds: float
+    first_seconds: float = float("inf")
 
     def start(self) -> None:
         """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name=f"outboxq-{self.name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and cancel its current run; from now on the relay counts as stopping."""
-        self._stopping.set()
+        self.stopping.set()
         self._thread.join(_STOP_SECONDS)
 
     def run_once(self) -> None:
         """Run once, on a new connection. Never raises, and ends early when the relay stops."""
         try:
-            connection = self._connect()
+            connection = self.connect()
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-            logger.debug("no connection for the %s", self._name, extra={"error_type": type(error).__name__})
+            logger.debug("no connection for the %s", self.name, extra={"error_type": type(error).__name__})
             return
         try:
             event = self._run_on(connection.pgconn)
         finally:
             connection.pgconn.finish()
         if event is not None:
-            self._emit(event)
+            self.emit(event)
 
     def _run_on(self, connection: PGconn) -> Event | None:
         """Run once; return an event to emit, or None. Raises nothing."""
         raise NotImplementedError
 
     def _run(self) -> None:
-        seconds = self._first_seconds
-        while not self._stopping.wait(draw_pause(seconds)):
+        seconds = min(self.first_seconds, self.seconds)
+        while not self.stopping.wait(draw_pause(seconds)):
             self.run_once()
-            seconds = self._seconds
+            seconds = self.seconds
 
 
 def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:

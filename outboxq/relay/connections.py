@@ -58,6 +58,7 @@ def make_slot_connection(
     )
 
 
+@dataclass(eq=False)
 class SlotConnections:
     """The connections of the slots of one flavour; those of async slots are used in greenlets of the event loop.
 
@@ -67,22 +68,15 @@ class SlotConnections:
         linger_seconds: Others that were not used for so long are closed: what comes and goes opens none.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        make_invoker: Callable[[Connection], Invoker],
-        schema: str,
-        harmless: AbstractSet[str],
-        *,
-        kept: int,
-        linger_seconds: float,
-    ) -> None:
-        self.engine = engine
-        self._make_invoker = make_invoker
-        self._options = connection_options(engine, schema)
-        self._harmless = harmless
-        self._kept = kept
-        self._linger_seconds = linger_seconds
+    engine: Engine
+    make_invoker: Callable[[Connection], Invoker]
+    schema: str
+    harmless: AbstractSet[str]
+    kept: int
+    linger_seconds: float
+
+    def __post_init__(self) -> None:
+        self._options = connection_options(self.engine, self.schema)
         self._spares: list[SlotConnection] = []
         self._is_closed = False
         self._lock = threading.Lock()
@@ -113,7 +107,7 @@ class SlotConnections:
             connection = self.engine.connect()
         try:
             connection.execution_options(**self._options)
-            return make_slot_connection(connection, self._make_invoker(connection), self._harmless)
+            return make_slot_connection(connection, self.make_invoker(connection), self.harmless)
         except BaseException:
             connection.invalidate()
             raise
@@ -129,9 +123,9 @@ class SlotConnections:
 
     def trim(self) -> None:
         """Close what was not used for a while."""
-        oldest = time.monotonic() - self._linger_seconds
+        oldest = time.monotonic() - self.linger_seconds
         with self._lock:
-            over = self._spares[: max(0, len(self._spares) - self._kept)]
+            over = self._spares[: max(0, len(self._spares) - self.kept)]
             unused = [spare for spare in over if spare.used_at <= oldest]
             del self._spares[: len(unused)]
         _close(unused)

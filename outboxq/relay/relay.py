@@ -91,7 +91,7 @@ class Relay:
             self._emit,
             self._stopping,
             self._limits,
-            until_empty=until_empty,
+            until_empty,
         )
         self._wakers.append(run.wake_all)
         try:

@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from uuid import uuid4
 
 from sqlalchemy.util import greenlet_spawn
@@ -27,6 +27,7 @@ from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.maintenance.service import Maintenance
+from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.report import RelayReport
 from outboxq.relay.slot_groups import FlavouredGroup
@@ -43,36 +44,21 @@ _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
 
 
-class Service(Protocol):
-    """What works beside the slots, in a thread of its own."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
+@dataclass(eq=False)
 class RelayRun:
     """One run of a relay, from start to end."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        registry: Registry,
-        groups: list[FlavouredGroup],
-        config: RelayConfig,
-        emit: Emitter,
-        stopping: threading.Event,
-        limits: RelayLimits,
-        *,
-        until_empty: bool,
-    ) -> None:
-        self._engines = engines
-        self._groups = groups
-        self._config = config
-        self._emit = emit
-        self._stopping = stopping
-        self._limits = limits
-        self._queues = tuple(dict.fromkeys(name for group, _ in groups for name in group.queues))
+    engines: Engines
+    registry: Registry
+    groups: list[FlavouredGroup]
+    config: RelayConfig
+    emit: Emitter
+    stopping: threading.Event
+    limits: RelayLimits
+    until_empty: bool
+
+    def __post_init__(self) -> None:
+        self._queues = tuple(dict.fromkeys(name for group, _ in self.groups for name in group.queues))
         self._loop = LoopThread()
         self._runners: list[Runner] = []
         self._cut_off: list[Runner] = []
@@ -81,49 +67,56 @@ class RelayRun:
         self._trim_at = 0.0
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
-        self._state = self._make_state(registry, until_empty=until_empty)
-        connector = partial(listen_connector, engines, loop=self._loop.get)
+        self._connector = partial(listen_connector, self.engines, loop=self._loop.get)
+        self._state = self._make_state()
         self._maintenance = Maintenance.from_config(
-            config, limits.first_prune_seconds, connector, emit, stopping, until_empty=until_empty
+            self.config,
+            self.limits.first_prune_seconds,
+            self._connector,
+            self.emit,
+            self.stopping,
+            until_empty=self.until_empty,
         )
-        self._deadlines = DeadlineEnforcer(engines, config.schema, self._loop.get, self._replace, self._fail)
-        flavours = {flavour for _, flavour in groups}
-        harmless = self._state.called_functions.harmless
+        self._deadlines = DeadlineEnforcer(self.engines, self.config.schema, self._loop.get, self._replace, self._fail)
         self._connections = make_slot_connections(
-            config, engines, flavours, harmless, limits, keeps_warm=not until_empty
+            self.config,
+            self.engines,
+            {flavour for _, flavour in self.groups},
+            self._state.called_functions.harmless,
+            self.limits,
+            keeps_warm=not self.until_empty,
         )
 
-    def _make_state(self, registry: Registry, *, until_empty: bool) -> RelayState:
-        config, engines = self._config, self._engines
+    def _make_state(self) -> RelayState:
+        config = self.config
         poller = SharedPoller(config.schema, self._queues)
         listener = None
-        if config.listen and not until_empty:
-            connect = listen_connector(engines, config.listen_url, self._loop.get)
-            listener = Listener(connect, config.schema, poller.record_call)
+        if config.listen and not self.until_empty:
+            listener = Listener(self._connector(config.listen_url), config.schema, poller.record_call)
         quarantine = QuarantineTurns()
         lease = RelayLease(
             # Not by `listen_url`: through a pooler is as good.
-            listen_connector(engines, None, self._loop.get),
+            self._connector(None),
             config,
             uuid4(),
             self._queues,
             quarantine,
             running=self._leased_jobs,
-            emit=self._emit,
+            emit=self.emit,
             on_reaped=self._record_reaped,
             wake=self.wake_all,
         )
         return RelayState(
             config=config,
-            registry=registry,
-            until_empty=until_empty,
-            emit=self._emit,
-            stopping=self._stopping,
+            registry=self.registry,
+            until_empty=self.until_empty,
+            emit=self.emit,
+            stopping=self.stopping,
             listener=listener,
             poller=poller,
             lease=lease,
             quarantine=quarantine,
-            effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
+            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds),
         )
 
     def work(self) -> RelayReport:
@@ -132,7 +125,7 @@ class RelayRun:
             report = self._work()
         except BaseException as error:
             # Slots that are left without a relay must not go on claiming.
-            self._stopping.set()
+            self.stopping.set()
             self.wake_all()
             if not self._failures or not isinstance(error, Exception):
                 raise
@@ -143,15 +136,15 @@ class RelayRun:
         return report
 
     def _work(self) -> RelayReport:
-        lifespan = make_lifespan(self._state.registry.lifespan)
+        lifespan = make_lifespan(self.registry.lifespan)
         with ExitStack() as stack:
             if self._needs_loop(lifespan):
                 stack.enter_context(self._loop.run())
                 stack.push(self._abandon_tasks)
-            wait_for_database(self._engines, self._config, self._loop, self._emit, self._stopping)
-            if self._stopping.is_set():
+            wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping)
+            if self.stopping.is_set():
                 return RelayReport(0, 0, 0)
-            exit_seconds = self._config.drain_seconds + _CLOSE_SECONDS
+            exit_seconds = self.config.drain_seconds + _CLOSE_SECONDS
             close_in_loop = partial(self._loop.call_unless_blocked, timeout_seconds=exit_seconds)
             stack.callback(self._state.effect_runners.dispose, close_in_loop)
             stack.callback(self._close_connections, close_in_loop)
@@ -162,9 +155,9 @@ class RelayRun:
 
     def _needs_loop(self, lifespan: object) -> bool:
         return (
-            any(flavour == "async" for _, flavour in self._groups)
+            any(flavour == "async" for _, flavour in self.groups)
             or isinstance(lifespan, AbstractAsyncContextManager)
-            or self._engines.sync is None
+            or self.engines.sync is None
         )
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -175,13 +168,13 @@ class RelayRun:
                     runner.abandon()
 
     def _start_services(self, stack: ExitStack) -> None:
-        services: list[Service] = [self._state.lease, *self._maintenance.periodic]
+        services: list[Listener | RelayLease | PeriodicTask] = [self._state.lease, *self._maintenance.periodic]
         if self._state.listener is not None:
             services.insert(0, self._state.listener)
         for service in services:
             service.start()
             stack.callback(service.stop)
-        if any(self._state.registry.claims[name] == "lease" for name in self._queues):
+        if any(self.registry.claims[name] == "lease" for name in self._queues):
             self._state.lease.wait(_LEASE_WAIT_SECONDS)
 
     def _close_connections(self, close_in_loop: Callable[[Awaitable[None]], object]) -> None:
@@ -209,13 +202,13 @@ class RelayRun:
     def _record_reaped(self, event: JobCrashed) -> None:
         with self._state.lock:
             self._state.counters.add(BatchReport(0, (event,)))
-        self._emit(event)
+        self.emit(event)
 
     def _serve_to_the_end(self) -> None:
-        slots = sum(group.slots for group, _ in self._groups)
+        slots = sum(group.slots for group, _ in self.groups)
         # Each slot's, the lease's and the listener's.
         connections = slots + 1 + (self._state.listener is not None)
-        self._emit(RelayStarted(self._queues, slots, connections))
+        self.emit(RelayStarted(self._queues, slots, connections))
         counters = self._state.counters
         is_over = False
         # Once in any case: told to stop meanwhile, it says so as it would later.
@@ -223,21 +216,19 @@ class RelayRun:
             before = counters.claimed, self._deadlines.cuts
             self._serve()
             # Draining: one slot may have ended while another's handler enqueued for it, so look once more.
-            is_drained = self._state.until_empty and (counters.claimed, self._deadlines.cuts) == before
-            is_over = is_drained or self._stopping.is_set()
-        if not self._stopping.is_set():
+            is_drained = self.until_empty and (counters.claimed, self._deadlines.cuts) == before
+            is_over = is_drained or self.stopping.is_set()
+        if not self.stopping.is_set():
             for task in self._maintenance.at_end:
                 task.run_once()
-        self._emit(RelayStopped(counters.done, counters.failed, self._abandoned))
+        self.emit(RelayStopped(counters.done, counters.failed, self._abandoned))
 
     def _serve(self) -> None:
-        self._runners = [
-            self._start_slot(group, flavour) for group, flavour in self._groups for _ in range(group.slots)
-        ]
-        while not self._stopping.is_set() and self._wait_a_moment():
+        self._runners = [self._start_slot(group, flavour) for group, flavour in self.groups for _ in range(group.slots)]
+        while not self.stopping.is_set() and self._wait_a_moment():
             self._deadlines.check(self._runners)
             self._trim()
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             self._let_finish()
         else:
             # Drained, up to what is still to be said of a job that was cut off.
@@ -257,14 +248,14 @@ class RelayRun:
         if runner not in self._runners:
             return
         self._runners.remove(runner)
-        if not self._stopping.is_set():
+        if not self.stopping.is_set():
             slot = runner.slot
             self._runners.append(self._start_slot(SlotGroup(slot.queues, in_turns=slot.in_turns), slot.flavour))
 
     def _fail(self, error: BaseException) -> None:
         """End the relay instead of limping on: a slot is stuck, or met an error that is none of the database's."""
         self._failures.append(error)
-        self._stopping.set()
+        self.stopping.set()
 
     def _wait_a_moment(self) -> bool:
         """Wait for a slot, in slices, so that signals and deadlines are seen; False if all have ended."""
@@ -289,7 +280,7 @@ class RelayRun:
             return
         if self._trimming is None or self._trimming.done():
             self._trimming, self._trimming_since = self._loop.submit(self._trim_in_loop()), now
-        elif now > self._trimming_since + self._limits.loop_patience_seconds:
+        elif now > self._trimming_since + self.limits.loop_patience_seconds:
             self._end_if_loop_is_stuck()
 
     async def _trim_in_loop(self) -> None:
@@ -307,9 +298,9 @@ class RelayRun:
         """Let the running handlers finish, and roll back those that take longer than they may."""
         self._loop.is_blocked = bool(self._failures) and not self._loop.answers()
         running = sum(runner.slot.running for runner in self._runners)
-        self._emit(RelayStopping(running, self._config.drain_seconds))
+        self.emit(RelayStopping(running, self.config.drain_seconds))
         self.wake_all()
-        deadline = time.monotonic() + self._config.drain_seconds
+        deadline = time.monotonic() + self.config.drain_seconds
         while time.monotonic() < deadline and self._wait_a_moment():
             self._deadlines.check(self._runners)
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from outboxq.outcomes import Retry as Retry
     from outboxq.outcomes import Snooze as Snooze
     from outboxq.relay.relay import Relay as Relay
-    from outboxq.relay.run import RelayReport as RelayReport
+    from outboxq.relay.report import RelayReport as RelayReport
 
 _HOMES = {
     "Acceptance": "inbox",
@@ -88,7 +88,7 @@ _HOMES = {
     "PermanentError": "errors",
     "Relay": "relay.relay",
     "RelayConfig": "config",
-    "RelayReport": "relay.run",
+    "RelayReport": "relay.report",
     "Retry": "outcomes",
     "SlotGroup": "config",
     "Snooze": "outcomes",

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from outboxq.relay.signals import end_in_order_until_begun
 
-# What Python does at its end, the application's own last steps among it, has so long.
+# Python's own end, with the application's last steps, may take so long.
 _END_SECONDS = 10.0
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_in_time(code: object) -> None:
-    """See to it that the process ends: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
+    """Bound the time to the end: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
 
     def end() -> None:
         time.sleep(_END_SECONDS)

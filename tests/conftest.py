@@ -11,6 +11,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from tests.support import app
 
 
@@ -55,7 +56,9 @@ def start_relay(outboxq_database: Database) -> StartRelay:
     @contextmanager
     def start(jobs: Jobs = app.jobs, config: RelayConfig | None = None, **arguments: object) -> Iterator[RunningRelay]:
         events: list[Event] = []
+        limits = arguments.pop("limits", RelayLimits())
         relay = Relay(arguments.pop("engine", outboxq_database.url), jobs, config, hooks=[events.append], **arguments)
+        relay._limits = limits
         errors: list[BaseException] = []
 
         def run() -> None:

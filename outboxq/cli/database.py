@@ -28,7 +28,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
     from outboxq import config
     from outboxq.database.driver import run_script
     from outboxq.migrations.server import check_server
-    from outboxq.relay.run import check_version
+    from outboxq.relay.startup import check_version
     from outboxq.statements.version import schema_version
     from outboxq.tables import SCHEMA
 

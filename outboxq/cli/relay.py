@@ -185,8 +185,9 @@ def _run(
     from outboxq.errors import ConfigError, RelayStuck, SchemaError
     from outboxq.observability.logging import log_event
     from outboxq.relay import health
-    from outboxq.relay.relay import Relay, resolve_groups
+    from outboxq.relay.relay import Relay
     from outboxq.relay.signals import stop_signals, stop_when_parent_dies
+    from outboxq.relay.slot_groups import resolve_groups
 
     # Before the application's code, which may start processes of its own.
     parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
@@ -293,9 +294,9 @@ def _supervise(
     from outboxq import config
     from outboxq.events import Emitter
     from outboxq.observability.logging import log_event
-    from outboxq.relay.supervisor import supervise
+    from outboxq.relay.supervisor import Supervisor
 
-    exit_code = supervise(
+    supervisor = Supervisor(
         command,
         processes,
         environment=config.child_environment(_secrets(url, settings)),
@@ -305,7 +306,7 @@ def _supervise(
         stall_seconds=stall_seconds,
         health_path=health_file,
     )
-    raise typer.Exit(exit_code)
+    raise typer.Exit(supervisor.run())
 
 
 def _secrets(url: "URL", settings: "RelayConfig") -> Mapping[str, str]:
@@ -331,16 +332,11 @@ def _look_at_database(url: "URL", settings: "RelayConfig") -> None:
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.errors import ConfigError, SchemaError
-    from outboxq.migrations.server import check_server
-    from outboxq.relay.run import check_version
-    from outboxq.relay.startup import check_durability
-    from outboxq.statements.version import schema_version
+    from outboxq.relay.startup import check_database
 
     try:
         with connect(url) as connection:
-            check_server(connection)
-            check_durability(connection, allowed=settings.allow_asynchronous_commit)
-            check_version(schema_version(connection, settings.schema), settings.schema)
+            check_database(connection, settings)
     except DatabaseUnreachable as error:
         if error.refused:
             raise ConfigError(str(error)) from error

@@ -6,34 +6,9 @@ from dataclasses import fields
 from types import TracebackType
 from typing import TypeAlias
 
+from outboxq import events
 from outboxq.codec.text import printable
-from outboxq.events import (
-    BatchRolledBack,
-    ChildDied,
-    ChildStopTimedOut,
-    ChildStuck,
-    ChildUnresponsive,
-    DatabaseBack,
-    DatabaseLost,
-    Event,
-    IndexRebuilt,
-    JobCrashed,
-    JobDied,
-    JobDiscarded,
-    JobDone,
-    JobInterrupted,
-    JobLeaseLost,
-    JobRetried,
-    JobSetAside,
-    JobSnoozed,
-    JobsParked,
-    JobsSuspected,
-    LeaseExtensionFailed,
-    Pruned,
-    RelayStarted,
-    RelayStopped,
-    RelayStopping,
-)
+from outboxq.events import Event
 from outboxq.job import Job
 
 logger = logging.getLogger("outboxq.relay")
@@ -42,30 +17,30 @@ _ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackT
 
 _BARE = re.compile(r"[\w.:/@%+-]+")
 _MESSAGES: dict[type[Event], tuple[int, str]] = {
-    JobDone: (logging.DEBUG, "job done"),
-    JobRetried: (logging.WARNING, "job failed and will run again"),
-    JobDied: (logging.ERROR, "job moved to the dead letters"),
-    JobSnoozed: (logging.INFO, "job snoozed"),
-    JobDiscarded: (logging.INFO, "job discarded"),
-    JobsParked: (logging.WARNING, "jobs of unknown kinds were put off"),
-    JobsSuspected: (logging.WARNING, "jobs whose claim died will run alone"),
-    JobCrashed: (logging.ERROR, "job was taken from a relay that died or stalled"),
-    JobSetAside: (logging.ERROR, "job could not be claimed and was moved to the dead letters"),
-    JobLeaseLost: (logging.ERROR, "lease was lost while the job ran, its rows were rolled back"),
-    JobInterrupted: (logging.WARNING, "job did not end in time and was rolled back, it waits again"),
-    LeaseExtensionFailed: (logging.ERROR, "lease could not be extended"),
-    RelayStarted: (logging.INFO, "relay started"),
-    RelayStopping: (logging.INFO, "relay is stopping"),
-    RelayStopped: (logging.INFO, "relay stopped"),
-    DatabaseLost: (logging.WARNING, "database cannot be reached, trying again"),
-    DatabaseBack: (logging.INFO, "database is back"),
-    BatchRolledBack: (logging.ERROR, "batch was rolled back, its jobs wait again"),
-    Pruned: (logging.DEBUG, "expired messages and effects were deleted"),
-    IndexRebuilt: (logging.INFO, "index of the queue was built again"),
-    ChildDied: (logging.ERROR, "relay process died, starting another"),
-    ChildStuck: (logging.ERROR, "relay process had a handler that could not be freed, starting another"),
-    ChildUnresponsive: (logging.ERROR, "relay process shows no life, killing it"),
-    ChildStopTimedOut: (logging.ERROR, "relay process does not come to its end, killing it"),
+    events.JobDone: (logging.DEBUG, "job done"),
+    events.JobRetried: (logging.WARNING, "job failed and will run again"),
+    events.JobDied: (logging.ERROR, "job moved to the dead letters"),
+    events.JobSnoozed: (logging.INFO, "job snoozed"),
+    events.JobDiscarded: (logging.INFO, "job discarded"),
+    events.JobsParked: (logging.WARNING, "jobs of unknown kinds were put off"),
+    events.JobsSuspected: (logging.WARNING, "jobs whose claim died will run alone"),
+    events.JobCrashed: (logging.ERROR, "job was taken from a relay that died or stalled"),
+    events.JobSetAside: (logging.ERROR, "job could not be claimed and was moved to the dead letters"),
+    events.JobLeaseLost: (logging.ERROR, "lease was lost while the job ran, its rows were rolled back"),
+    events.JobInterrupted: (logging.WARNING, "job did not end in time and was rolled back, it waits again"),
+    events.LeaseExtensionFailed: (logging.ERROR, "lease could not be extended"),
+    events.RelayStarted: (logging.INFO, "relay started"),
+    events.RelayStopping: (logging.INFO, "relay is stopping"),
+    events.RelayStopped: (logging.INFO, "relay stopped"),
+    events.DatabaseLost: (logging.WARNING, "database cannot be reached, trying again"),
+    events.DatabaseBack: (logging.INFO, "database is back"),
+    events.BatchRolledBack: (logging.ERROR, "batch was rolled back, its jobs wait again"),
+    events.Pruned: (logging.DEBUG, "expired messages and effects were deleted"),
+    events.IndexRebuilt: (logging.INFO, "index of the queue was built again"),
+    events.ChildDied: (logging.ERROR, "relay process died, starting another"),
+    events.ChildStuck: (logging.ERROR, "relay process had a handler that could not be freed, starting another"),
+    events.ChildUnresponsive: (logging.ERROR, "relay process shows no life, killing it"),
+    events.ChildStopTimedOut: (logging.ERROR, "relay process does not come to its end, killing it"),
 }
 
 
@@ -80,15 +55,15 @@ def log_event(event: Event) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record of ours in one line, a traceback aside, without anything that a terminal would act on."""
+    """Formats a record of ours in one line, apart from a traceback, without anything that a terminal would act on."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
-        """As `logging.Formatter` does it; messages of others stay as they are."""
+        """Make a message of ours printable; those of other loggers stay as they are."""
         text = super().formatMessage(record)
         return printable(text) if record.name.partition(".")[0] == "outboxq" else text
 
     def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802  # the name that logging calls
-        """The same, with its lines."""
+        """Make each line of a traceback printable."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 

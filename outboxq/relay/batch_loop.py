@@ -51,7 +51,7 @@ class BatchLoop:
         self._flavour: Flavour = flavour
         self._planner = planner
         self._sleep = sleep
-        self._failed_claims = FailedClaims(state.schema, planner)
+        self._failed_claims = FailedClaims(state.config.schema, planner)
 
     @property
     def running(self) -> int:
@@ -142,7 +142,9 @@ class BatchLoop:
                     # To listeners each job has a transaction of its own: then claims do not grow.
                     ends_here = runtime.guard.left or is_listened_to(connection)
                     next_claim = None if ends_here else self._planner.next_leased_claim(leased)
-                    settled, claimed = lease_mode.settle_leased(connection, leased, self._state.schema, next_claim)
+                    settled, claimed = lease_mode.settle_leased(
+                        connection, leased, self._state.config.schema, next_claim
+                    )
                     events += settled
                 report = BatchReport(len(leased.jobs), events)
                 self.leased_batch = None
@@ -155,9 +157,9 @@ class BatchLoop:
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._planner.took(queue, jobs, moved)
         calls_another = self._sleep.is_asleep and self._planner.is_more(jobs, moved)
-        self._sleep.found_jobs()
+        self._sleep.end()
         if calls_another:
-            self._state.call(queue)
+            self._state.wake_another(queue)
 
     def _next_claim(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should."""
@@ -200,14 +202,14 @@ class BatchLoop:
         kinds = runtime.registry.known_kinds(self._flavour)
         try:
             with connection.begin():
-                return park_unknown(connection, self._state.schema, queue, kinds)
+                return park_unknown(connection, self._state.config.schema, queue, kinds)
         except psycopg.Error as error:
             if not is_of_a_row(error):
                 raise
             logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
         # One by one, as they are claimed.
         with connection.begin():
-            park_unknown(connection, self._state.schema, queue, kinds, only_marks=True)
+            park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)
         return 0
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
@@ -290,6 +292,6 @@ class BatchLoop:
     def release_waiting(self, connection: Connection) -> None:
         """Settle what the slot still holds of a claim that did not end in order."""
         if self.leased_batch is not None:
-            report = lease_mode.release_waiting(connection, self.leased_batch, self._state.schema)
+            report = lease_mode.release_waiting(connection, self.leased_batch, self._state.config.schema)
             self.leased_batch = None
             self.publish(report)

@@ -46,13 +46,13 @@ class ClaimPlanner:
         self._order = order
         # Other slots, and other processes, begin elsewhere.
         self._last = random.choice(queues)
-        self._statements = {name: ClaimStatements(state.schema, name, state.lease.owner) for name in queues}
+        self._statements = {name: ClaimStatements(state.config.schema, name, state.lease.owner) for name in queues}
         self._timeouts = {name: state.registry.timeout_seconds(name) for name in queues}
         # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # The same for one queue, which is claimed from without a look, and for several.
         self._due_first, self._due_next = False, set[str]()
-        self._batch_sizes = {name: state.registry.batch_size(name, state.batch_size) for name in queues}
+        self._batch_sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
@@ -82,7 +82,7 @@ class ClaimPlanner:
 
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
-        seen_at = self._state.poller.seen_at(self._order.queues[0])
+        seen_at = self._state.poller.polled_at(self._order.queues[0])
         return _now() > seen_at + follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:

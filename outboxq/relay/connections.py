@@ -1,7 +1,7 @@
-"""Lines: the connections that the slots of a relay take while they work, and give back when they sleep.
+"""Slot connections: what the slots of a relay take while they work, and give back when they sleep.
 
-The one that was used last is taken first. What is over grows cold, and is closed a few seconds later; what is kept is
-warm for the next job, with its claims prepared. A line on which anything went wrong is closed instead of given back.
+The one that was used last is taken first. What is too many is closed a few seconds later; what is kept is warm for the
+next job, with its claims prepared. A connection on which anything went wrong is closed instead of given back.
 """
 
 import threading
@@ -10,24 +10,27 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from outboxq.config import RelayConfig
 from outboxq.database.driver import driver_connection, give_up
+from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.handlers.handler import Flavour
+from outboxq.relay.limits import RelayLimits
 from outboxq.statements.durability import server_epoch
 from outboxq.tables import SCHEMA
 
-T = TypeVar("T")
-
-# A line that was not used for so long is closed, up to those that are kept: what comes and goes opens none.
-LINGER_SECONDS = 5.0
+# Slots that all sleep keep so many connections for the next job: with the listener's and the lease's four.
+_WARM_CONNECTIONS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -38,18 +41,14 @@ class SlotConnection:
     invoker: Invoker
     guard: Guard
     epoch: str
-    # Nothing is prepared where there is a pooler, or for reasons of the user's.
+    # None behind a pooler, or if the user's settings forbid it.
     prepared: PreparedClaims | None
-    asynchronous: AsyncConnection | None = None
     used_at: float = field(default_factory=time.monotonic)
 
-    async def run(self, action: Callable[["SlotConnection"], T]) -> T:
-        """Run what is written for both worlds, in the event loop."""
-        assert self.asynchronous is not None
-        return await self.asynchronous.run_sync(lambda _: action(self))
 
-
-def make_line(connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()) -> SlotConnection:
+def make_slot_connection(
+    connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()
+) -> SlotConnection:
     """Set a new connection up. `harmless`: functions that are known to leave nothing on it."""
     with connection.begin():
         epoch = server_epoch(connection)
@@ -59,166 +58,117 @@ def make_line(connection: Connection, invoker: Invoker, harmless: AbstractSet[st
     )
 
 
-class SpareConnections:
-    """The lines that no slot uses.
+@dataclass(eq=False)
+class SlotConnections:
+    """The connections of the slots of one flavour; those of async slots are used in greenlets of the event loop.
 
     Args:
+        make_invoker: For a new connection.
         kept: So many are kept for as long as the relay runs.
+        linger_seconds: Others that were not used for so long are closed: what comes and goes opens none.
     """
 
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._lines: list[SlotConnection] = []
+    engine: Engine
+    make_invoker: Callable[[Connection], Invoker]
+    schema: str
+    harmless: AbstractSet[str]
+    kept: int
+    linger_seconds: float
+
+    def __post_init__(self) -> None:
+        self._options = connection_options(self.engine, self.schema)
+        self._spares: list[SlotConnection] = []
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def take(self) -> SlotConnection | None:
-        """The one that was used last, for the thread that asks."""
-        with self._lock:
-            line = self._lines.pop() if self._lines else None
-        if line is not None:
-            line.guard.thread = threading.get_ident()
-        return line
-
-    def put_back(self, line: SlotConnection) -> bool:
-        """A slot needs it no longer; False where the caller is to close it: a handler left something, or it is late."""
-        line.used_at = time.monotonic()
-        with self._lock:
-            is_taken = not self._is_closed and line.guard.left is None
-            if is_taken:
-                self._lines.append(line)
-            return is_taken
-
-    def cold(self) -> list[SlotConnection]:
-        """Those that were not used for a while, for the caller to close."""
-        oldest = time.monotonic() - LINGER_SECONDS
-        with self._lock:
-            over = self._lines[: max(0, len(self._lines) - self._kept)]
-            cold = [line for line in over if line.used_at <= oldest]
-            del self._lines[: len(cold)]
-            return cold
-
-    def all(self, *, for_good: bool = False) -> list[SlotConnection]:
-        """All of them, for the caller to close; `for_good`, and none is given back any more."""
-        with self._lock:
-            self._is_closed |= for_good
-            lines, self._lines = self._lines, []
-            return lines
-
-
-class SlotConnections:
-    """The lines of the slots with sync handlers."""
-
-    def __init__(self, engine: Engine, schema: str, kept: int, harmless: AbstractSet[str]) -> None:
-        self._engine = engine
-        self._harmless = harmless
-        self._options = connection_options(engine, schema)
-        self._spares = SpareConnections(kept)
-
     @contextmanager
-    def line(self) -> Iterator[SlotConnection]:
-        """One of them, for the length of a block."""
-        line = self._spares.take() or self._open()
+    def borrow(self) -> Iterator[SlotConnection]:
+        """One that no other slot uses, for the length of a block; after an error it is closed with all spare ones."""
+        slot_connection = self._take_spare() or self._open()
         try:
-            yield line
+            yield slot_connection
         except BaseException:
             # The others may be as old, and as lost.
-            _close([line, *self._spares.all()])
+            _close([slot_connection, *self._remove_all()])
             raise
-        if not self._spares.put_back(line):
-            _close([line])
+        if not self._keep_spare(slot_connection):
+            _close([slot_connection])
+
+    def _take_spare(self) -> SlotConnection | None:
+        """The one that was used last, for the thread that asks."""
+        with self._lock:
+            slot_connection = self._spares.pop() if self._spares else None
+        if slot_connection is not None:
+            slot_connection.guard.thread = threading.get_ident()
+        return slot_connection
 
     def _open(self) -> SlotConnection:
         with opening():
-            connection = self._engine.connect()
+            connection = self.engine.connect()
         try:
-            return make_line(connection.execution_options(**self._options), SyncInvoker(), self._harmless)
+            connection.execution_options(**self._options)
+            return make_slot_connection(connection, self.make_invoker(connection), self.harmless)
         except BaseException:
             connection.invalidate()
             raise
 
+    def _keep_spare(self, slot_connection: SlotConnection) -> bool:
+        """Take one back; False if the caller is to close it: a handler left something on it, or the relay has ended."""
+        slot_connection.used_at = time.monotonic()
+        with self._lock:
+            is_kept = not self._is_closed and slot_connection.guard.left is None
+            if is_kept:
+                self._spares.append(slot_connection)
+            return is_kept
+
     def trim(self) -> None:
         """Close what was not used for a while."""
-        _close(self._spares.cold())
+        oldest = time.monotonic() - self.linger_seconds
+        with self._lock:
+            over = self._spares[: max(0, len(self._spares) - self.kept)]
+            unused = [spare for spare in over if spare.used_at <= oldest]
+            del self._spares[: len(unused)]
+        _close(unused)
 
     def close(self) -> None:
         """Close what slots have given back, and will give back."""
-        _close(self._spares.all(for_good=True))
+        _close(self._remove_all(for_good=True))
+
+    def _remove_all(self, *, for_good: bool = False) -> list[SlotConnection]:
+        with self._lock:
+            self._is_closed |= for_good
+            spares, self._spares = self._spares, []
+            return spares
 
 
-def _close(lines: list[SlotConnection]) -> None:
+def _close(slot_connections: list[SlotConnection]) -> None:
     """Session settings must not leak into the pool of the user's engine: never returned to it."""
-    for line in lines:
+    for slot_connection in slot_connections:
         with suppress(SQLAlchemyError):
-            give_up(line.connection)
-            line.connection.close()
+            give_up(slot_connection.connection)
+            slot_connection.connection.close()
 
 
-class AsyncSlotConnections:
-    """As `SlotConnections`, in the event loop."""
-
-    def __init__(self, engine: AsyncEngine, schema: str, kept: int, harmless: AbstractSet[str]) -> None:
-        self._engine = engine
-        self._harmless = harmless
-        self._options = connection_options(engine, schema)
-        self._spares = SpareConnections(kept)
-
-    def line(self) -> "_Borrowed":
-        """One of them, for the length of a block."""
-        return _Borrowed(self)
-
-    async def take(self) -> SlotConnection:
-        """One that no other slot uses."""
-        return self._spares.take() or await self._open()
-
-    async def put_back(self, line: SlotConnection, *, failed: bool) -> None:
-        """It is needed no longer; after a failure, it is closed with all that are spare."""
-        if failed:
-            await _close_async([line, *self._spares.all()])
-        elif not self._spares.put_back(line):
-            await _close_async([line])
-
-    async def _open(self) -> SlotConnection:
-        with opening():
-            connection = await self._engine.connect()
-        try:
-            await connection.execution_options(**self._options)
-            line = await connection.run_sync(make_line, AsyncInvoker(connection), self._harmless)
-        except BaseException:
-            await connection.invalidate()
-            raise
-        line.asynchronous = connection
-        return line
-
-    async def trim(self) -> None:
-        """Close what was not used for a while."""
-        await _close_async(self._spares.cold())
-
-    async def close(self) -> None:
-        """Close what slots have given back, and will give back."""
-        await _close_async(self._spares.all(for_good=True))
-
-
-class _Borrowed:
-    """A line for the length of a block. No generator: those of a loop are closed by its `shutdown_asyncgens()`."""
-
-    def __init__(self, lines: AsyncSlotConnections) -> None:
-        self._lines = lines
-
-    async def __aenter__(self) -> SlotConnection:
-        self._line = await self._lines.take()
-        return self._line
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self._lines.put_back(self._line, failed=kind is not None)
-
-
-async def _close_async(lines: list[SlotConnection]) -> None:
-    for line in lines:
-        with suppress(SQLAlchemyError):
-            assert line.asynchronous is not None
-            await line.run(lambda line: give_up(line.connection))
-            await line.asynchronous.close()
+def make_slot_connections(
+    config: RelayConfig,
+    engines: Engines,
+    flavours: AbstractSet[Flavour],
+    harmless: AbstractSet[str],
+    limits: RelayLimits,
+    *,
+    keeps_warm: bool,
+) -> dict[Flavour, SlotConnections]:
+    """Those of each flavour that has slots. A relay that waits for jobs keeps some warm; none is opened here."""
+    kept = _WARM_CONNECTIONS // len(flavours) if keeps_warm else 0
+    make = partial(
+        SlotConnections, schema=config.schema, harmless=harmless, kept=kept, linger_seconds=limits.linger_seconds
+    )
+    made: dict[Flavour, SlotConnections] = {}
+    if engines.sync is not None and "sync" in flavours:
+        made["sync"] = make(engines.sync, lambda _: SyncInvoker())
+    if (engine := engines.asynchronous) is not None and "async" in flavours:
+        made["async"] = make(engine.sync_engine, lambda connection: AsyncInvoker(AsyncConnection(engine, connection)))
+    return made
 
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Cursors: where a slot goes on in its queues, so that it need not walk over what was claimed before it.
+"""Cursors: where a slot's next claim starts in a queue, so that it need not walk over what was claimed before.
 
 A deleted job's index entry stays until vacuum takes it, and behind an old snapshot vacuum takes nothing. So a claim
 starts behind the last job that its slot claimed. What was committed late, came back or has a higher priority lies
@@ -14,8 +14,8 @@ from outboxq.statements.claim import Cursor
 
 # While claims go on, each queue is claimed from its start at least so often,
 SWEEP_SECONDS = 1.0
-# but for a sweep that takes longer than other claims, because it walks over dead entries: it may take this part of the
-# time. Past a million of them one takes 0.1 s and more. At least so often, however long it takes.
+# unless a sweep takes longer than other claims, because it walks over dead entries: it may take this part of the time.
+# Past a million of them one takes 0.1 s and more. At least so often, however long it takes.
 _SHARE = 0.05
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
 # How fast the usual length of a claim is learned.
@@ -41,8 +41,8 @@ class SweepSchedule:
             self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
             return True
 
-    def took(self, queue: str, seconds: float, *, swept: bool) -> None:
-        """A claim took so long; after a sweep the next one is due the sooner, the less this one cost."""
+    def record(self, queue: str, seconds: float, *, swept: bool) -> None:
+        """Record how long a claim took; the less a sweep cost, the sooner the next one is due."""
         usual = self._usual_seconds.get(queue, seconds)
         if swept:
             pause = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
@@ -54,7 +54,7 @@ class SweepSchedule:
 
 
 class QueueCursor:
-    """Where one slot goes on in one queue."""
+    """Where the claims of one slot start in one queue."""
 
     def __init__(self, queue: str, sweeps: SweepSchedule) -> None:
         self._queue = queue
@@ -63,16 +63,16 @@ class QueueCursor:
         self._asked_at = 0.0
 
     def start(self) -> Cursor | None:
-        """Behind which place the next claim starts; None for the start of the queue."""
+        """The place behind which the next claim starts; None for the start of the queue."""
         self._asked_at = time.monotonic()
-        # From the start anyway, it is everybody's sweep.
+        # Even without a cursor: a claim from the start is the sweep of all slots.
         if self._sweeps.take_turn(self._queue):
             self._cursor = None
         return self._cursor
 
     def move(self, request: ClaimRequest, jobs: tuple[Job, ...], moved: int) -> None:
         """After a claim: behind its last job, or back to the start if it came back short."""
-        self._sweeps.took(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
+        self._sweeps.record(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
         is_full = jobs and len(jobs) + moved >= request.limit
         self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq) if is_full else None
 

@@ -26,7 +26,7 @@ from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
 from outboxq.execution.recovery import end_other_transaction, settle_aborted
-from outboxq.relay.connections import connection_options, make_line
+from outboxq.relay.connections import connection_options, make_slot_connection
 from outboxq.relay.slot import Slot
 from outboxq.relay.threads import BoundedStart
 
@@ -291,7 +291,7 @@ def _settle(
 ) -> BatchReport:
     """End the transaction of a seized batch, and settle what becomes of it."""
     # First, because from the end of that transaction on others find its mark.
-    runtime = slot.runtime_on(make_line(connection, SyncInvoker()))
+    runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
     try:
         end_other_transaction(connection, batch, terminate=True)
         return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)

@@ -1,4 +1,4 @@
-"""What handlers call the outside through: the short transactions of `ctx.once`, beside the slots' connections."""
+"""Effect runners: the short transactions of `ctx.once`, beside the connections of the slots."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class EffectRunners:
     _async_transactions: AsyncEngineTransactions | None
 
     def trim(self) -> None:
-        """Close the connections that nobody has needed for a while."""
+        """Close the connections that were not needed for a while."""
         if self._sync_transactions is not None:
             self._sync_transactions.trim()
 
-    async def trim_async(self) -> None:
+    async def trim_in_loop(self) -> None:
         """The same for those of the event loop."""
         if self._async_transactions is not None:
             await self._async_transactions.trim()
@@ -35,8 +35,8 @@ class EffectRunners:
             in_loop(self._async_transactions.dispose())
 
 
-def make_callers(engines: Engines, schema: str, lease_seconds: float) -> EffectRunners:
-    """For the user's own engines pools beside theirs, else pools of our own that grow with the slots."""
+def make_effect_runners(engines: Engines, schema: str, lease_seconds: float) -> EffectRunners:
+    """Pools beside the user's own engines; of our own engines, pools that grow with the slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
     if engines.owns_sync and sync is not None:
         sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
@@ -44,7 +44,7 @@ def make_callers(engines: Engines, schema: str, lease_seconds: float) -> EffectR
         asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
-    # Through a sync engine, where there is one: an event loop that a handler blocks keeps no locks.
+    # Through a sync engine, if there is one: an event loop that a handler blocks keeps no locks.
     keeper = None if plain is None else plain.keeper_transaction()
     return EffectRunners(
         None if plain is None else EffectRunner(plain, lease_seconds),

@@ -74,7 +74,7 @@ class StateHook:
 
 
 def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
-    """Write the state into the supervisor's pipe, a byte each half second, until nobody reads it any more.
+    """Write the state into the supervisor's pipe, a byte each half second, until the pipe has no reader any more.
 
     Never blocks: into a pipe that is full, nothing is written.
     """
@@ -94,7 +94,7 @@ def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
 
 
 def read_beats(read_end: int) -> State | None:
-    """The last state in a non-blocking pipe; None where no beat came since the last look."""
+    """The last state in a non-blocking pipe; None if no beat came since the last time."""
     try:
         beats = os.read(read_end, 65_536)
     except BlockingIOError:
@@ -103,8 +103,10 @@ def read_beats(read_end: int) -> State | None:
 
 
 @contextmanager
-def health_file(path: Path | None, read_health: Callable[[], Health]) -> Iterator[None]:
-    """Within the block, write the file once a second; remove it at the end. None: do nothing.
+def health_file(
+    path: Path | None, read_health: Callable[[], Health], write_seconds: float = WRITE_SECONDS
+) -> Iterator[None]:
+    """Within the block, write the file again and again; remove it at the end. None: do nothing.
 
     Raises:
         ConfigError: the file cannot be written at the start. Later failures are logged, and the relay goes on.
@@ -120,9 +122,8 @@ def health_file(path: Path | None, read_health: Callable[[], Health]) -> Iterato
             "exists and is writable"
         ) from error
     done = threading.Event()
-    thread = threading.Thread(
-        target=_keep_writing, args=(path, read_health, done), name="outboxq-health-file", daemon=True
-    )
+    arguments = (path, read_health, write_seconds, done)
+    thread = threading.Thread(target=_keep_writing, args=arguments, name="outboxq-health-file", daemon=True)
     thread.start()
     try:
         yield
@@ -134,9 +135,9 @@ def health_file(path: Path | None, read_health: Callable[[], Health]) -> Iterato
             path.unlink()
 
 
-def _keep_writing(path: Path, read_health: Callable[[], Health], done: threading.Event) -> None:
+def _keep_writing(path: Path, read_health: Callable[[], Health], write_seconds: float, done: threading.Event) -> None:
     failing = False
-    while not done.wait(WRITE_SECONDS):
+    while not done.wait(write_seconds):
         try:
             _write(path, read_health())
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Rest: how a slot without work sleeps, what wakes it, and when it looks for itself.
+"""How a slot without work sleeps, what wakes it, and when it polls its queues by itself.
 
-It holds no connection meanwhile. A look that began after its flags were up comes before it trusts them: what was
-committed earlier rang for nobody.
+It holds no connection meanwhile. Before it trusts its sleep flags it needs a poll that began after they were up: of
+what was committed earlier there was no notification.
 """
 
 import concurrent.futures
@@ -17,99 +17,100 @@ from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
 
 FIRST_PAUSE_SECONDS = 0.01
-# Without the sleep flag nobody promises to wake us: look again at least this often.
+# Without the sleep flag no notification is sure to come: poll again at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
 
 
 class SlotSleep:
     """The pauses of one slot."""
 
-    def __init__(self, shared: RelayState, order: Order, wake: Callable[[], None]) -> None:
+    def __init__(self, state: RelayState, order: Order, wake: Callable[[], None]) -> None:
         self.idle_slot = IdleSlot(frozenset(order.queues), wake)
         # Since it found nothing to do.
         self.is_asleep = False
-        self._shared = shared
+        self._state = state
+        self._poller = state.poller
         self._first = order.queues[0]
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._looked = shared.poller.latest
-        self._is_look_due = True
-        self._worked_at = 0.0
+        # The poll that is due, if one is, has to begin after this one.
+        self._poll_after = state.poller.latest
+        self._is_poll_due = True
+        self._claimed_at = 0.0
 
-    def is_called(self) -> bool:
+    def has_work(self) -> bool:
         """Whether something is known to wait here."""
-        sees_work = not self._shared.poller.waiting().isdisjoint(self.idle_slot.queues)
-        return sees_work or self._has_suspects()
+        has_jobs = not self._poller.waiting().isdisjoint(self.idle_slot.queues)
+        return has_jobs or self._has_suspects()
 
     def _has_suspects(self) -> bool:
-        return self._shared.quarantine.wait_in(self.idle_slot.queues)
+        return self._state.quarantine.wait_in(self.idle_slot.queues)
 
-    def wants_line(self) -> bool:
-        """Whether a connection is needed: to claim, or to look."""
-        return self.is_called() or (self._wants_look() and not self._shared.poller.is_awaited())
+    def needs_connection(self) -> bool:
+        """Whether a connection is needed: to claim, or to poll."""
+        return self.has_work() or (self._wants_poll() and not self._poller.is_under_way())
 
-    def _wants_look(self) -> bool:
-        if self._is_look_due and self._shared.poller.is_known(self._first, self._looked):
-            self._is_look_due = False
-        return self._is_look_due
+    def _wants_poll(self) -> bool:
+        if self._is_poll_due and self._poller.has_polled(self._first, self._poll_after):
+            self._is_poll_due = False
+        return self._is_poll_due
 
-    def look(self, connection: Connection) -> None:
-        """Look at all queues of the relay, where that is due and nobody else does."""
-        lookout = self._shared.poller
-        taken = lookout.take(self._first, self._looked) if self._wants_look() else None
-        if taken is None:
+    def poll(self, connection: Connection) -> None:
+        """Poll all queues of the relay, if that is due and no other slot does."""
+        begun = self._poller.begin_shared(self._first, self._poll_after) if self._wants_poll() else None
+        if begun is None:
             return
         try:
-            rows = run_alone(connection, lookout.statement)
-            lookout.record(taken, rows)
+            rows = run_alone(connection, self._poller.statement)
+            self._poller.record(begun, rows)
         finally:
-            lookout.ended(taken)
-        self._shared.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
-        self._is_look_due = False
+            self._poller.end_shared(begun)
+        self._state.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        self._is_poll_due = False
 
-    def want_look(self) -> None:
-        """Nothing but a look that begins from now on will do."""
-        self._looked = self._shared.poller.latest
-        self._is_look_due = True
+    def want_poll(self) -> None:
+        """From now on only a poll that begins later will do."""
+        self._poll_after = self._poller.latest
+        self._is_poll_due = True
 
     def is_flagged(self, since: float | None) -> bool:
-        """Whether this slot is woken: it is, by all that is committed after a look that began under its flags.
+        """Whether notifications wake this slot: of all that is committed after a poll that began under its flags.
 
-        The look is younger than its last claim too, which may have led to jobs that are due later.
+        The poll is younger than its last claim too, which may have led to jobs that are due later.
         """
-        if since is not None and self._shared.poller.seen_at(self._first) <= max(since, self._worked_at):
+        if since is not None and self._poller.polled_at(self._first) <= max(since, self._claimed_at):
             # What was committed before the flags were up is visible now.
-            self.want_look()
+            self.want_poll()
         return since is not None
 
-    def works(self) -> None:
-        """The slot claims for itself."""
-        self._is_look_due = False
-        self._worked_at = time.monotonic()
+    def begin_claims(self) -> None:
+        """The slot claims, which tells it as much as a poll."""
+        self._is_poll_due = False
+        self._claimed_at = time.monotonic()
 
-    def found_jobs(self) -> None:
-        """It took some: from now on it is awake."""
+    def end(self) -> None:
+        """The slot has claimed jobs: from now on it is awake."""
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        if self.is_asleep and self._shared.listener is not None:
-            self._shared.listener.wake_up(self.idle_slot)
+        if self.is_asleep and self._state.listener is not None:
+            self._state.listener.wake_up(self.idle_slot)
         self.is_asleep = False
 
     def fall_asleep(self) -> "concurrent.futures.Future[float | None] | None":
-        """Ask for the sleep flags, and since when they are up; None where this relay does not listen."""
+        """Ask for the sleep flags, and since when they are up; None if this relay does not listen."""
         self.is_asleep = True
-        return None if self._shared.listener is None else self._shared.listener.fall_asleep(self.idle_slot)
+        return None if self._state.listener is None else self._state.listener.fall_asleep(self.idle_slot)
 
     def pause_seconds(self, *, flagged: bool) -> float:
-        """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last look."""
-        shared = self._shared
-        if self._wants_look() and shared.poller.is_awaited():
-            # Somebody's look, which may have begun too early, is under way.
+        """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last poll."""
+        poll_seconds = self._state.config.poll_seconds
+        if self._wants_poll() and self._poller.is_under_way():
+            # Another slot's, which may have begun too early.
             return FIRST_PAUSE_SECONDS
-        growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, shared.poll_seconds)
-        self._pause_seconds = min(self._pause_seconds * 2, shared.poll_seconds)
-        self.want_look()
+        growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, poll_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, poll_seconds)
+        self.want_poll()
         if self._has_suspects():
             return growing
-        pause = (shared.poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
-        due = shared.poller.due_in_seconds(self.idle_slot.queues)
+        pause = (poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
+        due = self._poller.due_in_seconds(self.idle_slot.queues)
         # Due, and yet not claimed: another transaction runs it. Not a reason to spin.
-        return min(max(self._looked.begun_at + pause - time.monotonic(), 0.0), due if due > 0 else growing)
+        return min(max(self._poll_after.begun_at + pause - time.monotonic(), 0.0), due if due > 0 else growing)

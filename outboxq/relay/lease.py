@@ -1,4 +1,4 @@
-"""The lease: one connection and one thread per relay, through which it stays alive in the eyes of others.
+"""The lease: one connection and one thread per relay, which show other relays that it lives.
 
 It extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects. It works on libpq below
 psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 from uuid import UUID
@@ -19,11 +20,13 @@ import psycopg
 from psycopg.pq import ConnStatus
 from psycopg.pq.abc import PGconn
 
+from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, take_one
 from outboxq.execution.recovery import crashed
 from outboxq.job import Job
+from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements import lease as statements
 
 logger = logging.getLogger("outboxq.lease")
@@ -38,35 +41,7 @@ _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 
-class QuarantineTurns:
-    """Which queues are known to have suspects, and whose turn it is.
-
-    One at a time per process: should it kill the process, it takes no other suspect with it.
-    """
-
-    def __init__(self) -> None:
-        self.queues: set[str] = set()
-        self._holder: object | None = None
-        self._lock = threading.Lock()
-
-    def wait_in(self, queues: Iterable[str]) -> bool:
-        """Whether one of these queues is known to have some."""
-        return not self.queues.isdisjoint(queues)
-
-    def take_turn(self, holder: object) -> bool:
-        """Whether `holder` may run a suspect now; never waits."""
-        with self._lock:
-            if self._holder is None:
-                self._holder = holder
-            return self._holder is holder
-
-    def end_turn(self, holder: object) -> None:
-        """Let another slot run one."""
-        with self._lock:
-            if self._holder is holder:
-                self._holder = None
-
-
+@dataclass(eq=False)
 class RelayLease:
     """A relay's lease. It is written from the first time that it is needed: a relay without suspects needs none.
 
@@ -76,37 +51,21 @@ class RelayLease:
         queues: Where to look for suspects.
         running: The ids and tokens of the jobs that this relay's slots run under the lease.
         on_reaped: Given each job that was taken from a dead relay.
-        wake: Called where suspects wait: nothing else rings for them.
+        wake: Called when suspects wait: nothing else wakes a slot for them.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], DriverConnection],
-        schema: str,
-        owner: UUID,
-        queues: tuple[str, ...],
-        suspects: QuarantineTurns,
-        running: Callable[[], set[tuple[str, int]]],
-        emit: Emitter,
-        on_reaped: Callable[[JobCrashed], None],
-        wake: Callable[[], None],
-        *,
-        lease_seconds: float,
-        beat_seconds: float,
-        max_crashes: int,
-    ) -> None:
-        self.owner = owner
-        self._connect = connect
-        self._schema = schema
-        self._queues = queues
-        self._suspects = suspects
-        self._running = running
-        self._emit = emit
-        self._on_reaped = on_reaped
-        self._wake = wake
-        self._lease_seconds = lease_seconds
-        self._beat_seconds = beat_seconds
-        self._max_crashes = max_crashes
+    connect: Callable[[], DriverConnection]
+    config: RelayConfig
+    owner: UUID
+    queues: tuple[str, ...]
+    quarantine: QuarantineTurns
+    running: Callable[[], set[tuple[str, int]]]
+    emit: Emitter
+    on_reaped: Callable[[JobCrashed], None]
+    wake: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._schema = self.config.schema
         self._wanted = False
         self._held_until = 0.0
         self._orphans: set[tuple[str, int]] = set()
@@ -154,13 +113,13 @@ class RelayLease:
 
     def _run(self) -> None:
         while not self._stopping:
-            # Where memory is over even a pause may fail; without this thread every lease would run out.
+            # If memory is over even a pause may fail; without this thread every lease would run out.
             with suppress(Exception):
                 self._connect_and_serve()
 
     def _connect_and_serve(self) -> None:
         try:
-            connection = self._connect()
+            connection = self.connect()
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
             logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
             self._pause()
@@ -170,7 +129,7 @@ class RelayLease:
         except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
             logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
             if self._wanted and not self._stopping:
-                self._emit(LeaseExtensionFailed(type(error).__name__))
+                self.emit(LeaseExtensionFailed(type(error).__name__))
             self._pause()
         finally:
             connection.pgconn.finish()
@@ -183,7 +142,7 @@ class RelayLease:
                 if self._wanted:
                     self._extend(connection)
                 more = self._reap(connection) == REAP_LIMIT
-            self._wait(self._beat_seconds)
+            self._wait(self.config.beat_seconds)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
@@ -194,10 +153,10 @@ class RelayLease:
             self._take_back_orphans(connection)
         # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
         reaped = self._reap(connection) if self._beats >= self._reap_from_beat else 0
-        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self._queues))
-        self._suspects.queues.update(str(row[0]) for row in found)
+        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self.queues))
+        self.quarantine.queues.update(str(row[0]) for row in found)
         if found:
-            self._wake()
+            self.wake()
         if self._beats % _FORGET_EVERY_BEATS == 0:
             run_on_libpq(connection, statements.forget_relays(self._schema))
         self._beats += 1
@@ -205,10 +164,10 @@ class RelayLease:
 
     def _extend(self, connection: PGconn) -> None:
         # Measured from before the statement: what the server adds, we leave out.
-        until = time.monotonic() + self._lease_seconds
+        until = time.monotonic() + self.config.lease_seconds
         run_on_libpq(
             connection,
-            statements.extend(self._schema, self.owner, self._lease_seconds, socket.gethostname(), os.getpid()),
+            statements.extend(self._schema, self.owner, self.config.lease_seconds, socket.gethostname(), os.getpid()),
         )
         with self._changed:
             self._held_until = until
@@ -218,53 +177,53 @@ class RelayLease:
         """Take from dead relays what they left; how many jobs came."""
         rows: Rows
         try:
-            rows = run_on_libpq(connection, statements.reap(self._schema, self._max_crashes, REAP_LIMIT))
+            rows = run_on_libpq(connection, statements.reap(self._schema, self.config.max_crashes, REAP_LIMIT))
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK:
                 raise
-            # One that cannot be buried must not keep the others from coming back: this time none is.
+            # One that cannot become a dead letter must not keep the others from coming back: this time none does.
             logger.warning("jobs could not be moved to the dead letters: %s", describe(error))
-            rows = self._reap_burying_none(connection)
-        self._tell(rows)
+            rows = self._reap_without_dead_letters(connection)
+        self._publish(rows)
         return len(rows)
 
-    def _reap_burying_none(self, connection: PGconn) -> Rows:
+    def _reap_without_dead_letters(self, connection: PGconn) -> Rows:
         try:
             return run_on_libpq(connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT))
         except psycopg.Error as error:
-            if connection.status != ConnStatus.OK or not is_of_a_row(error):
-                raise
+            _raise_unless_of_a_row(connection, error)
             logger.warning("jobs of dead relays are taken back one by one: %s", describe(error))
             return self._reap_one_by_one(connection)
 
     def _reap_one_by_one(self, connection: PGconn) -> Rows:
-        """As a sweep, which one of the rows has made fail. That row becomes a dead letter, if others come back."""
+        """Take back what a sweep would, which one of the rows has made fail.
+
+        That row becomes a dead letter, if others come back.
+        """
         lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
         came = {UUID(found): self._reap_one(connection, UUID(found)) for (found,) in lost}
         rows = [row for found in came.values() for row in found or ()]
-        # Where none comes back, it is no row that is to blame.
+        # If none comes back, it is no row that is to blame.
         for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
             # What refused it may have been mended before the others came.
             found = self._reap_one(connection, job_id)
-            rows += self._bury(connection, job_id) if found is None else found
+            rows += self._dead_letter(connection, job_id) if found is None else found
         return rows
 
     def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows | None:
-        """None where its row refuses."""
+        """None if its row refuses."""
         try:
             return run_on_libpq(connection, statements.reap_one(self._schema, job_id))
         except psycopg.Error as error:
-            if connection.status != ConnStatus.OK or not is_of_a_row(error):
-                raise
+            _raise_unless_of_a_row(connection, error)
             return None
 
-    def _bury(self, connection: PGconn, job_id: UUID) -> Rows:
+    def _dead_letter(self, connection: PGconn, job_id: UUID) -> Rows:
         try:
             bury = statements.bury_lost(self._schema, job_id, "its relay died, and its row cannot be changed")
             return run_on_libpq(connection, bury)
         except psycopg.Error as error:
-            if connection.status != ConnStatus.OK or not is_of_a_row(error):
-                raise
+            _raise_unless_of_a_row(connection, error)
             logger.warning(
                 "a job of a dead relay can neither be taken back nor buried: %s",
                 describe(error),
@@ -276,17 +235,17 @@ class RelayLease:
         """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
 
         Seen so at two beats in a row, because an answer may be on its way; should it come later still, the token that
-        it brings is worth nothing any more. A job that comes here again and again is buried as those of dead relays
-        are: its claims as a suspect have counted.
+        it brings is worth nothing any more. A job that comes here again and again becomes a dead letter, like those of
+        dead relays: its claims as a suspect have counted.
         """
-        before, excused = self._running(), set(self._excused)
+        before, excused = self.running(), set(self._excused)
         rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
-        held = {(str(job_id), int(str(token))) for job_id, token in rows}
-        orphans = held - self._running() - before
+        leased = {(str(job_id), int(str(token))) for job_id, token in rows}
+        orphans = leased - self.running() - before
         for job_id, token in orphans & self._orphans:
-            self._tell(self._take_back(connection, UUID(job_id), token))
+            self._publish(self._take_back(connection, UUID(job_id), token))
         self._orphans = orphans
-        for settled in excused - held:
+        for settled in excused - leased:
             self._excused.pop(settled, None)
 
     def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
@@ -297,20 +256,26 @@ class RelayLease:
                 return statements.take_back_held(schema, job_id, token, crashes)
             return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
 
-        return take_one(partial(run_on_libpq, connection), taking, self._max_crashes)
+        return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes)
 
-    def _tell(self, rows: Iterable[tuple[object, ...]]) -> None:
+    def _publish(self, rows: Iterable[tuple[object, ...]]) -> None:
         for row in rows:
             event = crashed(row)
-            if not event.died and event.queue in self._queues:
-                self._suspects.queues.add(event.queue)
-            self._on_reaped(event)
+            if not event.died and event.queue in self.queues:
+                self.quarantine.queues.add(event.queue)
+            self.on_reaped(event)
 
     def _pause(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(self._beat_seconds, 1.0))
+            self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
 
     def _wait(self, seconds: float) -> None:
         with self._changed:
-            # Wakes early where the lease is asked for and not held.
+            # Wakes early if the lease is asked for and not held.
             self._changed.wait_for(lambda: self._stopping or (self._wanted and not self._is_held()), seconds)
+
+
+def _raise_unless_of_a_row(connection: PGconn, error: psycopg.Error) -> None:
+    """Raise an error that is not about a single row, or that has cost the connection."""
+    if connection.status != ConnStatus.OK or not is_of_a_row(error):
+        raise error

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import psycopg
@@ -27,10 +28,10 @@ _RECONNECT_SECONDS = 1.0
 # A flag that was refused is tried again with the next request, but not before.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _STOP_SECONDS = 5.0
-# A slot that has work for so short a time leaves the flags up: hundreds of queues have as many. Whoever commits
-# meanwhile notifies for nothing, or for the slot's next look at what called.
+# A slot that has work for so short a time leaves the flags up: hundreds of queues have as many. What is committed
+# meanwhile notifies for nothing, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
-# A connection through which nothing comes may have nobody behind it, and a keepalive asks only the next machine.
+# A connection through which nothing comes may have no server behind it, and a keepalive asks only the next machine.
 PROBE_SECONDS = 10.0
 
 
@@ -42,43 +43,30 @@ class IdleSlot:
     wake: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _FallAsleep:
-    idle_slot: IdleSlot
-    flagged: "Future[float | None]" = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True)
-class _WakeUp:
-    idle_slot: IdleSlot
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    queue: str
-
-
-_Request: TypeAlias = _FallAsleep | _WakeUp | _Call
+# What a slot asks, run in the listener's thread; without a connection while there is none.
+_Request: TypeAlias = Callable[[PGconn | None], None]
 
 
 class Listener:
-    """Holds the sleep flags of the queues on which this process has sleeping slots, and hears their wake-ups.
+    """Holds the sleep flags of the queues on which this process has idle slots, and hears their notifications.
 
-    A wake-up rings one sleeper. The one that finds jobs there calls the next, so that no more of them take a connection
-    than there is work for.
+    A notification wakes one slot. The one that finds jobs there calls the next, so that no more of them take a
+    connection than there is work for.
 
     Args:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
-        called: Told of each queue with a wake-up, before anybody is rung.
+        record_call: Given each queue that is called, before a slot is woken.
     """
 
-    def __init__(self, connect: Callable[[], DriverConnection], schema: str, called: Callable[[str], None]) -> None:
+    def __init__(
+        self, connect: Callable[[], DriverConnection], schema: str, record_call: Callable[[str], None]
+    ) -> None:
         self._connect = connect
         self._schema = schema
-        self._called = called
+        self._record_call = record_call
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        # Each with whether it was rung since it fell asleep.
-        self._sleepers: dict[IdleSlot, bool] = {}
+        # Each with whether it was woken since it fell asleep.
+        self._idle_slots: dict[IdleSlot, bool] = {}
         # Each with since when it is up.
         self._flags: dict[str, float] = {}
         self._lower_at: float | None = None
@@ -90,46 +78,47 @@ class Listener:
 
     def start(self) -> None:
         """Start the thread; it connects by itself, and again after every loss."""
-        self._inbox, self._bell = socket.socketpair()
-        self._inbox.setblocking(False)
-        self._bell.setblocking(False)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and its connection, and with it the flags."""
         self._stopping.set()
-        self._ring()
+        self._wake_thread()
         self._thread.join(_STOP_SECONDS)
         # A thread that hangs in a half-open connection is a daemon, and goes with the process.
         if not self._thread.is_alive():
-            self._inbox.close()
-            self._bell.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
 
-    def fall_asleep(self, sleeper: IdleSlot) -> "Future[float | None]":
-        """Raise the sleep flags of the sleeper's queues.
+    def fall_asleep(self, idle_slot: IdleSlot) -> "Future[float | None]":
+        """Raise the sleep flags of the slot's queues.
 
-        The future says since when (monotonic) this process holds all of them. Every job that is committed after a look
-        that began later calls the queue, or wakes the sleeper. None where it does not: look again soon.
+        The future says since when (monotonic) this process holds all of them. Every job that is committed after a poll
+        that began later calls the queue, or wakes the slot. None if the flags are not held: poll again soon.
         """
-        request = _FallAsleep(sleeper)
+        flagged = Future[float | None]()
+        self._send(partial(self._add_idle, idle_slot, flagged))
+        return flagged
+
+    def wake_up(self, idle_slot: IdleSlot) -> None:
+        """The slot has work: soon lower the flags under which no slot sleeps here any more. Returns at once."""
+        self._send(partial(self._remove_idle, idle_slot))
+
+    def wake_one(self, queue: str) -> None:
+        """Wake a slot that sleeps on this queue, if any: it may find jobs there. Returns at once."""
+        self._send(partial(self._notify_others, queue))
+
+    def _send(self, request: _Request) -> None:
         self._requests.put(request)
-        self._ring()
-        return request.flagged
+        self._wake_thread()
 
-    def wake_up(self, sleeper: IdleSlot) -> None:
-        """The slot has work: soon lower the flags that nobody here sleeps under any more. Returns at once."""
-        self._requests.put(_WakeUp(sleeper))
-        self._ring()
-
-    def call(self, queue: str) -> None:
-        """Another slot may find jobs in this queue: ring one that sleeps, if any. Returns at once."""
-        self._requests.put(_Call(queue))
-        self._ring()
-
-    def _ring(self) -> None:
-        # Never blocks a slot, let alone the event loop: a full pipe rings already.
+    def _wake_thread(self) -> None:
+        # Never blocks a slot, let alone the event loop: a full pipe wakes it already.
         with contextlib.suppress(BlockingIOError):
-            self._bell.send(b"!")
+            self._wake_writer.send(b"!")
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -154,51 +143,41 @@ class Listener:
                 self._flags.clear()
                 self._lower_at = None
                 self._refused.clear()
-                # Whatever was notified meanwhile is lost: everyone looks for themselves.
-                self._wake(self._sleepers)
+                # Whatever was notified meanwhile is lost: every slot polls by itself.
+                self._wake(self._idle_slots)
             if not self._stopping.is_set():
                 self._answer_offline()
 
     def _answer_offline(self) -> None:
-        """Without a connection nobody holds a flag; slots poll. Waits a moment before the next try."""
-        wait_readable([self._inbox], _RECONNECT_SECONDS)
+        """Without a connection no flag is held; slots poll. Waits a moment before the next try."""
+        wait_readable([self._wake_reader], _RECONNECT_SECONDS)
         for request in self._drain_requests():
-            match request:
-                case _FallAsleep(sleeper):
-                    self._sleepers[sleeper] = False
-                    _answer(request, None)
-                case _WakeUp(sleeper):
-                    self._sleepers.pop(sleeper, None)
-                case _Call(name):
-                    self._call(name)
+            request(None)
         self._stopping.wait(_RECONNECT_SECONDS / 4)
 
     def _serve(self, connection: PGconn) -> None:
         run_on_libpq(connection, listen.listen(self._schema))
-        self._wake(self._sleepers)
+        self._wake(self._idle_slots)
         while not self._stopping.is_set():
             for request in self._drain_requests():
-                self._handle(connection, request)
+                request(connection)
             if self._lower_at is not None and time.monotonic() >= self._lower_at:
                 self._lower_flags(connection)
             # Before the wait: a notification may have come in with the answer to a request.
             connection.consume_input()
             self._hear(connection)
-            if not wait_readable([self._inbox, connection.socket], self._patience()):
-                self._while_quiet(connection)
+            is_readable = wait_readable([self._wake_reader, connection.socket], self._patience())
+            if not is_readable and self._lower_at is None:
+                run_on_libpq(connection, "SELECT")
 
     def _patience(self) -> float:
         if self._lower_at is None:
             return PROBE_SECONDS
         return min(max(0.0, self._lower_at - time.monotonic()), PROBE_SECONDS)
 
-    def _while_quiet(self, connection: PGconn) -> None:
-        if self._lower_at is None:
-            run_on_libpq(connection, "SELECT")
-
     def _drain_requests(self) -> Iterable[_Request]:
         try:
-            while self._inbox.recv(4096):
+            while self._wake_reader.recv(4096):
                 pass
         except BlockingIOError:
             pass
@@ -208,25 +187,31 @@ class Listener:
             except queue.Empty:
                 return
 
-    def _handle(self, connection: PGconn, request: _Request) -> None:
-        match request:
-            case _Call(name):
-                self._call(name)
-            case _WakeUp(sleeper):
-                self._sleepers.pop(sleeper, None)
-                self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
-            case _FallAsleep(sleeper):
-                self._sleepers[sleeper] = False
-                try:
-                    self._raise_flags(connection, sleeper.queues)
-                except Exception:
-                    _answer(request, None)
-                    raise
-                held = self._flags.keys() >= sleeper.queues
-                _answer(request, max(self._flags[name] for name in sleeper.queues) if held else None)
+    def _add_idle(self, idle_slot: IdleSlot, flagged: "Future[float | None]", connection: PGconn | None) -> None:
+        self._idle_slots[idle_slot] = False
+        since = None
+        try:
+            if connection is not None:
+                self._raise_flags(connection, idle_slot.queues)
+            if self._flags.keys() >= idle_slot.queues:
+                since = max(self._flags[name] for name in idle_slot.queues)
+        finally:
+            # Cancelled if the slot has stopped waiting.
+            if flagged.set_running_or_notify_cancel():
+                flagged.set_result(since)
+
+    def _remove_idle(self, idle_slot: IdleSlot, connection: PGconn | None) -> None:
+        self._idle_slots.pop(idle_slot, None)
+        if connection is not None:
+            self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
+
+    def _notify_others(self, name: str, _connection: PGconn | None) -> None:
+        # If no other slot sleeps there, the caller itself would claim in vain.
+        if name in self._slept_on():
+            self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
-        # Session locks are counted: taken once per process, whatever the number of its sleepers.
+        # Session locks are counted: taken once per process, whatever the number of its idle slots.
         missing = set(queues) - self._flags.keys()
         if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
             return
@@ -240,13 +225,13 @@ class Listener:
         self._retry_at = time.monotonic() + self._retry_seconds
 
     def _slept_on(self) -> set[str]:
-        return {name for sleeper in self._sleepers for name in sleeper.queues}
+        return {name for idle_slot in self._idle_slots for name in idle_slot.queues}
 
     def _lower_flags(self, connection: PGconn) -> None:
         self._lower_at = None
         dropped = self._flags.keys() - self._slept_on()
         if dropped:
-            # Nobody may trust them while they go down.
+            # No slot may trust them while they go down.
             self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
             run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
 
@@ -254,30 +239,19 @@ class Listener:
         while notification := connection.notifies():
             name = notification.extra.decode()
             if name == listen.ALL_QUEUES:
-                self._called(name)
-                self._wake(self._sleepers)
+                self._record_call(name)
+                self._wake(self._idle_slots)
             else:
-                self._ring_one(name)
+                self._notify(name)
 
-    def _call(self, name: str) -> None:
-        # With nobody else to come, the caller itself would claim in vain.
-        if name in self._slept_on():
-            self._ring_one(name)
+    def _notify(self, name: str) -> None:
+        self._record_call(name)
+        idle_slots = [idle_slot for idle_slot in self._idle_slots if name in idle_slot.queues]
+        # One that was woken is on its way, and may have polled too early: without another one, all of them poll again.
+        fresh = [idle_slot for idle_slot in idle_slots if not self._idle_slots[idle_slot]][-1:]
+        self._wake(fresh or idle_slots)
 
-    def _ring_one(self, name: str) -> None:
-        self._called(name)
-        sleepers = [sleeper for sleeper in self._sleepers if name in sleeper.queues]
-        # One that was rung is on its way, and may have looked too early: without another one, all of them look again.
-        fresh = [sleeper for sleeper in sleepers if not self._sleepers[sleeper]][-1:]
-        self._wake(fresh or sleepers)
-
-    def _wake(self, sleepers: Iterable[IdleSlot]) -> None:
-        for sleeper in list(sleepers):
-            self._sleepers[sleeper] = True
-            sleeper.wake()
-
-
-def _answer(request: _FallAsleep, flagged: float | None) -> None:
-    # Cancelled where the slot has stopped waiting.
-    if request.flagged.set_running_or_notify_cancel():
-        request.flagged.set_result(flagged)
+    def _wake(self, idle_slots: Iterable[IdleSlot]) -> None:
+        for idle_slot in list(idle_slots):
+            self._idle_slots[idle_slot] = True
+            idle_slot.wake()

@@ -1,8 +1,8 @@
-"""The lookout: what the slots of a relay know of its queues, from looks that they share and from what calls them.
+"""The poller: what the slots of a relay know of its queues, from polls that they share and from notifications.
 
-A look names the queues in which something waits, and each that it named is claimed from once: by the slot that takes
-its turn there. So slots send claims only where jobs are, whatever the number of their queues, and an idle relay asks as
-often as one slot would. No slot depends on another: a look that does not come back costs the others a second.
+A poll names the queues in which something waits, and each that it named is claimed from once: by the slot that takes
+its turn there. So slots send claims only to queues with jobs, whatever the number of their queues, and an idle relay
+polls as often as one slot would. No slot depends on another: a poll that does not come back costs the others a second.
 """
 
 import threading
@@ -15,13 +15,10 @@ from outboxq.statements.wake import ALL_QUEUES, look
 
 Sort: TypeAlias = Literal["ready", "due"]
 
-# A look that has not come back after so long is not waited for.
-OVERDUE_SECONDS = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A look that was begun: its number, and when."""
+    """A poll that was begun: its number, and when."""
 
     number: int = 0
     begun_at: float = field(default_factory=time.monotonic)
@@ -38,147 +35,143 @@ class Order:
     def __init__(self, queues: tuple[str, ...], in_turns: Collection[str] = ()) -> None:
         self.queues = queues
         self._places = {name: place for place, name in enumerate(queues)}
-        shared = min((self._places[name] for name in in_turns), default=0)
-        self._ranks = {name: shared if name in in_turns else place for name, place in self._places.items()}
+        first = min((self._places[name] for name in in_turns), default=0)
+        self._ranks = {name: first if name in in_turns else place for name, place in self._places.items()}
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._places
 
     def before(self, queue: str, among: Iterable[str]) -> tuple[str, ...]:
-        """Those for which a slot leaves this one, though it has jobs."""
+        """Those for which a slot leaves this queue, though it has jobs."""
         rank = self._ranks[queue]
         return tuple(name for name in among if name != queue and self._ranks.get(name, rank + 1) <= rank)
 
     def count_peers(self, queue: str, among: Iterable[str]) -> int:
-        """How many take turns with this one."""
+        """How many take turns with this queue."""
         rank = self._ranks[queue]
         return sum(name != queue and self._ranks.get(name) == rank for name in among)
 
     def first(self, last: str, among: Iterable[str]) -> str | None:
-        """Whose turn it is, after `last` had one."""
+        """The queue whose turn it is, after `last` had one."""
         behind, count = self._places[last] + 1, len(self.queues)
         keys = ((self._ranks[name], (self._places[name] - behind) % count, name) for name in among if name in self)
         return min(keys, default=(0, 0, None))[2]
 
 
 class SharedPoller:
-    """The looks of a relay's slots, what the last ones saw, and where nobody has gone to claim it yet."""
+    """What the polls of a relay's slots found, and which of these queues no slot has claimed from yet.
 
-    def __init__(self, schema: str, queues: tuple[str, ...]) -> None:
+    Args:
+        overdue_seconds: A poll that has not come back after so long is not waited for.
+    """
+
+    def __init__(self, schema: str, queues: tuple[str, ...], overdue_seconds: float = 1.0) -> None:
         self.statement = look(schema, queues)
         self.queues = queues
         self.latest = Poll()
         self._schema = schema
-        # The last look of each queue that came back: they may do so in another order.
-        self._seen = dict.fromkeys(queues, self.latest)
+        self._overdue_seconds = overdue_seconds
+        # The last poll of each queue that came back: they may do so in another order.
+        self._recorded = dict.fromkeys(queues, self.latest)
         self._under_way: Poll | None = None
         self._ready: set[str] = set()
-        # The last look that was begun before a queue called: what it saw of ready jobs is older than the call.
+        # The last poll that was begun before a call: what it found of ready jobs is older than the call.
         self._called_after: dict[str, int] = {}
-        # The same where all of them were called at once.
+        # The same for a call to all queues at once.
         self._all_called_after = -1
         self._due_at: dict[str, float] = {}
-        # Due, and somebody has gone to claim.
+        # Due, and a slot has gone to claim.
         self._due_taken: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def statement_for(self, queues: tuple[str, ...]) -> str:
-        """A look at some of the queues."""
+        """A poll of some of the queues."""
         return self.statement if queues == self.queues else look(self._schema, queues)
 
     def begin(self) -> Poll:
-        """Begin a look, whoever else does."""
+        """Begin a poll, whatever other slots do."""
         with self._lock:
-            return self._begin()
+            self.latest = Poll(self.latest.number + 1)
+            return self.latest
 
-    def _begin(self) -> Poll:
-        self.latest = Poll(self.latest.number + 1)
-        return self.latest
-
-    def take(self, queue: str, since: Poll) -> Poll | None:
-        """Begin a look at all queues, for all that sleep; None where one has come back that was begun after `since`.
+    def begin_shared(self, queue: str, after: Poll) -> Poll | None:
+        """Begin a poll of all queues, for all slots that sleep; None if one has come back that was begun after `after`.
 
         None also while another one is under way: it was begun too early, or it will do.
         """
         with self._lock:
-            if self._is_known(queue, since) or self._is_awaited():
+            if self.has_polled(queue, after) or self.is_under_way():
                 return None
-            self._under_way = self._begin()
+            self._under_way = self.begin()
             return self._under_way
 
-    def is_known(self, queue: str, since: Poll) -> bool:
-        """Whether a look at this queue has come back that was begun after `since`."""
+    def end_shared(self, poll: Poll) -> None:
+        """A shared poll is over, whatever came of it."""
         with self._lock:
-            return self._is_known(queue, since)
-
-    def _is_known(self, queue: str, since: Poll) -> bool:
-        return self._seen[queue].number > max(since.number, self._all_called_after)
-
-    def is_awaited(self) -> bool:
-        """Whether somebody looks at all queues at this moment."""
-        with self._lock:
-            return self._is_awaited()
-
-    def _is_awaited(self) -> bool:
-        return self._under_way is not None and time.monotonic() < self._under_way.begun_at + OVERDUE_SECONDS
-
-    def ended(self, taken: Poll) -> None:
-        """A look that was taken is over, whatever came of it."""
-        with self._lock:
-            if self._under_way == taken:
+            if self._under_way == poll:
                 self._under_way = None
 
-    def record(self, taken: Poll, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
-        """What a look found: queues, whether they have a ready job, and the seconds to their next scheduled one."""
+    def has_polled(self, queue: str, after: Poll) -> bool:
+        """Whether a poll of this queue has come back that was begun after `after`."""
+        with self._lock:
+            return self._recorded[queue].number > max(after.number, self._all_called_after)
+
+    def is_under_way(self) -> bool:
+        """Whether a slot polls all queues at this moment."""
+        with self._lock:
+            return self._under_way is not None and time.monotonic() < self._under_way.begun_at + self._overdue_seconds
+
+    def record(self, poll: Poll, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
+        """Record what a poll found: queues, whether each has a ready job, and the seconds to its next scheduled one."""
         now = time.monotonic()
         found = {str(row[0]): (bool(row[1]), row[2]) for row in rows}
         with self._lock:
             for name in self.queues if queues is None else queues:
-                if taken.number <= self._seen[name].number:
+                if poll.number <= self._recorded[name].number:
                     continue
-                self._seen[name] = taken
+                self._recorded[name] = poll
                 ready, due = found.get(name, (False, None))
                 if ready:
                     self._ready.add(name)
-                elif taken.number > self._called_after.get(name, 0):
+                elif poll.number > self._called_after.get(name, 0):
                     self._ready.discard(name)
                 self._due_taken.discard(name)
                 self._due_at.pop(name, None)
                 if isinstance(due, float):
                     self._due_at[name] = now + due
 
-    def seen_at(self, queue: str) -> float:
-        """When the last look at this queue was begun, if that is still to be trusted; else long ago."""
-        seen = self._seen[queue]
-        return seen.begun_at if seen.number > self._all_called_after else float("-inf")
+    def polled_at(self, queue: str) -> float:
+        """When the last poll of this queue was begun, if that is still to be trusted; else long ago."""
+        poll = self._recorded[queue]
+        return poll.begun_at if poll.number > self._all_called_after else float("-inf")
 
-    def called(self, queue: str) -> None:
-        """A ready job was committed to this queue, or there may be more of them than the caller takes.
+    def record_call(self, queue: str) -> None:
+        """Record that a ready job was committed to this queue, or that more may wait than the caller takes.
 
-        To some queues, if it is `ALL_QUEUES`: nothing but a look that begins from now on tells to which.
+        To some queues, if it is `ALL_QUEUES`: only a poll that begins from now on tells to which.
         """
         with self._lock:
             if queue == ALL_QUEUES:
                 self._all_called_after = self.latest.number
-            elif queue in self._seen:
+            elif queue in self._recorded:
                 self._ready.add(queue)
                 self._called_after[queue] = self.latest.number
 
-    def go(self, queue: str) -> None:
-        """The caller goes to claim from this queue, whatever waits there."""
+    def take_queue(self, queue: str) -> None:
+        """The caller claims from this queue, whatever waits there."""
         with self._lock:
             self._ready.discard(queue)
             if self._is_due(queue):
                 self._due_taken.add(queue)
 
     def take_turn(self, order: Order, last: str, due_first: Collection[str]) -> tuple[str, Sort] | None:
-        """Go to claim from the queue whose turn it is after `last`: where something waits and nobody else goes for it.
+        """Take the queue whose turn it is after `last`, of those in which something waits that no other slot has taken.
 
         Args:
-            due_first: Where to take due jobs before ready ones.
+            due_first: From which queues to take due jobs before ready ones.
         """
         with self._lock:
-            name = order.first(last, self._waiting())
+            name = order.first(last, self.waiting())
             if name is None:
                 return None
             if self._is_due(name) and (name in due_first or name not in self._ready):
@@ -188,19 +181,16 @@ class SharedPoller:
             return name, "ready"
 
     def waiting(self) -> set[str]:
-        """The queues that have a ready job, or one that is due by now, for which nobody has gone yet."""
+        """The queues that have a ready job, or one that is due by now, and that no slot has taken yet."""
         with self._lock:
-            return self._waiting()
-
-    def _waiting(self) -> set[str]:
-        return self._ready.union(name for name in self._due_at if self._is_due(name))
+            return self._ready.union(name for name in self._due_at if self._is_due(name))
 
     def _is_due(self, name: str) -> bool:
         due_at = self._due_at.get(name)
         return due_at is not None and due_at <= time.monotonic() and name not in self._due_taken
 
     def due_in_seconds(self, queues: Collection[str]) -> float:
-        """Until the next scheduled job of these queues; infinite where there is none."""
+        """Until the next scheduled job of these queues; infinite if there is none."""
         with self._lock:
             due_at = min((self._due_at[name] for name in queues if name in self._due_at), default=float("inf"))
         return due_at - time.monotonic()

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outboxq.config import RelayConfig, SlotGroup
-from outboxq.database.engines import AnyEngine, check_capacity, resolve_engines
-from outboxq.errors import ConfigError
+from outboxq.config import RelayConfig
+from outboxq.database.engines import AnyEngine, resolve_engines
 from outboxq.events import Emitter, Event, Hook
-from outboxq.handlers.handler import Flavour
-from outboxq.handlers.registry import Jobs, Registry
+from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
-from outboxq.relay.run import RelayReport, RelayRun
+from outboxq.relay.limits import RelayLimits
+from outboxq.relay.report import RelayReport
+from outboxq.relay.run import RelayRun
 from outboxq.relay.signals import stop_signals
+from outboxq.relay.slot_groups import check_engines, resolve_groups
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -26,7 +27,7 @@ class Relay:
         engine: Your own `Engine` or `AsyncEngine` (psycopg), or a URL in any spelling.
         jobs: The registry.
         config: Queues, slots, batches and pauses.
-        async_engine: Where `engine` is a sync engine of yours and the registry has async handlers.
+        async_engine: For async handlers, if `engine` is a sync engine of yours.
         hooks: Called with every event (see `outboxq.events`); by default they are logged.
 
     Raises:
@@ -46,10 +47,11 @@ class Relay:
         self._registry = jobs.resolve()
         self._groups = resolve_groups(self.config, self._registry)
         self._engines = resolve_engines(engine, async_engine)
+        check_engines(self._groups, self._engines)
         self._emit = Emitter(hooks, _report_hook)
         self._stopping = threading.Event()
+        self._limits = RelayLimits()
         self._wakers: list[Callable[[], None]] = []
-        self._check_engines()
 
     def run(self) -> RelayReport:
         """Work until `stop()`, SIGTERM or SIGINT, then let the running handlers finish.
@@ -72,27 +74,13 @@ class Relay:
             return self._work(until_empty=True)
 
     def stop(self) -> None:
-        """Stop claiming; `run` returns when the running handlers are done. Safe from any thread and from a signal.
+        """Stop claiming for good; `run` returns when the running handlers are done.
 
-        For good: to work again, make another relay.
+        Safe from any thread and from a signal. To work again, make another relay.
         """
         self._stopping.set()
         for wake in list(self._wakers):
             wake()
-
-    def _check_engines(self) -> None:
-        for flavour, engine, hint in (
-            ("sync", self._engines.sync, "give Relay a sync Engine or a URL, and the AsyncEngine as async_engine="),
-            ("async", self._engines.asynchronous, "give Relay async_engine=..., or a URL"),
-        ):
-            groups = [group for group, its_flavour in self._groups if its_flavour == flavour]
-            if groups and engine is None:
-                names = ", ".join(name for group in groups for name in group.queues)
-                raise ConfigError(
-                    f"the queues {names} have {flavour} handlers, but there is no {flavour} engine: {hint}"
-                )
-            if groups and engine is not None:
-                check_capacity(engine, sum(group.slots for group in groups) + 1)
 
     def _work(self, *, until_empty: bool) -> RelayReport:
         run = RelayRun(
@@ -102,7 +90,8 @@ class Relay:
             self.config,
             self._emit,
             self._stopping,
-            until_empty=until_empty,
+            self._limits,
+            until_empty,
         )
         self._wakers.append(run.wake_all)
         try:
@@ -110,42 +99,6 @@ class Relay:
         finally:
             self._wakers.remove(run.wake_all)
             self._engines.dispose()
-
-
-def resolve_groups(config: RelayConfig, registry: Registry) -> list[tuple[SlotGroup, Flavour]]:
-    """The groups of slots with the flavour of their queues; `*` becomes every queue that no group names.
-
-    Raises:
-        ConfigError: a queue without handlers, a queue in two groups, or a group with both flavours.
-    """
-    if not config.groups:
-        flavours: list[tuple[str, Flavour]] = sorted(registry.flavours.items())
-        return [(SlotGroup((name,), config.slots_per_queue), flavour) for name, flavour in flavours]
-    named = [name for group in config.groups for name in group.queues]
-    for name in dict.fromkeys(named):
-        if name != "*" and name not in registry.flavours:
-            known = ", ".join(sorted(registry.flavours))
-            raise ConfigError(f"queue {name!r} has no handlers in this registry (queues with handlers: {known})")
-        if named.count(name) > 1:
-            raise ConfigError(f"queue {name!r} is named by two groups: give each queue to one")
-    rest = tuple(sorted(registry.flavours.keys() - set(named)))
-    return [pair for group in config.groups for pair in _by_flavour(group, rest, registry)]
-
-
-def _by_flavour(group: SlotGroup, rest: tuple[str, ...], registry: Registry) -> list[tuple[SlotGroup, Flavour]]:
-    names = tuple(name for given in group.queues for name in (rest if given == "*" else (given,)))
-    flavours: list[Flavour] = list(dict.fromkeys(registry.flavours[name] for name in names))
-    if len(flavours) > 1 and "*" not in group.queues:
-        raise ConfigError(
-            f"the queues {', '.join(names)} have sync and async handlers, which cannot share slots: "
-            "give each flavour a group of its own"
-        )
-    in_turns = group.in_turns.union(rest if "*" in group.queues else ())
-    found: list[tuple[SlotGroup, Flavour]] = []
-    for flavour in flavours:
-        own = tuple(name for name in names if registry.flavours[name] == flavour)
-        found.append((SlotGroup(own, group.slots, in_turns=in_turns.intersection(own)), flavour))
-    return found
 
 
 def _report_hook(hook: Hook, event: Event) -> None:

@@ -46,7 +46,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
 
     Args:
         before_death: Called between the second signal and the end. Without it the kernel ends the process by itself,
-            also where Python code does not get to run any more.
+            even if Python code does not get to run any more.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,23 +55,16 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     read_end, write_end = os.pipe()
     # In a thread: the handler runs in the middle of whatever the main thread does, which may hold a lock that `stop`
     # takes.
-    _call_at_word(read_end, stop)
+    _call_on_byte(read_end, stop)
+    found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
+    previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
+    second = signal.SIG_DFL if before_death is None else _ending(before_death)
 
     def ask(_number: int, _frame: FrameType | None) -> None:
         for number in previous:
-            signal.signal(number, signal.SIG_DFL if before_death is None else end)
+            signal.signal(number, second)
         os.write(write_end, b"!")
 
-    def end(number: int, _frame: FrameType | None) -> None:
-        assert before_death is not None
-        try:
-            before_death()
-        finally:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
-    previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
     try:
         for number in previous:
             signal.signal(number, ask)
@@ -84,13 +77,26 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
         os.close(write_end)
 
 
-def _call_at_word(read_end: int, stop: Callable[[], None]) -> None:
-    """Call `stop` when a word comes through the pipe, and not at its end."""
+def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    """A signal handler that ends the process by that signal."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        try:
+            before_death()
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    return end
+
+
+def _call_on_byte(read_end: int, stop: Callable[[], None]) -> None:
+    """Call `stop` when a byte comes through the pipe, and not at its end."""
 
     def watch() -> None:
-        word = os.read(read_end, 1)
+        byte = os.read(read_end, 1)
         os.close(read_end)
-        if word:
+        if byte:
             stop()
 
     threading.Thread(target=watch, name="outboxq-signal-watch", daemon=True).start()

@@ -99,7 +99,7 @@ class Slot:
     def wants_work(self) -> bool:
         """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
         is_in_doubt = self.batch is not None or self.leased_batch is not None or self._lost_since is not None
-        return is_in_doubt or self._goes_on or self.sleep.is_called()
+        return is_in_doubt or self._goes_on or self.sleep.has_work()
 
     # Its connection.
 
@@ -138,11 +138,11 @@ class Slot:
         runners = state.effect_runners
         return Runtime(
             state.registry,
-            state.state,
+            state.lifespan_state,
             connected.invoker,
             connected.guard,
-            state.schema,
-            state.max_crashes,
+            state.config.schema,
+            state.config.max_crashes,
             connected.epoch,
             runners.sync if self.flavour == "sync" else runners.asynchronous,
             sharing_queues=self._planner.sharing_queues,
@@ -181,9 +181,9 @@ class Slot:
         """Look if that is due, and work if something is seen to wait; False if nothing was done."""
         worked = False
         with self._on(connected) as runtime:
-            self.sleep.look(connected.connection)
+            self.sleep.poll(connected.connection)
             self._is_rested = True
-            while self.sleep.is_called() or worked:
+            while self.sleep.has_work() or worked:
                 if self.state.stopping.is_set() or self._needs_connection(connected):
                     break
                 if not self.work_once(connected.connection, runtime):
@@ -203,13 +203,13 @@ class Slot:
     def work_once(self, connection: Connection, runtime: Runtime) -> bool:
         """Claim and run the jobs of a turn; False if nothing waits."""
         self._planner.begin_walk()
-        self.sleep.works()
+        self.sleep.begin_claims()
         if self._run_suspects(connection, self._suspected(), runtime):
             return True
         if len(self.queues) == 1:
             # A claim tells as much as a look.
             name = self.queues[0]
-            self.state.poller.go(name)
+            self.state.poller.take_queue(name)
             for script in self._planner.sorts(name):
                 if self._batches.run_claims(connection, name, script, runtime):
                     return True
@@ -272,7 +272,7 @@ class Slot:
     def _drain_suspects(self, connection: Connection, runtime: Runtime) -> bool:
         """Look whether suspects wait, and run one; False if a drain has nothing more to wait for."""
         with connection.begin():
-            rows = run_script(connection, suspect_queues(self.state.schema, self.queues))[0].rows
+            rows = run_script(connection, suspect_queues(self.state.config.schema, self.queues))[0].rows
         names = tuple(str(row[0]) for row in rows)
         self.state.quarantine.queues.update(names)
         if names and not self.state.lease.want():
@@ -291,7 +291,7 @@ class Slot:
             # Closed by us: the server is well.
             self._spoiled = error
             return 0.0
-        self.sleep.want_look()
+        self.sleep.want_poll()
         longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._batches.outages, _RECONNECT_CAP_SECONDS)
         pause = longest * random.uniform(0.5, 1.0)
         self._batches.outages = min(self._batches.outages + 1, _MOST_DOUBLINGS)

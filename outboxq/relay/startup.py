@@ -1,9 +1,68 @@
-"""What a relay checks of its database before it works."""
+"""What a relay checks of its database before it works: server, durability and tables, once there is a way in."""
 
-from sqlalchemy import Connection
+import threading
 
-from outboxq.errors import ConfigError
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.util import greenlet_spawn
+
+from outboxq.config import RelayConfig
+from outboxq.database.engines import Engines
+from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening
+from outboxq.errors import ConfigError, SchemaError
+from outboxq.events import DatabaseLost, Emitter
+from outboxq.migrations.server import check_server, refusing_bytes
+from outboxq.relay.event_loop import LoopThread
 from outboxq.statements.durability import synchronous_commit
+from outboxq.statements.version import NEEDED_VERSION, schema_version
+
+_FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
+
+
+def wait_for_database(
+    engines: Engines, config: RelayConfig, loop: LoopThread, emit: Emitter, stopping: threading.Event
+) -> None:
+    """Check the database; while it is down, say so and try again, until the relay is told to stop.
+
+    Raises:
+        SchemaError: the tables are missing or too old.
+        ConfigError: the server, or a setting of it, does not fit.
+    """
+    pause_seconds = _FIRST_PAUSE_SECONDS
+    while not stopping.is_set():
+        try:
+            if engines.sync is not None:
+                _connect_and_check(engines.sync, config)
+            else:
+                assert engines.asynchronous is not None
+                loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config))
+        except (DBAPIError, NoConnection, OSError) as error:
+            if not is_database_unavailable(error):
+                raise
+            emit(DatabaseLost(describe_error(error), pause_seconds))
+            stopping.wait(pause_seconds)
+            pause_seconds = min(pause_seconds * 2, _PAUSE_CAP_SECONDS)
+        else:
+            return
+
+
+def _connect_and_check(engine: Engine, config: RelayConfig) -> None:
+    with opening(), refusing_bytes(engine):
+        opened = engine.connect()
+    with opened as connection:
+        check_database(connection, config)
+
+
+def check_database(connection: Connection, config: RelayConfig) -> None:
+    """Refuse a database that the relay cannot work on.
+
+    Raises:
+        SchemaError: the tables are missing or too old.
+        ConfigError: the server, or a setting of it, does not fit.
+    """
+    check_server(connection)
+    check_durability(connection, allowed=config.allow_asynchronous_commit)
+    check_version(schema_version(connection, config.schema), config.schema)
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:
@@ -20,4 +79,18 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
             f"synchronous_commit is off on the relay's sessions (set by: {source}), so a crash of the server could "
             "undo jobs that were reported as done: ALTER ROLE <the relay's role> SET synchronous_commit = on, or "
             "allow it by name with --allow-asynchronous-commit (RelayConfig(allow_asynchronous_commit=True))"
+        )
+
+
+def check_version(version: int | None, schema: str) -> None:
+    """Refuse tables that this version of the code cannot work on.
+
+    Raises:
+        SchemaError: missing or older; the message gives the command.
+    """
+    if version is None or version < NEEDED_VERSION:
+        found = f"no outboxq tables in schema {schema!r}" if not version else f"outboxq tables at step {version}"
+        raise SchemaError(
+            f"found {found}, and step {NEEDED_VERSION} is needed: run `outboxq migrate`, or call "
+            f"`outboxq.migrations.upgrade(op, to={NEEDED_VERSION})` in a revision of your Alembic history"
         )

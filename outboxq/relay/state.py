@@ -1,67 +1,45 @@
-"""What the slots of a relay share, and what they have done."""
+"""What the slots of a relay share."""
 
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 
-from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, JobSetAside
-from outboxq.execution.batch_state import BatchReport
+from outboxq.config import RelayConfig
+from outboxq.events import Emitter
 from outboxq.execution.called_functions import CalledFunctions
 from outboxq.handlers.registry import Registry
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.effect_runners import EffectRunners
-from outboxq.relay.lease import QuarantineTurns, RelayLease
+from outboxq.relay.lease import RelayLease
 from outboxq.relay.listener import Listener
 from outboxq.relay.poller import SharedPoller
+from outboxq.relay.report import RelayCounters
+from outboxq.relay.suspects import QuarantineTurns
 
 
-@dataclass(slots=True)
-class RelayCounters:
-    """What a relay has done so far. Slots add under the lock."""
-
-    claimed: int = 0
-    done: int = 0
-    failed: int = 0
-    died: int = 0
-    leases_lost: int = 0
-
-    def add(self, report: BatchReport) -> None:
-        """Count the events of one committed batch."""
-        of = Counter(map(type, report.events))
-        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
-        self.claimed += report.claimed
-        self.done += of[JobDone]
-        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
-        self.died += of[JobDied] + of[JobSetAside] + sum(event.died for event in crashes)
-        self.leases_lost += of[JobLeaseLost]
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RelayState:
-    """What all slots of a relay share."""
+    """What the slots of a relay share. Whatever opens connections of its own is made by the caller."""
 
+    config: RelayConfig
     registry: Registry
-    state: object
-    schema: str
-    batch_size: int
-    poll_seconds: float
     until_empty: bool
     emit: Emitter
+    stopping: threading.Event
     listener: Listener | None
     poller: SharedPoller
     lease: RelayLease
     quarantine: QuarantineTurns
-    sweep_schedule: SweepSchedule
-    max_crashes: int
     effect_runners: EffectRunners
-    stopping: threading.Event
-    counters: RelayCounters
-    lock: threading.Lock
+    # What the application's lifespan yielded.
+    lifespan_state: object = None
+    sweep_schedule: SweepSchedule = field(default_factory=SweepSchedule)
     called_functions: CalledFunctions = field(default_factory=CalledFunctions)
+    counters: RelayCounters = field(default_factory=RelayCounters)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def call(self, queue: str) -> None:
-        """More than one slot takes may wait in this queue: another one that sleeps shall look."""
+    def wake_another(self, queue: str) -> None:
+        """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""
         if self.listener is None:
-            self.poller.called(queue)
+            self.poller.record_call(queue)
         else:
-            self.listener.call(queue)
+            self.listener.wake_one(queue)

@@ -2,7 +2,7 @@
 
 It starts the children, replaces those that die or show no life, and ends them when it is told to end. Children hold
 the read end of a pipe, and drain at its end: when the supervisor closes it, or has died, SIGKILL included. Through a
-pipe of its own each child tells that it lives, and what it is doing.
+pipe of its own each child shows that it lives, and what it is doing.
 """
 
 import os
@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
@@ -23,19 +23,13 @@ EXIT_STARTED_WRONGLY = 2
 # A handler could not be freed, so that the process must be replaced.
 EXIT_STUCK = 3
 
-FIRST_RESTART_SECONDS = 0.5
-RESTART_CAP_SECONDS = 30.0
-# A child that lived this long was well: the next restart is quick again.
-WELL_AFTER_SECONDS = 60.0
-# A child that drained in vain gives its jobs back, which takes up to 15 seconds where the database is slow.
-_KILL_AFTER_DRAIN_SECONDS = 20.0
 _TEND_SECONDS = 0.05
 # Several beats may be late on a busy machine.
 _LEAST_STALL_SECONDS = 4 * BEAT_SECONDS
 
 
 class _Child:
-    """A relay process, and the pipe through which it tells of its life."""
+    """A relay process, and the pipe through which it shows that it lives."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], parent_pipe: int) -> None:
         self.started_at = time.monotonic()
@@ -57,7 +51,7 @@ class _Child:
             os.close(write_end)
 
     def listen(self, elapsed_seconds: float) -> None:
-        """Take in what it told since the last look, `elapsed_seconds` ago."""
+        """Read what it sent since the last time, `elapsed_seconds` ago."""
         state = read_beats(self._read_end)
         if state is not None:
             self.state, self.has_reported, self.silent_seconds = state, True, 0.0
@@ -67,88 +61,78 @@ class _Child:
             self.stopping_seconds += elapsed_seconds
 
     def close(self) -> None:
-        """Let go of the pipe of a child that has died."""
+        """Close the pipe of a child that has died."""
         os.close(self._read_end)
 
 
 @dataclass(slots=True)
 class _Place:
-    """One child's place: who stands in it, or when the next one starts."""
+    """One child's place: the child in it, or when the next one starts."""
 
+    restart_seconds: float
     child: _Child | None = None
     restart_at: float = 0.0
-    restart_seconds: float = FIRST_RESTART_SECONDS
     finished: bool = False
 
 
-def supervise(
-    command: Sequence[str],
-    processes: int,
-    *,
-    environment: Mapping[str, str],
-    drain_seconds: float,
-    emit: Emitter,
-    finite: bool = False,
-    stall_seconds: float = 0.0,
-    health_path: Path | None = None,
-) -> int:
-    """Keep `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
+@dataclass(slots=True)
+class Supervisor:
+    """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
 
     A child that exits with 2 was started wrongly, which no restart can mend. One that exits with 3 had a handler that
-    could not be freed: it is replaced at once. Any other is replaced after pauses that grow. A second signal kills the
-    children and ends this process by that signal.
+    could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal kills
+    the children and ends this process by that signal.
 
     Args:
         command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (`outboxq.relay.signals.stop_when_parent_dies`),
-            and may tell of its life through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
+            and may show that it lives through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
+        drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
+            killed. One that drained in vain gives its jobs back, which takes up to 15 s if the database is slow.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
-        drain_seconds: How long children may take to finish their jobs; a little later they are killed.
-        stall_seconds: A child that told of its life, and then nothing for so long, is killed and replaced. 0: never.
+        stall_seconds: A child that sent signs of life, and then none for so long, is killed and replaced. 0: never.
         health_path: Where to write, once a second, what this process and its children are doing.
-
-    Returns:
-        0, or 2 where a child could not be started as it was told.
+        well_after_seconds: A child that lived so long was well: the next restart is quick again.
 
     Raises:
-        ConfigError: `stall_seconds` is shorter than beats may be late, or the health file cannot be written.
+        ConfigError: `stall_seconds` is shorter than beats may be late.
     """
-    if stall_seconds != 0 and not _LEAST_STALL_SECONDS <= stall_seconds <= 86_400:
-        raise ConfigError(
-            f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
-            f"got {stall_seconds:g}"
-        )
-    supervisor = _Supervisor(command, processes, environment, drain_seconds, stall_seconds, emit, finite=finite)
-    with health_file(health_path, supervisor.health):
-        return supervisor.run()
 
+    command: Sequence[str]
+    processes: int
+    environment: Mapping[str, str]
+    drain_seconds: float
+    emit: Emitter
+    finite: bool = False
+    stall_seconds: float = 0.0
+    health_path: Path | None = None
+    first_restart_seconds: float = 0.5
+    restart_cap_seconds: float = 30.0
+    well_after_seconds: float = 60.0
+    kill_after_drain_seconds: float = 20.0
+    _places: list[_Place] = field(init=False)
+    _stopping: bool = field(default=False, init=False)
+    # The pipe at whose end the children drain.
+    _read_end: int = field(default=-1, init=False)
+    _write_end: int = field(default=-1, init=False)
+    _checked_at: float = field(default_factory=time.monotonic, init=False)
 
-class _Supervisor:
-    def __init__(
-        self,
-        command: Sequence[str],
-        processes: int,
-        environment: Mapping[str, str],
-        drain_seconds: float,
-        stall_seconds: float,
-        emit: Emitter,
-        *,
-        finite: bool,
-    ) -> None:
-        self._command = list(command)
-        self._places = [_Place() for _ in range(processes)]
-        self._environment = environment
-        self._drain_seconds = drain_seconds
-        self._stall_seconds = stall_seconds
-        self._emit = emit
-        self._finite = finite
-        self._stopping = False
-        # The pipe at whose end the children drain.
-        self._read_end = self._write_end = -1
-        self._looked_at = time.monotonic()
+    def __post_init__(self) -> None:
+        if self.stall_seconds != 0 and not _LEAST_STALL_SECONDS <= self.stall_seconds <= 86_400:
+            raise ConfigError(
+                f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
+                f"got {self.stall_seconds:g}"
+            )
+        self._places = [_Place(self.first_restart_seconds) for _ in range(self.processes)]
 
     def run(self) -> int:
+        """Work to the end; 0, or 2 if a child could not be started as it was told.
+
+        Raises:
+            ConfigError: the health file cannot be written.
+        """
         with ExitStack() as stack:
+            stack.enter_context(health_file(self.health_path, self.health))
             self._read_end, self._write_end = os.pipe()
             stack.callback(os.close, self._read_end)
             # Also after an error of ours: the children drain.
@@ -185,59 +169,62 @@ class _Supervisor:
         return 0
 
     def _elapsed_seconds(self) -> float:
-        """The time since the last look, but no more than a beat: while this process stood still, so may the children
-        have (a container that was paused), and their silence means nothing."""
+        """The time since the last check, but no more than a beat.
+
+        While this process stood still, so may the children have (a container that was paused), and their silence means
+        nothing.
+        """
         now = time.monotonic()
-        elapsed_seconds, self._looked_at = now - self._looked_at, now
+        elapsed_seconds, self._checked_at = now - self._checked_at, now
         return min(elapsed_seconds, BEAT_SECONDS)
 
     def _tend(self, place: _Place, elapsed_seconds: float) -> int:
-        """Start, watch or replace one child; its exit code where that ends everything."""
+        """Start, check or replace one child; its exit code if that ends everything, else 0."""
         if place.finished:
             return 0
         if place.child is None:
             if time.monotonic() >= place.restart_at:
-                place.child = _Child(self._command, self._environment, self._read_end)
+                place.child = _Child(self.command, self.environment, self._read_end)
             return 0
         code = place.child.process.poll()
         if code is None:
-            self._watch(place.child, elapsed_seconds)
+            self._check(place.child, elapsed_seconds)
             return 0
-        return self._bury(place, place.child, code)
+        return self._after_exit(place, place.child, code)
 
-    def _watch(self, child: _Child, elapsed_seconds: float) -> None:
+    def _check(self, child: _Child, elapsed_seconds: float) -> None:
         child.listen(elapsed_seconds)
-        if self._stall_seconds and child.silent_seconds >= self._stall_seconds:
-            self._emit(ChildUnresponsive(child.process.pid, child.silent_seconds))
+        if self.stall_seconds and child.silent_seconds >= self.stall_seconds:
+            self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds))
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
             child.silent_seconds = 0.0
-        # By itself, after a failure: nobody else waits for its end.
-        if child.stopping_seconds >= self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS:
-            self._emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
+        # It stops by itself, after a failure: nothing else waits for its end.
+        if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
+            self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
             child.process.kill()
             child.stopping_seconds = 0.0
 
-    def _bury(self, place: _Place, child: _Child, code: int) -> int:
+    def _after_exit(self, place: _Place, child: _Child, code: int) -> int:
         place.child = None
         child.close()
         if code == EXIT_STARTED_WRONGLY:
             return code
-        if code == 0 and self._finite:
+        if code == 0 and self.finite:
             place.finished = True
         elif code == EXIT_STUCK:
-            # Its job is to blame, and will be charged for it.
-            self._emit(ChildStuck(child.process.pid))
+            # Its job is to blame, and the attempt will count.
+            self.emit(ChildStuck(child.process.pid))
         else:
             self._plan_restart(place, child, code)
         return 0
 
     def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
-        if time.monotonic() - child.started_at >= WELL_AFTER_SECONDS:
-            place.restart_seconds = FIRST_RESTART_SECONDS
-        self._emit(ChildDied(child.process.pid, code, place.restart_seconds))
+        if time.monotonic() - child.started_at >= self.well_after_seconds:
+            place.restart_seconds = self.first_restart_seconds
+        self.emit(ChildDied(child.process.pid, code, place.restart_seconds))
         place.restart_at = time.monotonic() + place.restart_seconds
-        place.restart_seconds = min(place.restart_seconds * 2, RESTART_CAP_SECONDS)
+        place.restart_seconds = min(place.restart_seconds * 2, self.restart_cap_seconds)
 
     def _children(self) -> list[_Child]:
         return [place.child for place in self._places if place.child is not None]
@@ -259,7 +246,7 @@ class _Supervisor:
             # Not at work yet, so that it may neither look at the pipe nor have anything to finish.
             if not child.has_reported:
                 child.process.terminate()
-        deadline = time.monotonic() + self._drain_seconds + _KILL_AFTER_DRAIN_SECONDS
+        deadline = time.monotonic() + self.drain_seconds + self.kill_after_drain_seconds
         for child in children:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Threads whose start comes to an end, whatever becomes of them."""
+"""Threads whose start is bounded in time."""
 
 import _thread
 import threading
@@ -9,10 +9,10 @@ _UP_SECONDS = 30.0
 
 
 class BoundedStart(threading.Thread):
-    """A daemon thread; `threading.Thread.start` waits for it to come up, without an end.
+    """A daemon thread whose `start` waits for it to come up, but not forever as `threading.Thread.start` does.
 
-    Where memory is over the new thread may die before it says so. In the relay's own thread, which ends handlers past
-    their deadline and the relay itself, such a wait would leave a process that neither works nor goes away.
+    If memory is over the new thread may die before it says so. In the relay's own thread, which ends handlers past
+    their deadline and the relay itself, an endless wait would leave a process that neither works nor goes away.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -25,7 +25,7 @@ class BoundedStart(threading.Thread):
         Raises:
             RuntimeError: it did not come up.
         """
-        # Bare: nobody waits for that one.
+        # Bare: nothing waits for this inner thread.
         _thread.start_new_thread(super().start, ())
         if not self._is_up.wait(_UP_SECONDS):
             raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")

@@ -13,12 +13,12 @@ from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only
 
 import outboxq.effects.transactions as effects_module
-import outboxq.relay.connections as lines_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.database.engines import EFFECTS_NAME, make_async_engine, make_engine
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import Slot
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
@@ -34,11 +34,13 @@ CUT = text(
     "WHERE application_name = 'outboxq relay' AND datname = current_database()"
 )
 
+# What is over is closed soon.
+SOON = RelayLimits(linger_seconds=0.5)
+
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is over is closed soon."""
-    monkeypatch.setattr(lines_module, "LINGER_SECONDS", 0.5)
+    """What is over of the effects' connections is closed soon too."""
     monkeypatch.setattr(effects_module, "LINGER_SECONDS", 0.5)
 
 
@@ -92,7 +94,7 @@ def test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues(
     """Before its first job, and after all of its slots have worked at the same time; then as many as it said."""
     gate = Gate()
     jobs = seven_queues(gate, flavours)
-    with start_relay(jobs, RelayConfig()) as running:
+    with start_relay(jobs, RelayConfig(), limits=SOON) as running:
         (started,) = wait_until(lambda: running.of(RelayStarted), "the start")
         assert isinstance(started, RelayStarted)
         assert (started.slots, started.connections) == (14, 16)
@@ -121,7 +123,7 @@ def test_slots_that_wake_take_a_connection_that_is_there(
         pids.add(ctx.session.scalar(text("SELECT pg_backend_pid()")) or 0)
 
     kinds = [jobs.handler(queue=f"queue {number}", kind=f"kind {number}")(note) for number in range(7)]
-    with start_relay(jobs, RelayConfig(poll_seconds=30)) as running:
+    with start_relay(jobs, RelayConfig(poll_seconds=30), limits=SOON) as running:
         wait_until(lambda: running.of(RelayStarted), "the start")
         for number in range(21):
             with sessions.begin() as session:
@@ -140,7 +142,6 @@ def test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one that turns out to be lost takes the others with it."""
-    monkeypatch.setattr(lines_module, "LINGER_SECONDS", 600)
     resting: set[Slot] = set()
     pause_seconds = Slot.pause_seconds
 
@@ -159,7 +160,7 @@ def test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once(
             session.add_jobs(work.job() for _ in range(count))
 
     config = RelayConfig(groups=(SlotGroup(("queue 1",), 4),), poll_seconds=600)
-    with start_relay(jobs, config) as running:
+    with start_relay(jobs, config, limits=RelayLimits(linger_seconds=600)) as running:
         enqueue(4)
         for _ in range(4):
             assert gate.inside.acquire(timeout=60)
@@ -186,7 +187,7 @@ def test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool(
         await (await ctx.session.connection()).execute(text("SELECT 1"))
 
     own = create_async_engine(outboxq_database.url, pool_size=5, connect_args={"application_name": "mine"})
-    with start_relay(jobs, RelayConfig(), engine=own) as running:
+    with start_relay(jobs, RelayConfig(), engine=own, limits=SOON) as running:
         with sessions.begin() as session:
             session.add_jobs(work.job() for _ in range(3))
         wait_until(lambda: len(running.of(JobDone)) == 3, "the jobs")

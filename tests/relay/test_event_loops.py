@@ -11,12 +11,12 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.relay.deadlines as watch_module
-import outboxq.relay.run as relay_run_module
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.errors import RelayStuck
 from outboxq.events import Event, JobDied, JobDone, RelayStopped
 from outboxq.postgres import Database
-from outboxq.relay.run import RelayReport
+from outboxq.relay.limits import RelayLimits
+from outboxq.relay.report import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.waiting import wait_until
@@ -206,10 +206,8 @@ def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No job runs, whose deadline would find it: the process is to be replaced, and no job is charged."""
-    monkeypatch.setattr(relay_run_module, "_LOOP_PATIENCE_SECONDS", 1.0)
     jobs, stop, is_blocked = Jobs(), threading.Event(), threading.Event()
 
     @jobs.handler(queue="q", retry=TWICE)
@@ -226,6 +224,7 @@ def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(
     with sessions.begin() as session:
         session.add_job(note, name="leaves")
     relay = Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, drain_seconds=0.1), hooks=())
+    relay._limits = RelayLimits(loop_patience_seconds=1.0)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(relay.run)
         assert is_blocked.wait(60)

@@ -24,9 +24,9 @@ from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.cursors import QueueCursor, SweepSchedule
-from outboxq.relay.lease import QuarantineTurns
 from outboxq.relay.poller import Order
 from outboxq.relay.slot import Slot
+from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.transaction import BEGIN
 from outboxq.testing import _unit_test_job
@@ -34,7 +34,7 @@ from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child
 from tests.support.ledger import dead, ledger, waiting
-from tests.support.slots import shared_by_slots
+from tests.support.slots import relay_state
 from tests.support.waiting import wait_until
 
 
@@ -84,9 +84,8 @@ def test_a_commit_brings_the_next_jobs(
 
 def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(engine: Engine) -> None:
     """What is left of a batch may be any number; a backend keeps what it has prepared."""
-    shared = shared_by_slots(engine, ("ledger",))
-    shared.batch_size = 500
-    claims, limits = ClaimPlanner(shared, Order(("ledger",))), set()
+    state = relay_state(engine, ("ledger",), batch_size=500)
+    claims, limits = ClaimPlanner(state, Order(("ledger",))), set()
     try:
         script = claims.sorts("ledger")[0]
         for count in range(1, 501):
@@ -98,20 +97,20 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
                 claims.took("ledger", (_unit_test_job(),), 0)
                 claims.next_claim(BatchState("ledger", (_unit_test_job(),), None))
     finally:
-        shared.effect_runners.dispose(lambda _: None)
+        state.effect_runners.dispose(lambda _: None)
     assert len(limits) <= 10
 
 
 def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None:
     """It is these that wake it; awake, it takes turns."""
-    shared = shared_by_slots(engine, ("ledger",))
-    slot, firsts = Slot(shared, "sync", ("ledger",), lambda: None), []
+    state = relay_state(engine, ("ledger",))
+    slot, firsts = Slot(state, "sync", ("ledger",), lambda: None), []
     try:
         for turns in (1, 2, 3):
             slot.pause_seconds(flagged=True)
             firsts.append([slot._planner.sorts("ledger")[0].is_keyed for _ in range(turns)])
     finally:
-        shared.effect_runners.dispose(lambda _: None)
+        state.effect_runners.dispose(lambda _: None)
     assert firsts == [[True], [True, False], [True, False, True]]
 
 
@@ -329,9 +328,9 @@ def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Cl
     assert sweeps.take_turn("q")
     assert not sweeps.take_turn("q")
     assert sweeps.take_turn("another")
-    sweeps.took("q", 0.001, swept=False)
+    sweeps.record("q", 0.001, swept=False)
     for seconds, pause in ((0.0011, 0.05), (0.006, 0.1), (0.031, 0.6), (0.151, 3.0), (0.001, 0.05), (5.0, 30.0)):
-        sweeps.took("q", seconds, swept=True)
+        sweeps.record("q", seconds, swept=True)
         clock.now += pause - 0.001
         assert not sweeps.take_turn("q"), seconds
         clock.now += 0.002

@@ -12,7 +12,6 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.poller as lookout_module
 from benchmarks.proxy import RunningProxy, running_proxy
 from benchmarks.relays import RelayOptions, running_relay
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
@@ -27,7 +26,7 @@ from outboxq.statements.wake import look
 from tests.conftest import RunningRelay, StartRelay
 from tests.relay.test_wake import wait_until_asleep
 from tests.support import app
-from tests.support.slots import line_on, shared_by_slots
+from tests.support.slots import relay_state, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
 
 SECONDS = 5
@@ -44,20 +43,20 @@ def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
     """The slots that took no job since their pauses have grown as long as they will."""
-    pause_seconds, found_jobs, grown = Slot.pause_seconds, SlotSleep.found_jobs, set()
+    pause_seconds, end, grown = Slot.pause_seconds, SlotSleep.end, set()
 
     def note(slot: Slot, *, flagged: bool) -> float:
         seconds = pause_seconds(slot, flagged=flagged)
-        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.state.poll_seconds:
+        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.state.config.poll_seconds:
             grown.add(slot)
         return seconds
 
-    def forget(rest: SlotSleep) -> None:
-        found_jobs(rest)
-        grown.difference_update([slot for slot in grown if slot.sleep is rest])
+    def forget(sleep: SlotSleep) -> None:
+        end(sleep)
+        grown.difference_update([slot for slot in grown if slot.sleep is sleep])
 
     monkeypatch.setattr(Slot, "pause_seconds", note)
-    monkeypatch.setattr(SlotSleep, "found_jobs", forget)
+    monkeypatch.setattr(SlotSleep, "end", forget)
     return grown
 
 
@@ -186,16 +185,16 @@ def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
     engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
     """A look that another slot began earlier may have missed what nobody notified for."""
-    shared = shared_by_slots(engine, ("ledger",))
-    first, second = (Slot(shared, "sync", ("ledger",), lambda: None) for _ in range(2))
+    state = relay_state(engine, ("ledger",))
+    first, second = (Slot(state, "sync", ("ledger",), lambda: None) for _ in range(2))
     with engine.connect() as one, engine.connect() as two:
-        lines = line_on(one), line_on(two)
-        assert not first.work_seen(lines[0])
+        connections = slot_connection_on(one), slot_connection_on(two)
+        assert not first.work_seen(connections[0])
         with sessions.begin() as session:
             session.add_job(app.record, name="in between")
-        assert not second.work_seen(lines[1]), "the first slot's look is shared"
-        second.sleep.want_look()
-        assert second.work_seen(lines[1])
+        assert not second.work_seen(connections[1]), "the first slot's look is shared"
+        second.sleep.want_poll()
+        assert second.work_seen(connections[1])
 
 
 def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
@@ -217,8 +216,8 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
                 session.add_job(jobs.resolve().find(queue.replace("queue", "kind")))
         return fall_asleep(listener, sleeper)
 
-    def note(lookout: SharedPoller, *found: object) -> None:
-        saw(lookout, *found)
+    def note(poller: SharedPoller, *found: object) -> None:
+        saw(poller, *found)
         seen.set()
 
     monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_second)
@@ -228,33 +227,32 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
 
 
 def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
-    engine: Engine, sessions: sessionmaker[OutboxSession], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
     """No slot depends on another one's connection."""
-    monkeypatch.setattr(lookout_module, "OVERDUE_SECONDS", 0.5)
-    shared = shared_by_slots(engine, ("ledger",))
-    slot = Slot(shared, "sync", ("ledger",), lambda: None)
+    state = relay_state(engine, ("ledger",), overdue_seconds=0.5)
+    slot = Slot(state, "sync", ("ledger",), lambda: None)
     with engine.connect() as connection:
-        line = line_on(connection)
+        slot_connection = slot_connection_on(connection)
         with sessions.begin() as session:
             session.add_job(app.record, name="job")
-        taken = shared.poller.take("ledger", shared.poller.latest)
+        taken = state.poller.begin_shared("ledger", state.poller.latest)
         assert taken is not None
-        assert not slot.sleep.wants_line()
-        assert not slot.work_seen(line)
+        assert not slot.sleep.needs_connection()
+        assert not slot.work_seen(slot_connection)
         assert slot.pause_seconds(flagged=True) < 0.5
-        wait_until(slot.sleep.wants_line, "the end of the slot's patience")
+        wait_until(slot.sleep.needs_connection, "the end of the slot's patience")
         assert time.monotonic() >= taken.begun_at + 0.5
-        assert slot.work_seen(line)
+        assert slot.work_seen(slot_connection)
 
 
 def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
     """The last look that was begun is the one to go by."""
-    lookout = shared_by_slots(engine, ("ledger",)).poller
-    older, newer = lookout.begin(), lookout.begin()
-    lookout.record(newer, [("ledger", True, None, None)])
-    lookout.record(older, [])
-    assert lookout.waiting() == {"ledger"}
+    poller = relay_state(engine, ("ledger",)).poller
+    older, newer = poller.begin(), poller.begin()
+    poller.record(newer, [("ledger", True, None, None)])
+    poller.record(older, [])
+    assert poller.waiting() == {"ledger"}
 
 
 def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:

@@ -10,12 +10,13 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import OutboxSession
+from outboxq import OutboxSession, RelayConfig
 from outboxq.database.driver import run_script
 from outboxq.events import Emitter, JobCrashed
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.job import Job
-from outboxq.relay.lease import QuarantineTurns, RelayLease
+from outboxq.relay.lease import RelayLease
+from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements import lease
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from tests.support import app
@@ -64,9 +65,9 @@ class Beats:
     @contextmanager
     def running(self) -> Iterator[None]:
         lease_of_owner = RelayLease(
-            self._connect, "outboxq", self.owner, ("ledger",), QuarantineTurns(), self._ask,
-            Emitter([], lambda *_: None), self.taken.append, lambda: None,
-            lease_seconds=60, beat_seconds=0.01, max_crashes=3,
+            self._connect, RelayConfig(lease_seconds=60, heartbeat_seconds=0.05), self.owner, ("ledger",),
+            QuarantineTurns(), running=self._ask, emit=Emitter([], lambda *_: None), on_reaped=self.taken.append,
+            wake=lambda: None,
         )  # fmt: skip
         lease_of_owner.want()
         lease_of_owner.start()

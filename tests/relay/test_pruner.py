@@ -18,7 +18,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.maintenance.pruner
 from outboxq import OutboxSession, Relay, RelayConfig
 from outboxq.admin.roles import roles_sql
 from outboxq.config import SlotGroup
@@ -29,7 +28,8 @@ from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
-from outboxq.relay.maintenance.pruner import BATCH_ROWS, Pruner
+from outboxq.relay.limits import RelayLimits
+from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.task import draw_pause
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
@@ -105,10 +105,12 @@ def make_pruner(outboxq_database: Database) -> MakePruner:
         url: str = outboxq_database.url,
         connect: Callable[[], DriverConnection] | None = None,
         stopping: threading.Event | None = None,
+        **settings: float,
     ) -> Pruner:
         by_url = listen_connector(resolve_engines(url, None), None, lambda: None)
         emit = emitter([] if events is None else events)
-        return Pruner(connect or by_url, "outboxq", emit, stopping or threading.Event(), prune_seconds=60)
+        stopping = stopping or threading.Event()
+        return Pruner(connect or by_url, "outboxq", emit, stopping, seconds=60, **settings)
 
     return make
 
@@ -135,7 +137,7 @@ def test_what_has_expired_goes_and_the_rest_stays(engine: Engine, make_pruner: M
         fill_effect(engine, f"old {status}", 2, status=status)
         fill_effect(engine, f"new {status}", 1, KEPT, status=status)
     fill_effect(engine, "for ever", 1, None)
-    make_pruner(events).do()
+    make_pruner(events).run_once()
     assert keys(engine) == ["new1", "new2"]
     assert keys(engine, "effect") == ["for ever1", "new done1", "new failed1", "new retryable1"]
     assert events == [Pruned(3, 6)]
@@ -145,7 +147,7 @@ def test_nothing_is_told_where_nothing_has_expired(engine: Engine, make_pruner: 
     """An idle installation logs nothing once a minute."""
     events: list[Event] = []
     fill_inbox(engine, "new", 2, KEPT)
-    make_pruner(events).do()
+    make_pruner(events).run_once()
     assert events == []
 
 
@@ -155,7 +157,7 @@ def test_the_connection_is_closed_after_a_round(engine: Engine, make_pruner: Mak
     for statement in ("SELECT 1", "DROP TABLE outboxq.inbox"):
         with engine.begin() as connection:
             connection.execute(text(statement))
-        pruner.do()
+        pruner.run_once()
         wait_until(lambda: count_connections(engine) == 0, "the connection to close")
 
 
@@ -175,7 +177,7 @@ def test_many_expired_messages_go_in_batches_beside_the_work(
     events: list[Event] = []
     inbox, accepted = Inbox("tests"), 0
     with start_relay(config=RelayConfig(prune_seconds=0)) as running, ThreadPoolExecutor(1) as pool:
-        pruning = pool.submit(make_pruner(events).do)
+        pruning = pool.submit(make_pruner(events).run_once)
         while not pruning.done() or accepted < 10:
             with sessions.begin() as session:
                 # Also the ids that are being deleted: accepted anew where they are gone, else duplicates.
@@ -191,7 +193,7 @@ def test_many_expired_messages_go_in_batches_beside_the_work(
     with engine.connect() as connection:
         batches = connection.execute(text("SELECT rows, xid FROM batch_ledger WHERE rows > 0")).all()
     assert sum(rows for rows, _ in batches) == 25_000
-    assert max(rows for rows, _ in batches) == BATCH_ROWS
+    assert max(rows for rows, _ in batches) == Pruner.batch_rows
     assert len({xid for _, xid in batches}) == len(batches)
 
 
@@ -204,7 +206,7 @@ def test_a_batch_waits_for_no_disk_and_no_standby_and_fails_for_no_neighbour(
         connection.connection.cursor().execute(LEDGER)
         for setting in ("default_transaction_isolation = 'serializable'", "default_transaction_read_only = on"):
             connection.exec_driver_sql(f"ALTER DATABASE {outboxq_database.name} SET {setting}")
-    make_pruner().do()
+    make_pruner().run_once()
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT rows, isolation, commits FROM batch_ledger")).all()
     assert rows == [(3, "read committed", "off")]
@@ -214,12 +216,10 @@ def test_a_batch_waits_for_no_disk_and_no_standby_and_fails_for_no_neighbour(
 def test_a_row_that_cannot_be_deleted_keeps_no_other(
     engine: Engine,
     make_pruner: MakePruner,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     table: str,
 ) -> None:
     """The oldest ones refuse: all others, of several batches, go in the same round."""
-    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "BATCH_ROWS", 10)
     column, fill = {"inbox": ("message_id", FILL_INBOX), "effect": ("key", FILL_EFFECT)}[table]
     more = {"status": "done", "in_doubt": False} if table == "effect" else {}
     with engine.begin() as connection:
@@ -231,7 +231,7 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
             f"WHEN (OLD.{column} LIKE 'bad%%') EXECUTE FUNCTION refuse()"
         )
     events: list[Event] = []
-    make_pruner(events).do()
+    make_pruner(events, batch_rows=10).run_once()
     with engine.connect() as connection:
         left = sorted(connection.execute(text(f"SELECT {column} FROM outboxq.{table}")).scalars())
     assert left == ["bad1", "bad2", "bad3"]
@@ -239,15 +239,14 @@ def test_a_row_that_cannot_be_deleted_keeps_no_other(
     assert caplog.text.count("could not be deleted") == 1
 
 
-def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_bounded(engine: Engine, make_pruner: MakePruner) -> None:
     """What is left when a round has taken its share waits for the next one."""
-    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "MAX_BATCHES", 2)
-    fill_inbox(engine, "old", 2 * BATCH_ROWS + 500)
+    fill_inbox(engine, "old", 2 * Pruner.batch_rows + 500)
     fill_effect(engine, "old", 1)
-    pruner = make_pruner()
-    pruner.do()
+    pruner = make_pruner(max_batches=2)
+    pruner.run_once()
     assert (count(engine, "outboxq.inbox"), count(engine, "outboxq.effect")) == (500, 0)
-    pruner.do()
+    pruner.run_once()
     assert count(engine, "outboxq.inbox") == 0
 
 
@@ -267,7 +266,7 @@ def test_what_is_not_settled_is_never_pruned(engine: Engine, make_pruner: MakePr
         connection.execute(text("ALTER TABLE outboxq.effect DROP CONSTRAINT effect_kept"))
     fill_effect(engine, "with an expiry", status=status)
     fill_effect(engine, "done", status="done")
-    make_pruner().do()
+    make_pruner().run_once()
     assert keys(engine, "effect") == ["as it should be1", "with an expiry1"]
 
 
@@ -278,7 +277,7 @@ def test_two_pruners_share_the_work(engine: Engine, make_pruner: MakePruner, cap
     events: list[Event] = []
     both = [make_pruner(events), make_pruner(events)]
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(pruner.do) for pruner in both]:
+        for done in [pool.submit(pruner.run_once) for pruner in both]:
             done.result()
     assert keys(engine) == keys(engine, "effect") == []
     pruned = [event for event in events if isinstance(event, Pruned)]
@@ -294,9 +293,9 @@ def test_a_row_that_is_locked_is_passed_over(
     fill_inbox(engine, "row ", 3)
     fill_effect(engine, "row ", 3)
     with held(engine, f"SELECT FROM outboxq.{table} WHERE {column} = 'row 2' FOR KEY SHARE"):
-        make_pruner().do()
+        make_pruner().run_once()
         assert keys(engine, table) == ["row 2"]
-    make_pruner().do()
+    make_pruner().run_once()
     assert keys(engine, table) == []
     assert warnings(caplog) == []
 
@@ -306,9 +305,9 @@ def test_an_effect_that_is_called_anew_at_this_moment_stays(engine: Engine, make
     fill_effect(engine, "retried", status="retryable")
     claim = "UPDATE outboxq.effect SET status = 'started', expires_at = NULL"
     with held(engine, claim) as claiming:
-        make_pruner().do()
+        make_pruner().run_once()
         claiming.commit()
-    make_pruner().do()
+    make_pruner().run_once()
     assert keys(engine, "effect") == ["retried1"]
 
 
@@ -372,12 +371,12 @@ def test_a_locked_table_costs_a_second_and_not_the_other_table(
     events: list[Event] = []
     pruner = make_pruner(events)
     with held(engine, "LOCK TABLE outboxq.inbox"):
-        pruner.do()
-        pruner.do()
+        pruner.run_once()
+        pruner.run_once()
     assert events == [Pruned(0, 1)]
     (said,) = warnings(caplog)
     assert "expired messages could not be deleted: LockNotAvailable (55P03): it is tried again in the next" in said
-    pruner.do()
+    pruner.run_once()
     assert keys(engine) == []
 
 
@@ -402,8 +401,8 @@ def test_missing_rights_are_said_once_with_the_command_that_mends_them(
     """A relay whose role is from before the inbox works on, and names `outboxq roles --sql`."""
     fill_inbox(engine)
     pruner = make_pruner(url=role_without_rights)
-    pruner.do()
-    pruner.do()
+    pruner.run_once()
+    pruner.run_once()
     (said,) = warnings(caplog)
     assert "expired messages could not be deleted: InsufficientPrivilege (42501)" in said
     assert "outboxq roles --sql" in said
@@ -421,7 +420,7 @@ def test_the_rights_of_a_relay_are_enough_to_prune(
         connection.exec_driver_sql(f"REVOKE ALL ON outboxq.effect FROM {role}")
         connection.exec_driver_sql(roles_sql({"relay": role}))
     events: list[Event] = []
-    make_pruner(events, url=role_without_rights).do()
+    make_pruner(events, url=role_without_rights).run_once()
     assert events == [Pruned(1, 1)]
 
 
@@ -432,7 +431,7 @@ def test_missing_tables_are_said_with_the_command_that_makes_them(
     """Somebody dropped them while the relay ran."""
     with engine.begin() as connection:
         connection.execute(text(drop))
-    make_pruner().do()
+    make_pruner().run_once()
     said = warnings(caplog)
     assert len(said) == drop.count("SCHEMA") + 1
     assert all("outboxq migrate" in warning for warning in said)
@@ -443,10 +442,10 @@ def test_each_kind_of_error_is_said(
 ) -> None:
     """A warning about one does not hide another."""
     pruner = make_pruner(url=role_without_rights)
-    pruner.do()
+    pruner.run_once()
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE outboxq.inbox"))
-    pruner.do()
+    pruner.run_once()
     assert [("42501" in said, "42P01" in said) for said in warnings(caplog)] == [(True, False), (False, True)]
 
 
@@ -467,10 +466,10 @@ def test_an_outage_is_nobodys_business_but_the_slots(
             assert connection.execute(ended, {"pid": lost.info.backend_pid}).scalar_one()
         return lost
 
-    make_pruner(connect=refuse).do()
-    make_pruner(connect=connect_and_lose).do()
+    make_pruner(connect=refuse).run_once()
+    make_pruner(connect=connect_and_lose).run_once()
     assert keys(engine) == ["m1"]
-    make_pruner().do()
+    make_pruner().run_once()
     assert keys(engine) == []
     assert warnings(caplog) == []
 
@@ -488,19 +487,19 @@ def test_a_batch_costs_the_same_whatever_the_table_holds(engine: Engine) -> None
             (statements.delete_messages, {"inbox_expires", "inbox_pkey"}),
             (statements.delete_effects, {"effect_expires", "effect_pkey"}),
         ):
-            nodes = plan(connection, deletion("outboxq", BATCH_ROWS))
+            nodes = plan(connection, deletion("outboxq", Pruner.batch_rows))
             types = {node["Node Type"] for node in nodes}
             assert {"Sort", "Incremental Sort", "Seq Scan", "Hash Join", "Merge Join"}.isdisjoint(types), nodes
             assert {node["Index Name"] for node in nodes if "Index Name" in node} == indexes
             scanned = next(node for node in nodes if str(node.get("Index Name")).endswith("_expires"))
-            assert scanned["Actual Rows"] == BATCH_ROWS
+            assert scanned["Actual Rows"] == Pruner.batch_rows
 
 
 def test_a_look_at_nothing_costs_nothing(engine: Engine) -> None:
     """The walk of the index ends at the first row that has not expired."""
     fill_inbox(engine, "new message ", 20_000, KEPT)
     with engine.connect() as connection:
-        nodes = plan(connection, statements.delete_messages("outboxq", BATCH_ROWS))
+        nodes = plan(connection, statements.delete_messages("outboxq", Pruner.batch_rows))
         buffers = nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"]
         assert buffers <= 10
 
@@ -527,14 +526,11 @@ def test_a_relay_stops_promptly_while_it_prunes(engine: Engine, start_relay: Sta
     with start_relay(config=RelayConfig(prune_seconds=1)) as running:
         wait_until(lambda: count(engine, "outboxq.inbox") < 60_000, "the first batch")
     assert count(engine, "outboxq.inbox") > 0
-    assert [event.messages % BATCH_ROWS for event in running.of(Pruned)] == [0]
+    assert [event.messages % Pruner.batch_rows for event in running.of(Pruned)] == [0]
 
 
-def test_a_pruner_that_was_stopped_has_ended(
-    engine: Engine, make_pruner: MakePruner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pruner_that_was_stopped_has_ended(engine: Engine, make_pruner: MakePruner) -> None:
     """No round of it goes on behind the back of whoever stopped it: its engine and its hooks may be gone by then."""
-    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "_FIRST_SECONDS", 0.01)
     telling, told = threading.Event(), threading.Event()
 
     class Slow(list[Event]):
@@ -543,7 +539,7 @@ def test_a_pruner_that_was_stopped_has_ended(
             assert told.wait(PATIENCE)
 
     fill_inbox(engine)
-    pruner = make_pruner(Slow())
+    pruner = make_pruner(Slow(), first_seconds=0.01)
     pruner.start()
     assert telling.wait(PATIENCE)
     stopping = threading.Thread(target=pruner.stop)
@@ -563,13 +559,11 @@ def test_a_running_relay_prunes_again_and_again(engine: Engine, start_relay: Sta
             wait_until(lambda: keys(engine) == [], f"round {number}")
 
 
-def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(
-    engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relay_that_prunes_once_a_day_begins_with_its_first_minute(engine: Engine, start_relay: StartRelay) -> None:
     """One that is deployed more often than that would never prune."""
-    monkeypatch.setattr(outboxq.relay.maintenance.pruner, "_FIRST_SECONDS", 0.2)
     fill_inbox(engine)
-    with start_relay(config=RelayConfig(prune_seconds=86_400)):
+    limits = RelayLimits(first_prune_seconds=0.2)
+    with start_relay(config=RelayConfig(prune_seconds=86_400), limits=limits):
         wait_until(lambda: keys(engine) == [], "the first round")
 
 

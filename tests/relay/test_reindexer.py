@@ -1,4 +1,4 @@
-"""The upkeep builds an index that is a file of almost nothing again, beside the work, and is in nobody's way."""
+"""The reindexer rebuilds a bloated index beside the work, and holds up nothing."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ from tests.support import app
 from tests.support.doctor import execute, libpq_url, open_session
 from tests.support.waiting import PATIENCE, wait_until
 
-MakeUpkeep = Callable[..., Reindexer]
+MakeReindexer = Callable[..., Reindexer]
 
 FILL = """
 INSERT INTO outboxq.job (id, queue, kind, args)
@@ -47,19 +47,20 @@ REINDEXES = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'REINDEX%' AND st
 
 
 @pytest.fixture
-def make_upkeep(outboxq_database: Database) -> MakeUpkeep:
-    """An upkeep as the relay makes it, for small indexes; its thread is not started."""
+def make_reindexer(outboxq_database: Database) -> MakeReindexer:
+    """A reindexer as the relay makes it, for small indexes; its thread is not started."""
 
     def make(
         events: list[Event] | None = None,
         url: str = outboxq_database.url,
         connect: Callable[[], DriverConnection] | None = None,
         stopping: threading.Event | None = None,
+        **settings: float,
     ) -> Reindexer:
         by_url = listen_connector(resolve_engines(url, None), None, lambda: None)
         emit = Emitter([([] if events is None else events).append], lambda *_: None)
         stopping = stopping or threading.Event()
-        return Reindexer(connect or by_url, "outboxq", emit, stopping, min_bytes=MIN_BYTES)
+        return Reindexer(connect or by_url, "outboxq", emit, stopping, min_bytes=MIN_BYTES, **settings)
 
     return make
 
@@ -97,10 +98,10 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @contextmanager
-def looking(upkeep: Reindexer) -> Iterator[Callable[[], None]]:
+def looking(reindexer: Reindexer) -> Iterator[Callable[[], None]]:
     """A look in a thread; what is yielded waits for its end."""
     with ThreadPoolExecutor(1) as pool:
-        looked = pool.submit(upkeep.do)
+        looked = pool.submit(reindexer.run_once)
         yield lambda: looked.result(PATIENCE)
         looked.result(PATIENCE)
 
@@ -111,14 +112,14 @@ def reindexing(engine: Engine) -> int | None:
     return pids[0] if pids else None
 
 
-def test_an_index_of_nothing_is_built_again(engine: Engine, drained: Database, make_upkeep: MakeUpkeep) -> None:
+def test_an_index_of_nothing_is_built_again(engine: Engine, drained: Database, make_reindexer: MakeReindexer) -> None:
     """One index a look, the largest first; what is small, or was built again, stays as it is."""
     before = sizes(engine)
     assert before["job_ready"] > MIN_BYTES < before["job_pkey"]
     events: list[Event] = []
-    upkeep = make_upkeep(events)
+    reindexer = make_reindexer(events)
     for number in (1, 2, 2):
-        upkeep.do()
+        reindexer.run_once()
         assert len(rebuilt(events)) == number
     assert sorted(rebuilt(events)) == ["job_pkey", "job_ready"]
     after = sizes(engine)
@@ -129,34 +130,36 @@ def test_an_index_of_nothing_is_built_again(engine: Engine, drained: Database, m
     assert invalid(engine) == []
 
 
-def test_an_index_that_is_full_stays(engine: Engine, outboxq_database: Database, make_upkeep: MakeUpkeep) -> None:
+def test_an_index_that_is_full_stays(engine: Engine, outboxq_database: Database, make_reindexer: MakeReindexer) -> None:
     """A backlog is no waste: neither one that vacuum has counted, nor one that came since."""
     events: list[Event] = []
     for vacuum in ("SELECT 1", "VACUUM outboxq.job"):
         execute(outboxq_database.url, vacuum, FILL, FLUSH)
-        make_upkeep(events).do()
+        make_reindexer(events).run_once()
     execute(outboxq_database.url, "VACUUM outboxq.job", FLUSH)
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert rebuilt(events) == []
 
 
-def test_counts_that_were_lost_cost_no_rebuild(engine: Engine, drained: Database, make_upkeep: MakeUpkeep) -> None:
+def test_counts_that_were_lost_cost_no_rebuild(
+    engine: Engine, drained: Database, make_reindexer: MakeReindexer
+) -> None:
     """A crash of the server forgets what came since vacuum: before anything is built, the jobs are counted."""
     events: list[Event] = []
     execute(drained.url, FILL, FLUSH, "SELECT pg_stat_reset_single_table_counters('outboxq.job'::regclass)")
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert rebuilt(events) == []
 
 
-def test_an_index_of_dead_entries_waits_for_vacuum(outboxq_database: Database, make_upkeep: MakeUpkeep) -> None:
+def test_an_index_of_dead_entries_waits_for_vacuum(outboxq_database: Database, make_reindexer: MakeReindexer) -> None:
     """While vacuum is held back the dead entries would be built in again."""
     events: list[Event] = []
     execute(outboxq_database.url, "VACUUM outboxq.job", FILL, "DELETE FROM outboxq.job", FLUSH)
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert rebuilt(events) == []
 
 
-def test_an_index_of_the_user_is_the_users(engine: Engine, drained: Database, make_upkeep: MakeUpkeep) -> None:
+def test_an_index_of_the_user_is_the_users(engine: Engine, drained: Database, make_reindexer: MakeReindexer) -> None:
     """What outboxq did not make it neither builds again nor drops."""
     execute(
         drained.url, "CREATE INDEX mine ON outboxq.job (created_at)", FILL, "DELETE FROM outboxq.job",
@@ -164,21 +167,21 @@ def test_an_index_of_the_user_is_the_users(engine: Engine, drained: Database, ma
     )  # fmt: skip
     before = sizes(engine)["mine"]
     assert before > MIN_BYTES
-    upkeep = make_upkeep()
+    reindexer = make_reindexer()
     for _ in range(3):
-        upkeep.do()
+        reindexer.run_once()
     assert sizes(engine)["mine"] == before
 
 
 def test_claims_and_producers_go_on_beside_it(
-    sessions: sessionmaker[OutboxSession], drained: Database, make_upkeep: MakeUpkeep, start_relay: StartRelay
+    sessions: sessionmaker[OutboxSession], drained: Database, make_reindexer: MakeReindexer, start_relay: StartRelay
 ) -> None:
     """An index is built again while jobs are added and done: none is lost, none waits for it."""
     events: list[Event] = []
-    upkeep = make_upkeep(events)
+    reindexer = make_reindexer(events)
     added = 0
     with start_relay(config=RelayConfig(reindex=False)) as running:
-        with looking(upkeep) as finished:
+        with looking(reindexer) as finished:
             for _ in range(20):
                 with sessions.begin() as session:
                     session.add_job(app.record, name="beside")
@@ -189,7 +192,7 @@ def test_claims_and_producers_go_on_beside_it(
 
 
 def test_a_role_that_only_works_on_jobs_is_not_disturbed(
-    engine: Engine, drained: Database, make_upkeep: MakeUpkeep, caplog: pytest.LogCaptureFixture
+    engine: Engine, drained: Database, make_reindexer: MakeReindexer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The relay's role of `outboxq roles` may build no index: it says so once, below a warning, and tries nothing."""
     name = f"upkeep_{uuid4().hex}"
@@ -197,9 +200,9 @@ def test_a_role_that_only_works_on_jobs_is_not_disturbed(
     execute(drained.url, f"CREATE ROLE {name} LOGIN", roles_sql({"relay": name}))
     try:
         before = sizes(engine)
-        upkeep = make_upkeep(url=make_url(drained.url).set(username=name).render_as_string(hide_password=False))
-        upkeep.do()
-        upkeep.do()
+        reindexer = make_reindexer(url=make_url(drained.url).set(username=name).render_as_string(hide_password=False))
+        reindexer.run_once()
+        reindexer.run_once()
         assert sizes(engine) == before
     finally:
         execute(drained.url, f"DROP OWNED BY {name}", f"DROP ROLE {name}")
@@ -208,13 +211,13 @@ def test_a_role_that_only_works_on_jobs_is_not_disturbed(
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
-def test_two_relays_do_not_build_at_once(engine: Engine, drained: Database, make_upkeep: MakeUpkeep) -> None:
+def test_two_relays_do_not_build_at_once(engine: Engine, drained: Database, make_reindexer: MakeReindexer) -> None:
     """One keeps up, the others pass by: an advisory lock, held as long as the session."""
     events: list[Event] = []
     with open_session(drained.url, "SELECT pg_advisory_lock(hashtext('outboxq upkeep'), hashtext('outboxq'))"):
-        make_upkeep(events).do()
+        make_reindexer(events).run_once()
         assert rebuilt(events) == []
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert len(rebuilt(events)) == 1
 
 
@@ -223,33 +226,32 @@ def test_two_relays_do_not_build_at_once(engine: Engine, drained: Database, make
     ["LOCK TABLE outboxq.job IN SHARE UPDATE EXCLUSIVE MODE", "LOCK TABLE outboxq.job IN SHARE MODE"],
 )
 def test_somebody_who_works_on_the_table_is_not_waited_for(
-    drained: Database, make_upkeep: MakeUpkeep, caplog: pytest.LogCaptureFixture, statement: str
+    drained: Database, make_reindexer: MakeReindexer, caplog: pytest.LogCaptureFixture, statement: str
 ) -> None:
     """Vacuum, another REINDEX, a migration: nothing is begun that would wait, and it comes back later."""
     caplog.set_level(logging.INFO, "outboxq.upkeep")
     events: list[Event] = []
     with open_session(drained.url, statement):
-        make_upkeep(events).do()
+        make_reindexer(events).run_once()
     assert (rebuilt(events), said(caplog)) == ([], [])
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert len(rebuilt(events)) == 1
 
 
 def test_an_old_transaction_is_not_waited_for(
-    drained: Database, make_upkeep: MakeUpkeep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    drained: Database, make_reindexer: MakeReindexer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """REINDEX CONCURRENTLY would wait for its end, so it is not begun."""
-    monkeypatch.setattr(outboxq.relay.maintenance.reindexer, "OLD_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "outboxq.upkeep")
     events: list[Event] = []
     pinned = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT count(*) FROM pg_class")
     with open_session(drained.url, *pinned):
-        make_upkeep(events).do()
+        make_reindexer(events, old_seconds=0.0).run_once()
     assert (rebuilt(events), said(caplog)) == ([], [])
 
 
 def test_a_pooler_is_left_alone(
-    engine: Engine, drained: Database, make_upkeep: MakeUpkeep, caplog: pytest.LogCaptureFixture
+    engine: Engine, drained: Database, make_reindexer: MakeReindexer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its backend is another than the connection was told of: not even a setting is made there."""
     caplog.set_level(logging.INFO, "outboxq.upkeep")
@@ -271,13 +273,13 @@ def test_a_pooler_is_left_alone(
 
     with psycopg.connect(libpq_url(drained.url), autocommit=True) as connection:
         pooled = SimpleNamespace(pgconn=Pooled(connection.pgconn))
-        make_upkeep(connect=lambda: pooled).do()
+        make_reindexer(connect=lambda: pooled).run_once()
     assert sent == ["SELECT pg_catalog.pg_backend_pid()::text"]
     assert "pooler" in said(caplog)[0]
 
 
 def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_away(
-    engine: Engine, drained: Database, make_upkeep: MakeUpkeep, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, drained: Database, make_reindexer: MakeReindexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A REINDEX that waits is cancelled; the invalid index that it leaves is dropped by the next look, and only it."""
     patient = (
@@ -289,7 +291,7 @@ def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_a
     # A writer whose transaction is young: the REINDEX begins, and waits for it.
     writer = "UPDATE outboxq.job SET kind = kind WHERE false"
     execute(drained.url, "CREATE INDEX CONCURRENTLY mine_ccnew ON outboxq.job (created_at)")
-    with open_session(drained.url, writer), looking(make_upkeep(events, stopping=stopping)) as finished:
+    with open_session(drained.url, writer), looking(make_reindexer(events, stopping=stopping)) as finished:
         wait_until(lambda: reindexing(engine), "the REINDEX")
         wait_until(lambda: invalid(engine), "its new index")
         stopping.set()
@@ -298,14 +300,14 @@ def test_a_relay_that_stops_gives_up_what_it_builds_and_the_next_one_clears_it_a
     assert rebuilt(events) == []
     (left,) = invalid(engine)
     assert left.endswith("_ccnew")
-    make_upkeep(events).do()
+    make_reindexer(events).run_once()
     assert invalid(engine) == []
     assert "mine_ccnew" in sizes(engine)
     assert len(rebuilt(events)) == 1
 
 
 def test_one_that_failed_is_not_tried_with_each_look(
-    engine: Engine, drained: Database, make_upkeep: MakeUpkeep, caplog: pytest.LogCaptureFixture,
+    engine: Engine, drained: Database, make_reindexer: MakeReindexer, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A wait for a lock is bounded; after that it rests for hours, and says so once."""
@@ -313,27 +315,27 @@ def test_one_that_failed_is_not_tried_with_each_look(
     impatient = outboxq.relay.maintenance.reindexer.statements.settings().replace("'5s'", "'200ms'")
     monkeypatch.setattr(outboxq.relay.maintenance.reindexer.statements, "settings", lambda: impatient)
     events: list[Event] = []
-    upkeep = make_upkeep(events)
+    reindexer = make_reindexer(events)
     with open_session(drained.url, "UPDATE outboxq.job SET kind = kind WHERE false"):
-        upkeep.do()
+        reindexer.run_once()
     (message,) = said(caplog)
     assert "55P03" in message
-    upkeep.do()
+    reindexer.run_once()
     assert (rebuilt(events), len(invalid(engine))) == ([], 1)
 
 
 def test_no_connection_and_no_tables_are_no_matter(
-    engine: Engine, outboxq_database: Database, make_upkeep: MakeUpkeep
+    engine: Engine, outboxq_database: Database, make_reindexer: MakeReindexer
 ) -> None:
     """Whatever happens, it never raises: the relay's work does not depend on it."""
 
     def refuse() -> DriverConnection:
         raise OSError("nobody there")
 
-    make_upkeep(connect=refuse).do()
+    make_reindexer(connect=refuse).run_once()
     with engine.begin() as connection:
         connection.execute(text("DROP SCHEMA outboxq CASCADE"))
-    make_upkeep().do()
+    make_reindexer().run_once()
 
 
 @pytest.mark.parametrize(("reindex", "indexes"), [(True, 1), (False, 0)])
@@ -342,15 +344,13 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
 ) -> None:
     """The thread lives as long as the relay; `reindex=False` is for whoever does it otherwise."""
     made: list[Reindexer] = []
-    started = threading.Event()
+    start = Reindexer.start
 
-    class Watched(Reindexer):
-        def start(self) -> None:
-            made.append(self)
-            super().start()
-            started.set()
+    def note(reindexer: Reindexer) -> None:
+        made.append(reindexer)
+        start(reindexer)
 
-    monkeypatch.setattr("outboxq.relay.run.Reindexer", Watched)
+    monkeypatch.setattr(Reindexer, "start", note)
     events: list[Event] = []
     relay = Relay(outboxq_database.url, app.jobs, RelayConfig(reindex=reindex), hooks=[events.append])
     thread = threading.Thread(target=relay.run)
@@ -359,4 +359,4 @@ def test_a_relay_keeps_up_unless_it_is_told_not_to(
     relay.stop()
     thread.join(PATIENCE)
     assert len(made) == indexes
-    assert not any(thread.name == "outboxq-upkeep" for thread in threading.enumerate())
+    assert not any(thread.name == "outboxq-reindexer" for thread in threading.enumerate())

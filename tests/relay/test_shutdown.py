@@ -17,7 +17,6 @@ import pytest
 from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.health
 from outboxq import OutboxSession, config, external
 from outboxq.errors import ConfigError
 from outboxq.events import DatabaseBack, DatabaseLost, RelayStarted, RelayStopping
@@ -483,11 +482,10 @@ def test_a_health_file_that_shows_no_life(tmp_path: Path, content: object, expec
     assert expected in said.stdout
 
 
-def test_a_health_file_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_health_file_is_never_half_written(tmp_path: Path) -> None:
     """Whenever it is read, it is whole, while it is being replaced all the time."""
-    monkeypatch.setattr(outboxq.relay.health, "WRITE_SECONDS", 0.0)
     path = tmp_path / "health.json"
-    with health_file(path, lambda: Health("serving")):
+    with health_file(path, lambda: Health("serving"), write_seconds=0.0):
         seen: set[str] = set()
         while len(seen) < 50:
             seen.add(path.read_text())
@@ -496,16 +494,15 @@ def test_a_health_file_is_never_half_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_health_file_that_cannot_be_written_for_a_while_is_no_reason_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A directory that goes and comes back: one warning, and the file is there again."""
-    monkeypatch.setattr(outboxq.relay.health, "WRITE_SECONDS", 0.01)
     directory = tmp_path / "run"
     path = directory / "health.json"
     with pytest.raises(ConfigError, match="a directory that exists"), health_file(path, lambda: Health("serving")):
         pass
     directory.mkdir()
-    with health_file(path, lambda: Health("serving")):
+    with health_file(path, lambda: Health("serving"), write_seconds=0.01):
         directory.rename(tmp_path / "away")
         wait_until(lambda: caplog.records, "the warning")
         time.sleep(0.05)  # several more attempts, which say nothing

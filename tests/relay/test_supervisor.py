@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-import outboxq.relay.supervisor as supervisor_module
 from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, Emitter, Event
 from outboxq.relay.health import State, read_beats, send_beats
-from outboxq.relay.supervisor import supervise
+from outboxq.relay.supervisor import Supervisor
 from tests.support.waiting import PATIENCE, wait_until
 
 # A child that notes its pid, tells of its life, and stops at SIGTERM or when its parent is gone, as a relay does.
@@ -60,11 +59,11 @@ def supervised(command: list[str], processes: int, **options: object) -> Iterato
     program = (
         "import json, os, pathlib, sys\n"
         "from outboxq.events import Emitter\n"
-        "from outboxq.relay.supervisor import supervise\n"
+        "from outboxq.relay.supervisor import Supervisor\n"
         "emit = Emitter([lambda event: print(repr(event), flush=True)], lambda hook, event: None)\n"
         "command, processes, options = map(json.loads, sys.argv[1:])\n"
         "options['health_path'] = pathlib.Path(options['health_path']) if 'health_path' in options else None\n"
-        "sys.exit(supervise(command, processes, environment=os.environ, drain_seconds=5, emit=emit, **options))"
+        "sys.exit(Supervisor(command, processes, os.environ, drain_seconds=5, emit=emit, **options).run())"
     )
     arguments = [json.dumps(value) for value in (command, processes, options)]
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
@@ -139,7 +138,9 @@ sys.exit(int(codes[min(len(starts), len(codes) - 1)]))
 """
 
 
-def deaths(notes: Path, *codes: int, deaths: int, life_seconds: float = 0.0) -> tuple[list[Event], list[float]]:
+def deaths(
+    notes: Path, *codes: int, deaths: int, life_seconds: float = 0.0, **limits: float
+) -> tuple[list[Event], list[float]]:
     """What a supervisor of one such child tells until it died so often, and when the child was started each time."""
     events: list[Event] = []
 
@@ -150,7 +151,7 @@ def deaths(notes: Path, *codes: int, deaths: int, life_seconds: float = 0.0) -> 
 
     command = [sys.executable, "-c", ENDS, str(notes), str(life_seconds), *map(str, codes)]
     emit = Emitter([hook], lambda *_: None)
-    assert supervise(command, 1, environment=environment(), drain_seconds=1, emit=emit) == 0
+    assert Supervisor(command, 1, environment(), drain_seconds=1, emit=emit, **limits).run() == 0
     return events[:deaths], [float(start) for start in notes.read_text().split()]
 
 
@@ -166,17 +167,15 @@ def test_pauses_between_restarts_grow(tmp_path: Path) -> None:
     assert starts[2] - starts[1] >= 1.0
 
 
-def test_pauses_between_restarts_stop_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_between_restarts_stop_growing(tmp_path: Path) -> None:
     """A child that cannot live for an hour is back within the cap once it can."""
-    monkeypatch.setattr(supervisor_module, "RESTART_CAP_SECONDS", 0.6)
-    events, _ = deaths(tmp_path / "notes", 1, deaths=3)
+    events, _ = deaths(tmp_path / "notes", 1, deaths=3, restart_cap_seconds=0.6)
     assert pauses(events) == [0.5, 0.6, 0.6]
 
 
-def test_a_child_that_lived_long_is_replaced_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_lived_long_is_replaced_soon(tmp_path: Path) -> None:
     """The pauses start anew after a life that was long enough."""
-    monkeypatch.setattr(supervisor_module, "WELL_AFTER_SECONDS", 0.2)
-    events, _ = deaths(tmp_path / "notes", 1, deaths=3, life_seconds=0.3)
+    events, _ = deaths(tmp_path / "notes", 1, deaths=3, life_seconds=0.3, well_after_seconds=0.2)
     assert pauses(events) == [0.5, 0.5, 0.5]
 
 
@@ -237,7 +236,7 @@ def test_stall_seconds_that_beats_cannot_keep_are_refused() -> None:
     """A limit below the beats' own pace would kill healthy children."""
     for seconds in (1.9, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="2 to 86400, or 0"):
-            supervise([], 1, environment={}, drain_seconds=1, emit=Emitter((), print), stall_seconds=seconds)
+            Supervisor([], 1, {}, drain_seconds=1, emit=Emitter((), print), stall_seconds=seconds)
 
 
 def test_a_heartbeat_never_blocks() -> None:
@@ -306,13 +305,11 @@ if first:
 """
 
 
-def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(directory: Path) -> None:
     """It stops after a failure of its own and hangs on the way: as long as one that was told to stop, and no longer."""
-    monkeypatch.setattr(supervisor_module, "_KILL_AFTER_DRAIN_SECONDS", 0.5)
     events: list[Event] = []
-    assert run([sys.executable, "-c", LINGERING, str(directory)], 1, events) == 0
+    command = [sys.executable, "-c", LINGERING, str(directory)]
+    assert run(command, 1, events, kill_after_drain_seconds=0.5) == 0
     lingers, died = events
     assert isinstance(lingers, ChildStopTimedOut)
     assert lingers.stopping_seconds >= 1.5
@@ -321,9 +318,9 @@ def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(
     assert len(pids(directory)) == 2
 
 
-def run(command: list[str], processes: int, events: list[Event]) -> int:
+def run(command: list[str], processes: int, events: list[Event], **limits: float) -> int:
     emit = Emitter([events.append], lambda *_: None)
-    return supervise(command, processes, environment=environment(), drain_seconds=1, emit=emit, finite=True)
+    return Supervisor(command, processes, environment(), drain_seconds=1, emit=emit, finite=True, **limits).run()
 
 
 def environment() -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
 from tests.support.notifications import notifications
-from tests.support.slots import line_on, shared_by_slots
+from tests.support.slots import relay_state, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
 
 PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=600)
@@ -105,16 +105,16 @@ def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
 
 def test_a_look_that_began_before_all_queues_were_called_is_not_trusted() -> None:
     """It may have come too early, whenever it comes back."""
-    lookout = SharedPoller("outboxq", ("a", "b"))
-    asleep_since = lookout.latest
-    early = lookout.begin()
-    lookout.called(ALL_QUEUES)
-    lookout.record(early, [])
-    assert not lookout.is_known("a", asleep_since)
-    assert lookout.seen_at("a") == float("-inf")
-    lookout.record(lookout.begin(), [])
-    assert lookout.is_known("a", asleep_since)
-    assert lookout.seen_at("a") > float("-inf")
+    poller = SharedPoller("outboxq", ("a", "b"))
+    asleep_since = poller.latest
+    early = poller.begin()
+    poller.record_call(ALL_QUEUES)
+    poller.record(early, [])
+    assert not poller.has_polled("a", asleep_since)
+    assert poller.polled_at("a") == float("-inf")
+    poller.record(poller.begin(), [])
+    assert poller.has_polled("a", asleep_since)
+    assert poller.polled_at("a") > float("-inf")
 
 
 @pytest.mark.parametrize(("number", "setting", "expected"), [(64, "on", []), (65, "on", [""]), (65, "off", [])])
@@ -318,11 +318,11 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
     """A handler runs a job that was scheduled, say: the pauses grow all the same."""
     with sessions.begin() as session:
         session.add_job(app.record.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)), name="due")
-    shared = shared_by_slots(engine, ("ledger",))
-    slot = Slot(shared, "sync", ("ledger",), lambda: None)
+    state = relay_state(engine, ("ledger",))
+    slot = Slot(state, "sync", ("ledger",), lambda: None)
     with engine.begin() as other, engine.connect() as connection:
         other.execute(text("SELECT FROM outboxq.job FOR UPDATE"))
-        assert not slot.work_seen(line_on(connection))
+        assert not slot.work_seen(slot_connection_on(connection))
         pauses = [slot.pause_seconds(flagged=True) for _ in range(10)]
     assert pauses[0] == FIRST_PAUSE_SECONDS
     assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS

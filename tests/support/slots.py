@@ -5,50 +5,46 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Engine
 
+from outboxq import RelayConfig
 from outboxq.database.engines import Engines
 from outboxq.events import Emitter
 from outboxq.execution.invoke import SyncInvoker
-from outboxq.relay.connections import SlotConnection, make_line
-from outboxq.relay.cursors import SweepSchedule
-from outboxq.relay.effect_runners import make_callers
-from outboxq.relay.lease import QuarantineTurns, RelayLease
+from outboxq.relay.connections import SlotConnection, make_slot_connection
+from outboxq.relay.effect_runners import make_effect_runners
+from outboxq.relay.lease import RelayLease
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.state import RelayCounters, RelayState
+from outboxq.relay.state import RelayState
+from outboxq.relay.suspects import QuarantineTurns
 from tests.support import app
 
 
-def shared_by_slots(engine: Engine, queues: tuple[str, ...], *, poll_seconds: float = 30) -> RelayState:
+def relay_state(
+    engine: Engine, queues: tuple[str, ...], *, overdue_seconds: float = 1.0, **settings: object
+) -> RelayState:
     """What slots of these queues of the application share; they neither listen nor hold a lease."""
+    config = RelayConfig(**{"poll_seconds": 30} | settings)
+    engines = Engines(engine, None, owns_sync=False, owns_asynchronous=False)
     emit = Emitter([], lambda *_: None)
     return RelayState(
+        config=config,
         registry=app.jobs.resolve(),
-        state=None,
-        schema="outboxq",
-        batch_size=1,
-        poll_seconds=poll_seconds,
         until_empty=False,
         emit=emit,
-        listener=None,
-        poller=SharedPoller("outboxq", queues),
-        lease=_unheld_lease(emit),
-        quarantine=QuarantineTurns(),
-        sweep_schedule=SweepSchedule(),
-        max_crashes=3,
-        effect_runners=make_callers(Engines(engine, None, owns_sync=False, owns_asynchronous=False), "outboxq", 30),
         stopping=threading.Event(),
-        counters=RelayCounters(),
-        lock=threading.Lock(),
+        listener=None,
+        poller=SharedPoller(config.schema, queues, overdue_seconds),
+        lease=_unheld_lease(config, emit),
+        quarantine=QuarantineTurns(),
+        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
     )
 
 
-def _unheld_lease(emit: Emitter) -> RelayLease:
+def _unheld_lease(config: RelayConfig, emit: Emitter) -> RelayLease:
     """A lease whose thread was never started."""
-    settings = {"lease_seconds": 30, "beat_seconds": 5, "max_crashes": 3}
-    return RelayLease(
-        lambda: None, "outboxq", uuid4(), (), QuarantineTurns(), set, emit, lambda _: None, lambda: None, **settings
-    )
+    callbacks = {"running": set, "emit": emit, "on_reaped": lambda _: None, "wake": lambda: None}
+    return RelayLease(lambda: None, config, uuid4(), (), QuarantineTurns(), **callbacks)
 
 
-def line_on(connection: Connection) -> SlotConnection:
-    """A slot's line on a connection of the test's."""
-    return make_line(connection, SyncInvoker())
+def slot_connection_on(connection: Connection) -> SlotConnection:
+    """A slot's connection, made of one of the test's."""
+    return make_slot_connection(connection, SyncInvoker())

@@ -1,35 +1,30 @@
-"""The pruner: the chore that forgets the messages and the effects whose retention is over.
+"""The pruner: the periodic task that deletes the messages and the effects whose retention is over.
 
-A round opens a connection, deletes in small transactions, and closes it. It waits for nobody's rows, any number of
+A round opens a connection, deletes in small transactions, and closes it. It waits for no row locks, any number of
 relays may prune at once, and nothing depends on when it happens: only the tables' size does.
 """
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import psycopg
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of
-from outboxq.events import Emitter, Pruned
+from outboxq.database.driver import run_on_libpq
+from outboxq.events import Pruned
 from outboxq.execution.aside import is_of_a_row
-from outboxq.relay.maintenance.task import PeriodicTask
+from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
 
 logger = logging.getLogger("outboxq.pruner")
 
-BATCH_ROWS = 1_000
-# Of each table in one round.
-MAX_BATCHES = 100
 # Rows that cannot be deleted, in one round: more are no matter of single rows, and each is passed over again and again.
 _MOST_REFUSED = 20
 # Between two batches, so that pruning never takes more than a part of what the server can do.
 _BREATH_SECONDS = 0.05
-# A relay that lives for a minute has pruned, however long its rounds are apart.
-_FIRST_SECONDS = 60.0
 
 _Deletion: TypeAlias = Callable[[str, int, int], str]
 
@@ -39,29 +34,24 @@ _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
 _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 
+@dataclass(eq=False)
 class Pruner(PeriodicTask):
-    """Deletes what has expired, now and then.
+    """Deletes what has expired, now and then. It may connect through a transaction pooler.
 
     Args:
-        connect: Opens a connection outside a transaction; a transaction pooler will do.
-        stopping: Set when the relay stops: no further batch is begun.
-        prune_seconds: From one round to the next, at most; the pause is drawn, so that many relays take turns.
+        first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
+        batch_rows: Of one transaction.
+        max_batches: Of each table in one round.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], DriverConnection],
-        schema: str,
-        emit: Emitter,
-        stopping: threading.Event,
-        *,
-        prune_seconds: float,
-    ) -> None:
-        super().__init__("pruner", connect, emit, stopping, prune_seconds, min(prune_seconds, _FIRST_SECONDS))
-        self._schema = schema
-        self._warned: set[tuple[str, str]] = set()
+    name = "pruner"
 
-    def _do(self, connection: PGconn) -> Pruned | None:
+    first_seconds: float = 60.0
+    batch_rows: int = 1_000
+    max_batches: int = 100
+    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
+
+    def _run_on(self, connection: PGconn) -> Pruned | None:
         messages = self._delete_all(connection, "messages", statements.delete_messages)
         effects = self._delete_all(connection, "effects", statements.delete_effects)
         return Pruned(messages, effects) if messages or effects else None
@@ -69,10 +59,10 @@ class Pruner(PeriodicTask):
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
         """Batch after batch, while they are full; how many rows went."""
         deleted = refused = 0
-        for _ in range(MAX_BATCHES):
+        for _ in range(self.max_batches):
             more = 0
             try:
-                rows = self._delete(connection, deletion(self._schema, BATCH_ROWS, refused))
+                rows = self._delete(connection, deletion(self.schema, self.batch_rows, refused))
             except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
                 self._report(what, error)
                 if not is_of_a_row(error):
@@ -80,16 +70,16 @@ class Pruner(PeriodicTask):
                 rows, more = self._delete_one_by_one(connection, deletion, refused)
                 refused += more
             deleted += rows
-            if rows + more < BATCH_ROWS or self._stopping.wait(_BREATH_SECONDS):
+            if rows + more < self.batch_rows or self.stopping.wait(_BREATH_SECONDS):
                 break
         return deleted
 
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
-        """As a batch, which one of the rows has made fail; how many rows went, and how many more cannot."""
+        """Delete the rows of a batch that failed for one of them; how many rows went, and how many more cannot."""
         deleted = more = 0
-        while deleted + more < BATCH_ROWS and refused + more < _MOST_REFUSED and not self._stopping.is_set():
+        while deleted + more < self.batch_rows and refused + more < _MOST_REFUSED and not self.stopping.is_set():
             try:
-                rows = self._delete(connection, deletion(self._schema, 1, refused + more))
+                rows = self._delete(connection, deletion(self.schema, 1, refused + more))
             except psycopg.Error as error:
                 if not is_of_a_row(error):
                     break
@@ -112,9 +102,9 @@ class Pruner(PeriodicTask):
             raise
 
     def _report(self, what: str, error: Exception) -> None:
-        """Warn once of each kind of error; of an outage the slots do."""
-        sqlstate = sqlstate_of(error)
-        if sqlstate is None or sqlstate.startswith(("08", "57P")):
+        """Warn once of each kind of error; an outage is reported by the slots."""
+        sqlstate = refusal_of(error)
+        if sqlstate is None:
             logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))

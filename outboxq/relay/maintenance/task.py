@@ -1,4 +1,4 @@
-"""Chores: what a relay does now and then beside its work, each in a thread and on a connection of its own.
+"""Periodic tasks: what a relay does now and then beside its work, each in a thread and on a connection of its own.
 
 The work depends on none of them: one that fails says so, and comes again.
 """
@@ -7,10 +7,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection
+from outboxq.database.driver import DriverConnection, sqlstate_of
 from outboxq.events import Emitter, Event
 
 logger = logging.getLogger("outboxq.chores")
@@ -18,69 +20,69 @@ logger = logging.getLogger("outboxq.chores")
 _STOP_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class PeriodicTask:
     """One of them.
 
     Args:
-        name: As in the name of its thread.
         connect: Opens a connection outside a transaction.
-        emit: Is told what was done, with the connection closed again.
-        stopping: Set when the relay stops.
+        schema: Of the tables.
+        emit: Given the event of what was done, with the connection closed again.
+        stopping: Set when the relay stops: no further step is begun.
         seconds: From one time to the next, at most; the pause is drawn, so that many relays take turns.
-        first_seconds: The same for the first time.
+        first_seconds: The same for the first time, if that is shorter.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], DriverConnection],
-        emit: Emitter,
-        stopping: threading.Event,
-        seconds: float,
-        first_seconds: float,
-    ) -> None:
-        self._name = name
-        self._connect = connect
-        self._emit = emit
-        self._stopping = stopping
-        self._seconds = seconds
-        self._first_seconds = first_seconds
-        self._thread = threading.Thread(target=self._run, name=f"outboxq-{name}", daemon=True)
+    name: ClassVar[str]
+
+    connect: Callable[[], DriverConnection]
+    schema: str
+    emit: Emitter
+    stopping: threading.Event
+    seconds: float
+    first_seconds: float = float("inf")
 
     def start(self) -> None:
         """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name=f"outboxq-{self.name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, with what it is at; the relay is stopping from now on."""
-        self._stopping.set()
+        """Stop the thread and cancel its current run; from now on the relay counts as stopping."""
+        self.stopping.set()
         self._thread.join(_STOP_SECONDS)
 
-    def do(self) -> None:
-        """Do it once, on a new connection. Never raises, and ends early when the relay stops."""
+    def run_once(self) -> None:
+        """Run once, on a new connection. Never raises, and ends early when the relay stops."""
         try:
-            connection = self._connect()
+            connection = self.connect()
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-            logger.debug("no connection for the %s", self._name, extra={"error_type": type(error).__name__})
+            logger.debug("no connection for the %s", self.name, extra={"error_type": type(error).__name__})
             return
         try:
-            done = self._do(connection.pgconn)
+            event = self._run_on(connection.pgconn)
         finally:
             connection.pgconn.finish()
-        if done is not None:
-            self._emit(done)
+        if event is not None:
+            self.emit(event)
 
-    def _do(self, connection: PGconn) -> Event | None:
-        """What it is about, and what is to be told of it. Raises nothing."""
+    def _run_on(self, connection: PGconn) -> Event | None:
+        """Run once; return an event to emit, or None. Raises nothing."""
         raise NotImplementedError
 
     def _run(self) -> None:
-        seconds = self._first_seconds
-        while not self._stopping.wait(draw_pause(seconds)):
-            self.do()
-            seconds = self._seconds
+        seconds = min(self.first_seconds, self.seconds)
+        while not self.stopping.wait(draw_pause(seconds)):
+            self.run_once()
+            seconds = self.seconds
 
 
 def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:
     """From half of `seconds` to the whole; `uniform` draws from [0, 1)."""
     return seconds * (1 - uniform() / 2)
+
+
+def refusal_of(error: Exception) -> str | None:
+    """The SQLSTATE of an error that is worth a word; None for a lost connection, which the slots report."""
+    sqlstate = sqlstate_of(error)
+    return None if sqlstate is None or sqlstate.startswith(("08", "57P")) else sqlstate

@@ -1,0 +1,87 @@
+"""The relay's event loop, in a thread of its own: blocking sync handlers never delay async ones."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+_STOP_SECONDS = 5.0
+# A loop that does not answer within so long is blocked by a handler.
+_ANSWER_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread, for as long as `run` lasts.
+
+    `is_blocked`: a handler blocks the loop and is not waited for, so nothing more is run in it.
+    """
+
+    def __init__(self) -> None:
+        self.is_blocked = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> asyncio.AbstractEventLoop | None:
+        """The loop; None if it was not started."""
+        return self._loop
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Run the loop within the block."""
+        started, ends = Future[asyncio.AbstractEventLoop](), threading.Event()
+        thread = threading.Thread(target=_run_loop, args=(started, ends), name="outboxq-loop", daemon=True)
+        thread.start()
+        self._loop = started.result()
+        try:
+            yield
+        finally:
+            ends.set()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            # A handler that blocks the loop must not keep the relay: its thread is a daemon.
+            thread.join(0.0 if self.is_blocked else _STOP_SECONDS)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it in the loop; does not wait for it."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, awaitable: Awaitable[T], timeout_seconds: float | None = None) -> T:
+        """Run it in the loop and wait for its result."""
+
+        async def run() -> T:
+            return await awaitable
+
+        return self.submit(run()).result(timeout_seconds)
+
+    def call_unless_blocked(self, awaitable: Awaitable[object], timeout_seconds: float) -> None:
+        """Run it in the loop and wait for its end; a blocked loop would never come to it."""
+        if not self.is_blocked:
+            self.call(awaitable, timeout_seconds)
+        elif inspect.iscoroutine(awaitable):
+            awaitable.close()
+
+    def answers(self) -> bool:
+        """Whether the loop, if there is one, still runs callbacks."""
+        if self._loop is None:
+            return True
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(_ANSWER_SECONDS)
+
+
+def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
+    """Run an event loop until it is to end. None of its tasks is ours, so no handler can cancel one of ours.
+
+    Handlers end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again. What awaits such a
+    task, if anything does, meets its error there. Signals reach the main thread alone.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        started.set_result(loop)
+        while not ends.is_set():
+            with suppress(KeyboardInterrupt, SystemExit):
+                loop.run_forever()

@@ -1,0 +1,46 @@
+"""The periodic tasks of one relay, made from its configuration."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from outboxq.config import RelayConfig
+from outboxq.database.driver import DriverConnection
+from outboxq.events import Emitter
+from outboxq.relay.maintenance.pruner import Pruner
+from outboxq.relay.maintenance.reindexer import Reindexer
+from outboxq.relay.maintenance.task import PeriodicTask
+
+Connector: TypeAlias = Callable[[], DriverConnection]
+
+
+@dataclass(frozen=True, slots=True)
+class Maintenance:
+    """The periodic tasks of one relay: those beside its work, and those at the end of a drain."""
+
+    periodic: tuple[PeriodicTask, ...]
+    at_end: tuple[PeriodicTask, ...]
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RelayConfig,
+        first_prune_seconds: float,
+        connector: Callable[[str | None], Connector],
+        emit: Emitter,
+        stopping: threading.Event,
+        *,
+        until_empty: bool,
+    ) -> "Maintenance":
+        """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
+        made: list[PeriodicTask] = []
+        if seconds := config.prune_seconds:
+            made.append(Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds))
+        if until_empty:
+            # The drain of a cron job may be the only relay there is.
+            return cls((), tuple(made))
+        if config.reindex:
+            # By `listen_url`, which leads past a pooler.
+            made.append(Reindexer(connector(config.listen_url), config.schema, emit, stopping))
+        return cls(tuple(made), ())

@@ -1,0 +1,107 @@
+"""The loop of a slot: it works while something waits, and sleeps until it is woken.
+
+It is written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy runs its own code, so that
+whatever waits in there awaits.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import psycopg
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq.config import SlotGroup
+from outboxq.database.errors import NoConnection
+from outboxq.execution.errors import Abandoned, ConnectionLost
+from outboxq.handlers.handler import Flavour
+from outboxq.relay.connections import SlotConnections
+from outboxq.relay.slot import Slot
+from outboxq.relay.state import RelayState
+
+# What a slot survives: its connection is lost, or refuses a statement.
+_CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
+
+
+class WakeEvent(Protocol):
+    """What a sleeping slot waits for: a `threading.Event`, or what does the same for a task. Any thread may set it."""
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def wait(self, timeout: float) -> bool: ...
+
+
+class SlotLoop:
+    """The loop of one slot; `has_failed`: it has ended by an error, which the relay raises again."""
+
+    def __init__(
+        self,
+        state: RelayState,
+        group: SlotGroup,
+        flavour: Flavour,
+        connections: SlotConnections,
+        wake_event: WakeEvent,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.slot = Slot(state, flavour, group.queues, wake_event.set, group.in_turns)
+        self.has_failed = False
+        self._state = state
+        self._connections = connections
+        self._wake_event = wake_event
+        self._fail = fail
+
+    def _serve(self) -> None:
+        slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
+        work = slot.drain if until_empty else slot.work_all
+        while not (stopping.is_set() or slot.is_seized()):
+            try:
+                is_over = not (until_empty or slot.wants_work())
+                if not is_over:
+                    with self._connections.borrow() as slot_connection:
+                        is_over = work(slot_connection)
+                if is_over and until_empty:
+                    return
+                if is_over:
+                    self._sleep()
+            except Abandoned:
+                return
+            except asyncio.CancelledError as error:
+                self._outlive(error)
+            except _CONNECTION_ERRORS as error:
+                if slot.is_seized():
+                    return
+                self._wait_after(error)
+
+    def _sleep(self) -> None:
+        """Sleep until woken, or until a poll found something; without a connection except to poll."""
+        slot, sleep = self.slot, self.slot.sleep
+        self._wake_event.clear()
+        flagged = False
+        while not self._state.stopping.is_set():
+            if sleep.needs_connection():
+                with self._connections.borrow() as slot_connection:
+                    if slot.work_seen(slot_connection):
+                        return
+            if not flagged:
+                request = sleep.fall_asleep()
+                flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
+                if sleep.needs_connection():
+                    continue
+            if self._wake_event.wait(slot.pause_seconds(flagged=flagged)):
+                sleep.want_poll()
+                return
+
+    def _flagged_since(self, request: Future[float | None]) -> float | None:
+        """Wait for the listener's answer; None if it takes too long."""
+        raise NotImplementedError
+
+    def _outlive(self, error: asyncio.CancelledError) -> None:
+        """Go on after a cancellation that is not the relay's own; raise any other."""
+        raise error
+
+    def _wait_after(self, error: BaseException) -> None:
+        """Report a connection that is lost or refused, and wait before the next try."""
+        raise NotImplementedError

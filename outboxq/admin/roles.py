@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
-from outboxq.migrations.quoting import quote_identifier, quote_literal
+from outboxq.statements.render import quote_identifier, quote_literal
 
 Part: TypeAlias = Literal["producer", "receiver", "relay", "reader", "operator"]
 PARTS: tuple[Part, ...] = get_args(Part)

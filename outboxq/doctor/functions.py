@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.migrations import LATEST, upgrade_sql
-from outboxq.migrations.quoting import quote_identifier
 from outboxq.statements.doctor import tables as statements
+from outboxq.statements.render import quote_identifier
 
 
 @dataclass(frozen=True, slots=True)

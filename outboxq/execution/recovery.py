@@ -19,8 +19,8 @@ from outboxq.execution.claim import anchor, claim_one, clear_marks
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.transaction_mode import end_transaction, settle_result
 from outboxq.job import Job
-from outboxq.statements.durability import server_epoch
-from outboxq.statements.lease import take_back, take_back_held
+from outboxq.statements.lease import take_back, take_back_locked
+from outboxq.statements.server import server_epoch
 from outboxq.statements.transaction import end_backend, may_be_committed, prepared_as, rollback_prepared, xact_status
 
 logger = logging.getLogger("outboxq.relay")
@@ -176,7 +176,7 @@ def held_up(connection: Connection, job: Job, work: Runtime) -> BatchReport:
     While the row is held nothing can be done about it: the relay's beat takes it back later.
     """
     assert job.lease_token is not None
-    statement = take_back_held(work.schema, job.id, job.lease_token, job.crashes)
+    statement = take_back_locked(work.schema, job.id, job.lease_token, job.crashes)
     with connection.begin():
         rows = run_script(connection, statement)[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))

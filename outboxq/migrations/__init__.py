@@ -31,7 +31,7 @@ from outboxq.migrations import (
     step_07_checks,
     step_08_validated,
 )
-from outboxq.migrations.quoting import quote_identifier, quote_literal
+from outboxq.statements.render import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
 
 # No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".

@@ -21,7 +21,7 @@ from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
-from outboxq.statements.durability import server_epoch
+from outboxq.statements.server import server_epoch
 from outboxq.tables import SCHEMA
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from outboxq.statements.wake import ALL_QUEUES, look
+from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
 Sort: TypeAlias = Literal["ready", "due"]
 
@@ -65,7 +65,7 @@ class SharedPoller:
     """The looks of a relay's slots, what the last ones saw, and where nobody has gone to claim it yet."""
 
     def __init__(self, schema: str, queues: tuple[str, ...]) -> None:
-        self.statement = look(schema, queues)
+        self.statement = poll_queues(schema, queues)
         self.queues = queues
         self.latest = Poll()
         self._schema = schema
@@ -84,7 +84,7 @@ class SharedPoller:
 
     def statement_for(self, queues: tuple[str, ...]) -> str:
         """A look at some of the queues."""
-        return self.statement if queues == self.queues else look(self._schema, queues)
+        return self.statement if queues == self.queues else poll_queues(self._schema, queues)
 
     def begin(self) -> Poll:
         """Begin a look, whoever else does."""

@@ -3,7 +3,7 @@
 from sqlalchemy import Connection
 
 from outboxq.errors import ConfigError
-from outboxq.statements.durability import synchronous_commit
+from outboxq.statements.server import synchronous_commit
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:

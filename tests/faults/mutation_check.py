@@ -434,8 +434,8 @@ MUTANTS = (
     Mutant(
         "the upkeep's lock against a second one",
         "outboxq/relay/maintenance/reindexer.py",
-        'elif _value(connection, statements.lock_upkeep(self._schema)) == "true":',
-        "elif _value(connection, statements.lock_upkeep(self._schema)) is not None:",
+        'elif _value(connection, statements.try_lock_reindexing(self._schema)) == "true":',
+        "elif _value(connection, statements.try_lock_reindexing(self._schema)) is not None:",
         ("tests/relay/test_reindexer.py",),
     ),
     Mutant(

@@ -78,7 +78,7 @@ class Reindexer(PeriodicTask):
         run_on_libpq(connection, statements.settings())
         if _value(connection, statements.owns_jobs(self._schema)) != "true":
             self._advise(connection)
-        elif _value(connection, statements.lock_upkeep(self._schema)) == "true":
+        elif _value(connection, statements.try_lock_reindexing(self._schema)) == "true":
             return self._keep_up(connection)
         return None
 

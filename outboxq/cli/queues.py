@@ -41,8 +41,8 @@ def pause(
 ) -> None:
     """Keep relays from claiming jobs of these queues.
 
-    What runs already goes on; new jobs are still taken in. A queue that nothing is known of is paused too, before its
-    first job or while it is empty, and named: look whether it was meant.
+    Jobs that run already go on, and new jobs can still be added. A queue without any job, dead letter or setting is
+    paused too, before its first job comes, and reported in case its name was mistyped.
 
     \b
     Example:
@@ -59,7 +59,7 @@ def resume(
 ) -> None:
     """Let relays claim jobs of these queues again, at once.
 
-    A queue that nothing is known of was not paused, and is named: look whether it was meant.
+    A queue without any job, dead letter or setting was not paused, and is reported in case its name was mistyped.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The backlog: jobs that wait or run, for operators.
+"""Jobs that wait or run, for operators to list, show and cancel.
 
 Every function is one look or one change in the caller's transaction. Nothing here waits for a row lock: a job that a
 relay runs is held by that relay's transaction, and is reported instead. A look locks nothing.
@@ -31,8 +31,8 @@ class WaitingJob:
     Attributes:
         state: `ready`; `scheduled`; `due`, if the time of a scheduled one has come; `running`, if a transaction has it;
             `leased`; `orphaned`, if the relay that leased it is not alive; `suspect`. The names of `QueueStats`.
-        pid: The backend whose transaction runs it; None where it only waits.
-        running_seconds: How long that transaction has been open; None also where the role may not read it.
+        pid: The backend whose transaction runs it; None if it only waits.
+        running_seconds: How long that transaction has been open; None also if the role may not read it.
     """
 
     id: UUID

@@ -27,7 +27,7 @@ class QueueStats:
         orphaned: Held by a lease of a relay that is not; another relay takes them back.
         suspect: Their claim died; they run alone, under a lease.
         dead: Among the dead letters.
-        oldest_waiting_seconds: How long the oldest that is ready or due has waited; None where none does.
+        oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
         paused_at: Since when relays do not claim from it.
     """
 

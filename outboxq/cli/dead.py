@@ -39,7 +39,7 @@ app = typer.Typer(
 
 ReasonFilter = Annotated[
     str | None,
-    typer.Option("--reason", metavar="TEXT", help="Only where the reason holds this text.", show_default=False),
+    typer.Option("--reason", metavar="TEXT", help="Only those whose reason contains this text.", show_default=False),
 ]
 
 

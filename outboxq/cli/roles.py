@@ -9,7 +9,7 @@ from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, Schema, takes
 
 if TYPE_CHECKING:
-    from outboxq.admin.roles import Part
+    from outboxq.admin.roles import Part, Rights
 
 
 def _role(option: str, purpose: str) -> Any:
@@ -68,31 +68,26 @@ def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
     from outboxq.admin.roles import RIGHTS
     from outboxq.cli.output import print_json, print_table
 
-    found = [
-        {
-            "part": part,
-            "role": name,
-            "for": RIGHTS[part].purpose,
-            "reads_all": RIGHTS[part].reads_all,
-            "calls_functions": RIGHTS[part].calls_functions,
-            "tables": RIGHTS[part].tables,
-            "inserts": RIGHTS[part].inserts,
-        }
-        for part, name in names.items()
-    ]
     if as_json:
-        print_json({"roles": found})
-        return
-    print_table(
-        ("role", "for", "rights"),
-        [(row["role"], row["for"], _rights_in_words(part)) for part, row in zip(names, found, strict=True)],
-    )
+        print_json({"roles": [_rights_as_json(part, name, RIGHTS[part]) for part, name in names.items()]})
+    else:
+        rows = [(name, RIGHTS[part].purpose, _rights_in_words(RIGHTS[part])) for part, name in names.items()]
+        print_table(("role", "for", "rights"), rows)
 
 
-def _rights_in_words(part: "Part") -> str:
-    from outboxq.admin.roles import RIGHTS
+def _rights_as_json(part: "Part", name: str, rights: "Rights") -> dict[str, object]:
+    return {
+        "part": part,
+        "role": name,
+        "for": rights.purpose,
+        "reads_all": rights.reads_all,
+        "calls_functions": rights.calls_functions,
+        "tables": rights.tables,
+        "inserts": rights.inserts,
+    }
 
-    rights = RIGHTS[part]
+
+def _rights_in_words(rights: "Rights") -> str:
     words = ["SELECT on all tables"] if rights.reads_all else []
     words += [f"INSERT ({', '.join(columns)}) on {table}" for table, columns in rights.inserts.items()]
     words += [f"{', '.join(wanted)} on {table}" for table, wanted in rights.tables.items()]

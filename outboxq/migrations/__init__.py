@@ -1,6 +1,6 @@
 """Installing and changing the tables: frozen, numbered steps that users call from Alembic revisions of their own.
 
-Each step is one `DO` block that looks at the version marker inside the database and does nothing where it already
+Each step is one `DO` block that looks at the version marker inside the database and does nothing if it already
 ran. So the same SQL serves online and offline (`--sql`), a step may be named by several revisions, and two
 deployments that migrate at the same time wait for each other.
 

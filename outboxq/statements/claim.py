@@ -57,7 +57,7 @@ _LIMITED = """ AND paused_at IS NOT NULL)
 
 _BY_PRIORITY: LiteralString = "(-priority), seq"
 
-# The left side has one row, so that the count comes also where nothing was claimed.
+# The left side has one row, so that the count is returned even if nothing was claimed.
 _TRANSACTION = """
   FOR UPDATE SKIP LOCKED
 ), moved AS (
@@ -318,7 +318,7 @@ def park_head(
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
     Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold. By
-    arrays of keys: joined, where statistics know of no such job, each of them may be compared with each. And by the
+    arrays of keys: joined, each may be compared with each if statistics know of no such job. And by the
     primary key: the state is asked for so that the planner cannot take the claim's index for it.
 
     Args:

@@ -7,8 +7,8 @@ from outboxq.job import Job
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import quote_identifier
 
-# The keys stand in the condition on `job` itself: joined with nothing but the list, where statistics know of no such
-# jobs, all of the table may be read. So it may be where the list is a part of it that a scan looks cheap for.
+# The keys stand in the condition on `job` itself: joined with nothing but the list, all of the table may be read if
+# statistics know of no such jobs, or if the list is such a large part of it that a scan looks cheap.
 BY_KEYS = "SET LOCAL enable_seqscan = off; "
 _LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (

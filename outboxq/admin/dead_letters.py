@@ -1,6 +1,6 @@
 """Dead letters: jobs that were given up, for operators to look at, retry or discard.
 
-Every function is one look or one change in the caller's transaction, and none waits for a row lock.
+Every function reads or changes in the caller's transaction, and none waits for a row lock.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown, as one look at the tables.
+"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown.
 
-The counts are taken by reading the whole table, so the price grows with the backlog: for a look or a scrape every few
-seconds, not for every request.
+Counting reads the whole table of jobs, so its cost grows with the backlog: call it every few seconds, as for a
+dashboard, and not for every request.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,8 @@ from outboxq.cli.options import (
     Yes,
     takes,
 )
-from outboxq.cli.output import count, notice, print_detail, print_json, print_list
+from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,7 +215,7 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
         refused = {"refused": total.refused} if verb == "retried" else {}
         print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
     else:
-        typer.echo(f"{verb} {count(total.changed, 'dead letter', 'dead letters')}")
+        typer.echo(f"{verb} {several(total.changed, 'dead letter', 'dead letters')}")
     for job_id in total.not_found:
         notice(f"no dead letter {job_id}")
     for job_id in total.held:

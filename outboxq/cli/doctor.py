@@ -140,8 +140,7 @@ def _run_checks(options: DoctorOptions) -> "list[Finding]":
 
 
 def _print_findings(found: "Sequence[Finding]") -> None:
-    from outboxq.cli.output import count
-    from outboxq.codec.text import printable
+    from outboxq.codec.text import printable, several
 
     if not found:
         typer.echo("Nothing found: all is well.")
@@ -154,6 +153,5 @@ def _print_findings(found: "Sequence[Finding]") -> None:
             typer.echo(f"  {finding.code}: {printable(finding.title)}")
             typer.echo(f"      {printable(finding.advice)}")
     attention = sum(finding.needs_attention for finding in found)
-    typer.echo(
-        f"{count(attention, 'finding needs', 'findings need')} attention." if attention else "Nothing needs attention."
-    )
+    number = several(attention, "finding needs", "findings need") if attention else "Nothing needs"
+    typer.echo(f"{number} attention.")

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, ConsumerFilter, DatabaseUrl, Limit, Schema, Since
-from outboxq.cli.output import count, notice, print_fields, print_json, print_list
+from outboxq.cli.output import notice, print_fields, print_json, print_list
+from outboxq.codec.text import several
 
 app = typer.Typer(
     help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
@@ -96,7 +97,7 @@ def forget_messages(
     if as_json:
         print_json(result)
     elif result.forgotten:
-        number = count(len(result.forgotten), "message", "messages")
+        number = several(len(result.forgotten), "message", "messages")
         typer.echo(f"forgot {number}: accepted again when delivered again")
     else:
         typer.echo("forgot nothing")

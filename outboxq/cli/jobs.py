@@ -23,7 +23,8 @@ from outboxq.cli.options import (
     Yes,
     takes,
 )
-from outboxq.cli.output import count, notice, print_detail, print_json, print_list
+from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +148,7 @@ def _report(total: Total, *, as_json: bool) -> None:
     if as_json:
         print_json({"cancelled": total.changed, "running": total.held, "not_found": total.not_found})
     else:
-        typer.echo(f"cancelled {count(total.changed, 'job', 'jobs')}")
+        typer.echo(f"cancelled {several(total.changed, 'job', 'jobs')}")
     for job_id in total.not_found:
         notice(f"no job {job_id}")
     for job_id in total.held:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 from uuid import UUID
 
 import typer
@@ -43,18 +43,16 @@ Schema: TypeAlias = Annotated[
     str, typer.Option("--schema", metavar="NAME", help="The PostgreSQL schema that holds outboxq's tables.")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; later versions keep its keys.")]
-QueueFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--queue", metavar="NAME", help="Only of this queue.", show_default=False)
-]
-KindFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--kind", metavar="NAME", help="Only of this kind.", show_default=False)
-]
-ConsumerFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.", show_default=False)
-]
-ScopeFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--scope", metavar="NAME", help="Only of this scope.", show_default=False)
-]
+
+
+def _only(what: str) -> Any:
+    return typer.Option(f"--{what}", metavar="NAME", help=f"Only of this {what}.", show_default=False)
+
+
+QueueFilter: TypeAlias = Annotated[str | None, _only("queue")]
+KindFilter: TypeAlias = Annotated[str | None, _only("kind")]
+ConsumerFilter: TypeAlias = Annotated[str | None, _only("consumer")]
+ScopeFilter: TypeAlias = Annotated[str | None, _only("scope")]
 
 
 def read_moment(text: str) -> datetime:

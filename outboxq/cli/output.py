@@ -136,8 +136,3 @@ def cell(value: object, *, timespec: str = "auto") -> str:
 def moment(value: datetime, timespec: str = "auto") -> str:
     """A time in UTC, as the JSON has it: 2026-01-31T08:00:00.123456Z."""
     return value.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
-
-
-def count(number: int, one: str, many: str) -> str:
-    """`1 job`, `3,000 jobs`."""
-    return f"{number:,} {one if number == 1 else many}"

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
-from outboxq.doctor.formatting import age, several, size
+from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import effects as statements
 
 # Retries of a handler come back sooner than this, as a rule.

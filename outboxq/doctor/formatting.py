@@ -16,11 +16,6 @@ def age(seconds: float | None) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def several(number: int, one: str, many: str) -> str:
-    """`1 job`, `3,000 jobs`."""
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def size(number_of_bytes: int) -> str:
     """`512 kB`, `1,234 MB`."""
     return f"{number_of_bytes / 1_000:,.0f} kB" if number_of_bytes < 10**7 else f"{number_of_bytes / 10**6:,.0f} MB"

@@ -6,8 +6,9 @@ from typing import Any
 from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
-from outboxq.doctor.formatting import age, several, size
+from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
 
 # A lock on a whole table stops all work, so less is too long.
@@ -108,37 +109,41 @@ def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
 def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
     """Prepared transactions that were not ended."""
     for row in context.rows(statements.prepared_transactions(context.schema)):
-        if row.seconds < context.limits.older_than_seconds:
-            continue
-        detail = {
-            "gid": row.gid,
-            "owner": row.owner,
-            "xid": row.xid,
-            "seconds": row.seconds,
-            "transactions": row.transactions,
-        }
-        advice = (
-            "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database as "
-            f"{row.owner} or a superuser: ROLLBACK PREPARED '{row.gid.replace(chr(39), chr(39) * 2)}'; (or COMMIT "
-            "PREPARED)."
-        )
-        if row.holds_jobs:
-            yield Finding(
-                "jobs-held-by-prepared-transaction",
-                "problem",
-                f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts "
-                "do not end it",
-                detail,
-                advice,
-            )
-        else:
-            yield Finding(
-                "prepared-transaction-orphaned",
-                "warning",
-                f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
-                detail,
-                advice,
-            )
+        if row.seconds >= context.limits.older_than_seconds:
+            yield _prepared_held(row) if row.holds_jobs else _prepared_orphaned(row)
+
+
+def _prepared_held(row: Row[Any]) -> Finding:
+    return Finding(
+        "jobs-held-by-prepared-transaction",
+        "problem",
+        f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts do not "
+        "end it",
+        _prepared_detail(row),
+        _prepared_advice(row),
+    )
+
+
+def _prepared_orphaned(row: Row[Any]) -> Finding:
+    return Finding(
+        "prepared-transaction-orphaned",
+        "warning",
+        f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
+        _prepared_detail(row),
+        _prepared_advice(row),
+    )
+
+
+def _prepared_detail(row: Row[Any]) -> dict[str, Value]:
+    return {name: value for name, value in detail_of(row).items() if name != "holds_jobs"}
+
+
+def _prepared_advice(row: Row[Any]) -> str:
+    gid = row.gid.replace("'", "''")
+    return (
+        "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database as "
+        f"{row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED)."
+    )
 
 
 def find_slots(context: CheckContext) -> Iterator[Finding]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from outboxq.codec.text import several
 from outboxq.database.driver import run_script
 from outboxq.doctor.findings import Check, CheckContext, Finding
-from outboxq.doctor.formatting import age, identifier, several, size
+from outboxq.doctor.formatting import age, identifier, size
 from outboxq.relay.maintenance.reindexer import BYTES_PER_ENTRY, MIN_BYTES
 from outboxq.statements import reindex
 from outboxq.statements.doctor import tables as statements

@@ -5,8 +5,9 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
-from outboxq.doctor.formatting import age, several, shell_word
+from outboxq.doctor.formatting import age, shell_word
 from outboxq.statements.doctor import work as statements
 
 # A living relay extends its lease, and takes over those of dead ones, several times within this.

@@ -36,6 +36,11 @@ from outboxq.statements.claim import PARKED_UNTIL
 from outboxq.statements.numbers import MOST_COUNTED, next_token
 from outboxq.tables import dead_job, job
 
+# What is written back as it was claimed.
+_KEPT = (
+    "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "crashes", "unique_key", "group_key",
+    "created_at",
+)  # fmt: skip
 _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 
@@ -122,16 +127,4 @@ def errors_with(kept: str, record: str) -> "ColumnElement[str]":
 
 
 def _kept(claimed: Job) -> dict[str, object]:
-    return {
-        "id": claimed.id,
-        "queue": claimed.queue,
-        "kind": claimed.kind,
-        "args": claimed.args,
-        "headers": claimed.headers,
-        "priority": claimed.priority,
-        "max_attempts": claimed.max_attempts,
-        "crashes": claimed.crashes,
-        "unique_key": claimed.unique_key,
-        "group_key": claimed.group_key,
-        "created_at": claimed.created_at,
-    }
+    return {name: getattr(claimed, name) for name in _KEPT}

@@ -80,7 +80,10 @@ DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing: only say how many would be changed, by queue and kind.")
 ]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
-Ids: TypeAlias = Annotated[list[UUID] | None, typer.Argument(metavar="ID", show_default=False)]
+Ids: TypeAlias = Annotated[
+    list[UUID] | None,
+    typer.Argument(metavar="ID", help="Ids as `list` prints them; or give filters.", show_default=False),
+]
 OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]
 
 DEFAULT_SCHEMA = "outboxq"

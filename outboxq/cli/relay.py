@@ -26,11 +26,13 @@ _LAST_WORDS_SECONDS = 2.0
 def relay(options: RelayOptions) -> None:
     """Claim jobs and run their handlers, until SIGTERM or Ctrl-C.
 
-    A stopping relay lets the running handlers finish; a second signal ends it at once, and what was open is rolled
-    back. While the database is down it waits and says so; a database, role or password that the server does not know at
-    the first connection, and missing tables, end it with 2. Exit codes: 0 it stopped as told or the queues are drained,
-    whatever became of the jobs (see `outboxq dead list`); 1 it failed; 2 it could not be started like this; 3 a
-    handler could not be freed within its deadline, so that the process must be replaced.
+    A stopping relay lets the running handlers finish; a second signal ends it at once, and open transactions are rolled
+    back. While the database is down it waits, and logs why; but if the server does not know the database, the role or
+    the password at the first connection, or the tables are missing, it ends.
+
+    Exit codes: 0 it stopped when told, or the queues are drained, whatever became of the jobs (see `outboxq dead
+    list`); 1 it failed; 2 it could not start like this; 3 a handler could not be stopped at its deadline, so that the
+    process must be replaced.
 
     \b
     Examples:
@@ -82,6 +84,7 @@ def _run(options: RelayOptions, url: "URL", settings: "RelayConfig") -> None:
 
 
 def _work(relay: "Relay", *, drain: bool) -> "RelayReport":
+    """Work until it is told to stop, or until the queues are drained."""
     from outboxq.errors import ConfigError, RelayStuck, SchemaError
 
     try:

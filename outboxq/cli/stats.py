@@ -4,11 +4,11 @@ from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 
 
 def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
-    """Count what waits, runs and died, per queue.
+    """Count the jobs that wait, run and died, per queue.
 
-    The states are those of `outboxq jobs list`. "parked" jobs, a part of scheduled and due, were put off because no
-    relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted too. The
-    counts read the whole table of jobs.
+    The states are those of `outboxq jobs list`. Parked jobs, which are also counted as scheduled or due, were postponed
+    because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
+    too. Reads the whole table of jobs.
 
     \b
     Example:

@@ -40,9 +40,11 @@ class Options:
 def torture(options: Options) -> None:
     """Disturb relays in every way, and check that no job was lost or done twice.
 
-    Starts a PostgreSQL of its own, relays and producers; kills, stops and cuts off all of them at random; then reads
-    from the database what became of each job. No other database can be named or is touched, and nothing is left
-    behind. Needs outboxq[demo]. Exit codes: 0 every promise was kept, 1 one was not, 2 wrong usage.
+    Starts a PostgreSQL server of its own, relays and producers; kills them, stops them and cuts their connections at
+    random; then reads from the database what became of each job. No other database is used, and nothing is left behind.
+    Needs outboxq[demo].
+
+    Exit codes: 0 every promise was kept; 1 one was not; 2 wrong usage.
 
     \b
     Examples:

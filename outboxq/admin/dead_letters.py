@@ -1,6 +1,6 @@
 """Dead letters: jobs that were given up, for operators to look at, retry or discard.
 
-Every function is one look or one change in the caller's transaction, and none waits for a row lock.
+Every function reads or changes in the caller's transaction, and none waits for a row lock.
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ def retry_page(
 ) -> Page:
     """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
 
-    Refused are those whose id a job has already: it waits or runs. Ids that are nowhere in the page do not exist.
+    Those whose id a job has already, which waits or runs, are refused. Ids that are nowhere in the page do not exist.
     They keep their id, arguments and error history, and start over with attempt and crashes at 0.
     """
     return _run(connection, statements.retry_page(wanted, after=after, limit=limit))

@@ -1,7 +1,7 @@
-"""The backlog: jobs that wait or run, for operators.
+"""Jobs that wait or run, for operators to list, show and cancel.
 
-Every function is one look or one change in the caller's transaction. Nothing here waits for a row lock: a job that a
-relay runs is held by that relay's transaction, and is reported instead. A look locks nothing.
+Every function reads or changes in the caller's transaction. None waits for a row lock: a job that a relay runs is
+locked by that relay's transaction, and is reported instead. Reading locks nothing.
 
 A cancellation that is rolled back leaves marks in the jobs' rows, as a relay that dies with them does: each would run
 by itself, once. `clear_marks` takes them away, if it is committed.
@@ -31,8 +31,8 @@ class WaitingJob:
     Attributes:
         state: `ready`; `scheduled`; `due`, if the time of a scheduled one has come; `running`, if a transaction has it;
             `leased`; `orphaned`, if the relay that leased it is not alive; `suspect`. The names of `QueueStats`.
-        pid: The backend whose transaction runs it; None where it only waits.
-        running_seconds: How long that transaction has been open; None also where the role may not read it.
+        pid: The backend whose transaction runs it; None if it only waits.
+        running_seconds: How long that transaction has been open; None also if the role may not read it.
     """
 
     id: UUID
@@ -100,7 +100,7 @@ def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
     under a lease is: its handler runs to its end, and what it wrote is refused and rolled back.
     """
     first = cancel_page(connection, JobFilter(ids=tuple(ids)), limit=len(ids))
-    # A second look, because a job may have been done, or put back to be retried, while the first was on its way.
+    # Once more, because a job may have been done, or put back to be retried, while the first statement ran.
     held = JobFilter(ids=first.held)
     second = cancel_page(connection, held, limit=len(first.held)) if first.held else Page((), ())
     cancelled = (*first.changed, *second.changed)
@@ -111,7 +111,7 @@ def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
 def find_ids(
     connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next jobs that match, to be cancelled by; continue behind the last one."""
+    """The ids of the next jobs that match; continue with `after` the last one."""
     return tuple(connection.execute(statements.select_ids(wanted, after=after, limit=limit)).scalars())
 
 
@@ -119,7 +119,7 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     """Take away the marks that a cancellation which was rolled back left in these jobs' rows, if any.
 
     Returns:
-        Whether it could be done in all of them; False while a transaction still holds some: that one, or a relay's.
+        Whether all were taken away; False while a transaction still holds some: the cancelling one, or a relay's.
     """
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()

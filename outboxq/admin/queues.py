@@ -1,6 +1,6 @@
-"""Queues, for operators: which there are, and pausing them.
+"""Queues, for operators to list, pause and resume.
 
-A paused queue takes jobs and keeps them: relays do not claim from it, and what runs already is not touched.
+Jobs can be added to a paused queue, but relays do not claim from it. Jobs that run already go on.
 """
 
 from collections.abc import Sequence

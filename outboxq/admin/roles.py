@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
-from outboxq.migrations.quoting import quote_identifier, quote_literal
+from outboxq.statements.render import quote_identifier, quote_literal
 
 Part: TypeAlias = Literal["producer", "receiver", "relay", "reader", "operator"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -136,12 +136,12 @@ _INSERT_ON_COLUMNS = """\
 
 
 def default_names() -> dict[Part, str]:
-    """The names that are used where none is given."""
+    """The names that are used if none is given."""
     return {part: f"outboxq_{part}" for part in PARTS}
 
 
 def roles_sql(names: Mapping[Part, str], schema: str = "outboxq") -> str:
-    """The SQL that makes the roles, where they are missing, and gives them their rights.
+    """The SQL that makes the roles that are missing, and gives all of them their rights.
 
     To be run by the owner of the tables, who may create roles unless they are there already.
 

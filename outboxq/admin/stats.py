@@ -1,7 +1,7 @@
-"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown, as one look at the tables.
+"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown.
 
-The counts are taken by reading the whole table, so the price grows with the backlog: for a look or a scrape every few
-seconds, not for every request.
+Counting reads the whole table of jobs, so its cost grows with the backlog: call it every few seconds, as for a
+dashboard, and not for every request.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class QueueStats:
         orphaned: Held by a lease of a relay that is not; another relay takes them back.
         suspect: Their claim died; they run alone, under a lease.
         dead: Among the dead letters.
-        oldest_waiting_seconds: How long the oldest that is ready or due has waited; None where none does.
+        oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
         paused_at: Since when relays do not claim from it.
     """
 

@@ -1,4 +1,4 @@
-"""Changing many rows: which are meant, asking first, and page after page with a transaction each."""
+"""Change many rows: check which are meant, ask first, and go on page by page with a transaction each."""
 
 import sys
 import time
@@ -20,31 +20,37 @@ if TYPE_CHECKING:
 RunPage: TypeAlias = "Callable[[UUID | None], Page]"
 
 IDS_PER_TRANSACTION = 200
-# As many are changed by a filter without a question.
+# A filter changes as many without a question.
 _UNASKED = 100
-# A session that was cut off, or interrupted, is over for the server a moment later.
+# The server notices a moment later that a session was cut off or interrupted.
 _CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
 
 
 @dataclass(slots=True)
 class Total:
-    """What all pages came to."""
+    """What became of the rows of all pages."""
 
     changed: int = 0
     held: list[UUID] = field(default_factory=list)
     refused: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
 
+    def add(self, page: "Page") -> None:
+        """Count what became of a page."""
+        self.changed += len(page.changed)
+        self.held += page.held
+        self.refused += page.refused
+
     @property
     def exit_code(self) -> int:
-        """1 where something was asked for that did not happen."""
+        """1 if something was asked for that did not happen."""
         return 1 if self.held or self.refused or self.not_found else 0
 
 
 def check_selection(
     ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, asks: bool
 ) -> None:
-    """Refuse a selection that is empty or ambiguous, or all there is if there is no terminal to ask at.
+    """Refuse a selection that is empty or ambiguous, and one of everything if there is no terminal to ask at.
 
     Raises:
         WrongUsage: with what to do.
@@ -62,7 +68,7 @@ def check_selection(
 
 
 def confirm(verb: str, things: str, counted: "Sequence[KindCount]", *, everything: bool) -> None:
-    """Ask before all there are, or many, are changed.
+    """Ask before everything, or more than 100 rows, are changed.
 
     Raises:
         WrongUsage: there is no terminal to ask at.
@@ -82,7 +88,7 @@ def confirm(verb: str, things: str, counted: "Sequence[KindCount]", *, everythin
 
 
 def report_dry_run(done: str, things: str, counted: "Sequence[KindCount]", missing: int, *, as_json: bool) -> None:
-    """Say what would be done, of that many ids that are not there nothing; ends the command.
+    """Print what would be done, and how many ids are missing; ends the command.
 
     Raises:
         typer.Exit: always; with 1 if ids are missing.
@@ -100,7 +106,7 @@ def report_dry_run(done: str, things: str, counted: "Sequence[KindCount]", missi
 
 
 def sweep(run_page: RunPage, verb: str) -> Total:
-    """Run pages until nothing matches, and show how far it is; each commits by itself.
+    """Change page after page until nothing matches, and show the progress; each page commits by itself.
 
     An error or Ctrl-C leaves what was committed, and says so.
     """
@@ -110,9 +116,7 @@ def sweep(run_page: RunPage, verb: str) -> Total:
         with _progress(verb) as show:
             while True:
                 page = run_page(after)
-                total.changed += len(page.changed)
-                total.held += page.held
-                total.refused += page.refused
+                total.add(page)
                 show(total)
                 if page.last is None:
                     return total

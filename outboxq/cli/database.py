@@ -1,4 +1,4 @@
-"""The operator's connection: one, with short transactions that give up soon where a table is locked."""
+"""The connection of a command: one, with short transactions that give up soon if a table is locked."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +18,11 @@ _SETTINGS = "SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
 
 @contextmanager
 def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
-    """Connect, check that the tables are there, and yield what begins a transaction on them.
+    """Connect, check that the tables are there, and yield a function that begins a transaction.
 
     Raises:
         ConfigError: no URL, or one that cannot be used.
-        DatabaseUnreachable: nobody answers, or not to us.
+        DatabaseUnreachable: no server answers, or it refuses us.
         SchemaError: the tables are missing or too old.
     """
     from outboxq import config
@@ -51,11 +51,11 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
 
 @contextmanager
 def connect(url: "URL") -> "Iterator[Connection]":
-    """A connection, or an error that says where nobody answered.
+    """A connection, or an error that says which server did not answer.
 
     Raises:
         ConfigError: an option in the URL that libpq does not know.
-        DatabaseUnreachable: nobody answers, or not to us.
+        DatabaseUnreachable: no server answers, or it refuses us.
     """
     from sqlalchemy.exc import DBAPIError
 
@@ -79,7 +79,7 @@ def connect(url: "URL") -> "Iterator[Connection]":
 
 
 def address(url: "URL") -> str:
-    """Host and port, without who connects and how."""
+    """Host and port, without role and password."""
     host = url.host or url.query.get("host") or "the local socket"
     port = url.port or url.query.get("port") or 5432
     return f"{host}:{port}" if isinstance(host, str) and not host.startswith(("/", "the ")) else f"{host} ({port})"

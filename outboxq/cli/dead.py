@@ -1,6 +1,6 @@
 """`outboxq dead`."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,11 +19,13 @@ from outboxq.cli.options import (
     QueueFilter,
     Schema,
     Yes,
+    takes,
 )
-from outboxq.cli.output import count, notice, print_detail, print_json, print_rows
+from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
     from outboxq.admin.dead_letters import DeadFilter
@@ -38,7 +40,7 @@ app = typer.Typer(
 
 ReasonFilter = Annotated[
     str | None,
-    typer.Option("--reason", metavar="TEXT", help="Only where the reason holds this text.", show_default=False),
+    typer.Option("--reason", metavar="TEXT", help="Only those whose reason contains this text.", show_default=False),
 ]
 
 
@@ -64,15 +66,9 @@ def list_dead(
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
     with open_database(database_url, schema) as begin, begin() as connection:
-        # One more than shown, to know whether there are more.
         found = dead_letters.list_dead(connection, wanted, limit=limit + 1)
-    shown, more = found[:limit], len(found) > limit
-    if as_json:
-        print_json({"dead": shown, "more": more})
-        return
-    print_rows(("id", "queue", "kind", "attempt", "died_at", "reason"), shown)
-    if more:
-        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --reason")
+    columns = ("id", "queue", "kind", "attempt", "died_at", "reason")
+    print_list("dead", found, limit, columns, "--queue, --kind or --reason", as_json=as_json)
 
 
 @app.command("show")
@@ -96,23 +92,29 @@ def show_dead(
     print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
 
 
-@app.command("retry")
-def retry_dead(
-    ids: Ids = None,
-    queue: QueueFilter = None,
-    kind: KindFilter = None,
-    reason: ReasonFilter = None,
-    everything: Everything = False,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
-    """Put dead letters back to work, with all their attempts before them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeOptions:
+    """A field per option of the commands that change dead letters."""
 
-    They keep their id, arguments and errors, and are ready at once. One whose id a job has already stays, and is named.
-    Asks before more than 100 that a filter finds.
+    ids: Ids = None
+    queue: QueueFilter = None
+    kind: KindFilter = None
+    reason: ReasonFilter = None
+    everything: Everything = False
+    yes: Yes = False
+    dry_run: DryRun = False
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+
+@app.command("retry")
+@takes(ChangeOptions)
+def retry_dead(options: ChangeOptions) -> None:
+    """Make dead letters ready jobs again, with all their attempts before them.
+
+    They keep their id, arguments and errors. One whose id a job has already stays a dead letter, and is reported. Asks
+    before it changes more than 100 that a filter finds.
 
     \b
     Examples:
@@ -121,34 +123,14 @@ def retry_dead(
       outboxq dead retry --queue accounts --reason OperationalError --yes
     """
     from outboxq.admin import dead_letters
-    from outboxq.cli.database import open_database
 
-    wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
-    check_selection(ids, _options(wanted), everything=everything, asks=not (yes or dry_run))
-    with open_database(database_url, schema) as begin:
-        bounded, counted = _select(begin, ids, wanted, to_retry=True)
-        if dry_run:
-            report_dry_run("retried", "dead letters", counted, _missing(begin, ids), as_json=as_json)
-        if not (ids or yes):
-            confirm("retry", "dead letters", counted, everything=everything)
-        total = _change(begin, ids, bounded, dead_letters.retry_page, "retried")
-    _report(total, "retried", as_json=as_json)
+    _change(options, dead_letters.retry_page, "retry", "retried")
 
 
 @app.command("discard")
-def discard_dead(
-    ids: Ids = None,
-    queue: QueueFilter = None,
-    kind: KindFilter = None,
-    reason: ReasonFilter = None,
-    everything: Everything = False,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
-    """Delete dead letters for good. Asks before more than 100 that a filter finds.
+@takes(ChangeOptions)
+def discard_dead(options: ChangeOptions) -> None:
+    """Delete dead letters for good. Asks before it deletes more than 100 that a filter finds.
 
     \b
     Examples:
@@ -156,67 +138,73 @@ def discard_dead(
       outboxq dead discard --kind send_welcome --dry-run
     """
     from outboxq.admin import dead_letters
+
+    _change(options, dead_letters.discard_page, "discard", "discarded")
+
+
+def _change(options: ChangeOptions, run_page: "Callable[..., Page]", verb: str, done: str) -> None:
     from outboxq.cli.database import open_database
 
-    wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
-    check_selection(ids, _options(wanted), everything=everything, asks=not (yes or dry_run))
-    with open_database(database_url, schema) as begin:
-        bounded, counted = _select(begin, ids, wanted)
-        if dry_run:
-            report_dry_run("discarded", "dead letters", counted, _missing(begin, ids), as_json=as_json)
-        if not (ids or yes):
-            confirm("discard", "dead letters", counted, everything=everything)
-        total = _change(begin, ids, bounded, dead_letters.discard_page, "discarded")
-    _report(total, "discarded", as_json=as_json)
+    filters = {"--queue": options.queue, "--kind": options.kind, "--reason": options.reason}
+    asks = not (options.yes or options.dry_run)
+    check_selection(options.ids, filters, everything=options.everything, asks=asks)
+    with open_database(options.database_url, options.schema) as begin:
+        wanted, counted = _select(begin, options, to_retry=verb == "retry")
+        if options.dry_run:
+            missing = _count_missing(begin, options.ids or ())
+            report_dry_run(done, "dead letters", counted, missing, as_json=options.as_json)
+        if not (options.ids or options.yes):
+            confirm(verb, "dead letters", counted, everything=options.everything)
+        if options.ids:
+            total = _change_ids(begin, options.ids, run_page)
+        else:
+            total = _change_matching(begin, wanted, run_page, done)
+    _report(total, done, as_json=options.as_json)
 
 
-def _options(wanted: "DeadFilter") -> dict[str, str | None]:
-    return {"--queue": wanted.queue, "--kind": wanted.kind, "--reason": wanted.reason}
-
-
-def _select(
-    begin: "Begin", ids: Ids, wanted: "DeadFilter", *, to_retry: bool = False
-) -> "tuple[DeadFilter, tuple[KindCount, ...]]":
-    """What the command is about, without what dies from now on, and how many that are."""
+def _select(begin: "Begin", options: ChangeOptions, *, to_retry: bool) -> "tuple[DeadFilter, tuple[KindCount, ...]]":
+    """What the command is to change, without jobs that die from now on, and how many that are."""
     from outboxq.admin import dead_letters
     from outboxq.statements.paging import database_clock
 
+    ids = tuple(options.ids) if options.ids else None
     with begin() as connection:
-        bounded = replace(wanted, ids=tuple(ids) if ids else None, died_before=database_clock(connection))
-        return bounded, dead_letters.count_matching(connection, bounded, to_retry=to_retry)
+        wanted = dead_letters.DeadFilter(
+            queue=options.queue,
+            kind=options.kind,
+            reason=options.reason,
+            ids=ids,
+            died_before=database_clock(connection),
+        )
+        return wanted, dead_letters.count_matching(connection, wanted, to_retry=to_retry)
 
 
-def _missing(begin: "Begin", ids: Ids) -> int:
+def _count_missing(begin: "Begin", ids: "Sequence[UUID]") -> int:
     """How many of the ids are no dead letters."""
     from outboxq.admin import dead_letters
 
-    distinct = tuple(set(ids or ()))
+    distinct = tuple(set(ids))
     with begin() as connection:
         found = dead_letters.count_matching(connection, dead_letters.DeadFilter(ids=distinct))
     return len(distinct) - sum(kind.count for kind in found)
 
 
-def _change(begin: "Begin", ids: Ids, bounded: "DeadFilter", run_page: "Callable[..., Page]", verb: str) -> Total:
-    if ids:
-        return _change_ids(begin, ids, run_page)
-
+def _change_matching(begin: "Begin", wanted: "DeadFilter", run_page: "Callable[..., Page]", done: str) -> Total:
     def run(after: "UUID | None") -> "Page":
         with begin() as connection:
-            return run_page(connection, bounded, after=after)
+            return run_page(connection, wanted, after=after)
 
-    return sweep(run, verb)
+    return sweep(run, done)
 
 
-def _change_ids(begin: "Begin", ids: Ids, run_page: "Callable[..., Page]") -> Total:
+def _change_ids(begin: "Begin", ids: "Sequence[UUID]", run_page: "Callable[..., Page]") -> Total:
     from outboxq.admin.dead_letters import DeadFilter
 
     total = Total()
-    for some in in_groups(ids or ()):
+    for some in in_groups(ids):
         with begin() as connection:
             page = run_page(connection, DeadFilter(ids=tuple(some)))
-        total.changed += len(page.changed)
-        total.held += page.held
-        total.refused += page.refused
+        total.add(page)
         found = {*page.changed, *page.held, *page.refused}
         total.not_found += [job_id for job_id in some if job_id not in found]
     return total
@@ -227,7 +215,7 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
         refused = {"refused": total.refused} if verb == "retried" else {}
         print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
     else:
-        typer.echo(f"{verb} {count(total.changed, 'dead letter', 'dead letters')}")
+        typer.echo(f"{verb} {several(total.changed, 'dead letter', 'dead letters')}")
     for job_id in total.not_found:
         notice(f"no dead letter {job_id}")
     for job_id in total.held:

@@ -16,7 +16,7 @@ def demo(
 ) -> None:
     """Kill a relay in the middle of its work, and count that nothing was lost or done twice.
 
-    Starts a PostgreSQL of its own and leaves nothing behind. Needs outboxq[demo].
+    Starts a PostgreSQL server of its own, and leaves nothing behind. Needs outboxq[demo].
 
     \b
     Example:

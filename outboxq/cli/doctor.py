@@ -1,18 +1,17 @@
 """`outboxq doctor`."""
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outboxq.admin.roles import Part
-    from outboxq.doctor import Finding, Limits
-    from outboxq.handlers.registry import Registry
+    from outboxq.doctor import Finding
 
 
 class Purpose(StrEnum):
@@ -28,64 +27,70 @@ class Purpose(StrEnum):
 _HEADINGS = {"problem": "Problems", "warning": "Warnings", "info": "Good to know"}
 
 
-def doctor(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    """A field per option."""
+
     target: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODULE:ATTRIBUTE]",
-            help="A registry, such as myapp.jobs:jobs: kinds that wait are compared with it.",
+            help="A registry, such as myapp.jobs:jobs, to compare the kinds of waiting jobs with.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     older_than: Annotated[
         float,
         typer.Option(
             "--older-than",
             metavar="SECONDS",
             min=0,
-            help="Name transactions that are open, and jobs that wait, for this long.",
+            help="Report transactions that have been open, and jobs that have waited, for this long.",
         ),
-    ] = 300.0,
+    ] = 300.0
     older_than_transactions: Annotated[
         int,
         typer.Option(
             "--older-than-transactions",
             metavar="NUMBER",
             min=0,
-            help="Name slots and standbys that hold a snapshot back by this many transactions.",
+            help="Report replication slots and standbys that hold a snapshot back by this many transactions.",
         ),
-    ] = 1_000_000,
+    ] = 1_000_000
     dead_rows: Annotated[
-        int, typer.Option("--dead-rows", metavar="NUMBER", min=1, help="Name tables with this many dead rows.")
-    ] = 100_000,
+        int, typer.Option("--dead-rows", metavar="NUMBER", min=1, help="Report tables with this many dead rows.")
+    ] = 100_000
     short_timeout: Annotated[
         float,
-        typer.Option("--short-timeout", metavar="SECONDS", min=0, help="Name time-outs of the server below this."),
-    ] = 60.0,
+        typer.Option("--short-timeout", metavar="SECONDS", min=0, help="Report time-outs of the server below this."),
+    ] = 60.0
     purpose: Annotated[
         Purpose, typer.Option("--for", help="What the role of the URL is for: decides which rights it needs.")
-    ] = Purpose.relay,
+    ] = Purpose.relay
     listen_url: Annotated[
         str | None,
         typer.Option(
             "--listen-url",
             metavar="URL",
-            help="The relays' direct way to the server, if they have one: it is looked at too. Prefer the variable "
-            "OUTBOXQ_LISTEN_URL.",
+            help="The direct URL of the server that relays LISTEN on, if they have one, to be checked too. Prefer the "
+            "variable OUTBOXQ_LISTEN_URL.",
             show_default=False,
         ),
-    ] = None,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
-    """Find what keeps jobs from running, or will, and say what to do.
+    ] = field(default=None, repr=False)
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
 
-    Looks at sessions and prepared transactions that hold jobs, what pins old snapshots, kinds that nobody knows, queues
-    that nobody serves, the tables' version and indexes, dead rows, rights, time-outs and the way to the server. Reads
-    only, and waits for no lock. Some checks need the role pg_monitor.
 
-    Exit codes: 0 nothing needs attention, 1 there is a problem or a warning (a check that could not be made is one), 2
+@takes(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Find what keeps jobs from running, or soon will, and say what to do.
+
+    Looks at sessions and prepared transactions that hold jobs, what pins old snapshots, kinds that no relay knows,
+    queues that no relay serves, the tables' version and indexes, dead rows, rights, time-outs and the connection to the
+    server. Reads only, and waits for no lock. Some checks need the role pg_monitor.
+
+    Exit codes: 0 nothing needs attention; 1 there is a problem or a warning, such as a check that could not be made; 2
     wrong usage.
 
     \b
@@ -95,16 +100,9 @@ def doctor(
       outboxq doctor --json | jq -r '.findings[] | select(.severity == "problem") | .code'
     """
     from outboxq.cli.output import print_json
-    from outboxq.doctor import Limits
 
-    limits = Limits(
-        older_than_seconds=older_than,
-        older_than_transactions=older_than_transactions,
-        dead_tuples=dead_rows,
-        short_timeout_seconds=short_timeout,
-    )
-    found = _examine(database_url, listen_url, schema, limits, purpose.value, _load(target))
-    if as_json:
+    found = _run_checks(options)
+    if options.as_json:
         print_json({"findings": found})
     else:
         _print_findings(found)
@@ -112,37 +110,28 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _load(target: str | None) -> "Registry | None":
-    if target is None:
-        return None
-    from outboxq.cli.loading import load_jobs
-
-    return load_jobs(target).resolve()
-
-
-def _examine(
-    given_url: str | None,
-    given_listen_url: str | None,
-    schema: str,
-    limits: "Limits",
-    use: "Part",
-    registry: "Registry | None",
-) -> "list[Finding]":
+def _run_checks(options: DoctorOptions) -> "list[Finding]":
     from outboxq import config
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.database.urls import psycopg_url
-    from outboxq.doctor import run_checks, unreachable
+    from outboxq.doctor import Limits, run_checks, unreachable
+    from outboxq.handlers.loading import load_jobs
 
-    url = config.database_url(given_url)
-    listen = config.listen_url(given_listen_url)
-    config.check_schema(schema)
+    registry = None if options.target is None else load_jobs(options.target).resolve()
+    url, listen = config.database_url(options.database_url), config.listen_url(options.listen_url)
+    limits = Limits(
+        older_than_seconds=options.older_than,
+        older_than_transactions=options.older_than_transactions,
+        dead_tuples=options.dead_rows,
+        short_timeout_seconds=options.short_timeout,
+    )
     try:
         return run_checks(
             lambda: connect(url),
-            schema=schema,
+            schema=config.check_schema(options.schema),
             limits=limits,
-            use=use,
+            use=options.purpose.value,
             registry=registry,
             listen_connect=None if listen is None else lambda: connect(psycopg_url(listen)),
         )
@@ -151,8 +140,7 @@ def _examine(
 
 
 def _print_findings(found: "Sequence[Finding]") -> None:
-    from outboxq.cli.output import count
-    from outboxq.codec.text import printable
+    from outboxq.codec.text import printable, several
 
     if not found:
         typer.echo("Nothing found: all is well.")
@@ -165,6 +153,5 @@ def _print_findings(found: "Sequence[Finding]") -> None:
             typer.echo(f"  {finding.code}: {printable(finding.title)}")
             typer.echo(f"      {printable(finding.advice)}")
     attention = sum(finding.needs_attention for finding in found)
-    typer.echo(
-        f"{count(attention, 'finding needs', 'findings need')} attention." if attention else "Nothing needs attention."
-    )
+    number = several(attention, "finding needs", "findings need") if attention else "Nothing needs"
+    typer.echo(f"{number} attention.")

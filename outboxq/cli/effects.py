@@ -1,7 +1,7 @@
 """`outboxq effects`."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,8 +16,9 @@ from outboxq.cli.options import (
     Schema,
     ScopeFilter,
     Yes,
+    takes,
 )
-from outboxq.cli.output import notice, print_detail, print_json, print_rows
+from outboxq.cli.output import notice, print_detail, print_json, print_list
 
 if TYPE_CHECKING:
     from outboxq.admin.effects import Verdict
@@ -44,9 +45,9 @@ def list_effects(
 ) -> None:
     """List effects, the latest change first, without their results.
 
-    started: a call is under way, or its caller died. done and failed: what came of it is replayed. retryable: the next
-    caller calls again; in doubt where an earlier call may have been applied. unknown: whether the call was applied
-    cannot be found out, and it is not made again until you resolve the effect.
+    started: a call is under way, or its caller died. done and failed: later callers get its outcome. retryable: the
+    next caller calls again; it is in doubt if an earlier call may have been applied. unknown: whether the call was
+    applied cannot be found out, and it is not made again until you resolve the effect.
 
     \b
     Examples:
@@ -58,16 +59,9 @@ def list_effects(
 
     wanted = effects.EffectFilter(scope=scope, status=status.value if status else None)
     with open_database(database_url, schema) as begin, begin() as connection:
-        # One more than shown, to know whether there are more.
         found = effects.list_effects(connection, wanted, limit=limit + 1)
-    shown, more = found[:limit], len(found) > limit
-    if as_json:
-        print_json({"effects": shown, "more": more})
-        return
     columns = ("scope", "key", "status", "in_doubt", "attempts", "first_called_at", "changed_at", "error")
-    print_rows(columns, shown)
-    if more:
-        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --scope or --status")
+    print_list("effects", found, limit, columns, "--scope or --status", as_json=as_json)
 
 
 @app.command("show")
@@ -80,7 +74,7 @@ def show_effect(
 ) -> None:
     """Show one effect with its result.
 
-    The provider key is what the other side was given as idempotency key: ask for it there.
+    The provider key is the idempotency key that the other side was given: look the call up there by it.
 
     \b
     Example:
@@ -95,35 +89,41 @@ def show_effect(
     print_detail(fields, {"result": detail.result}, as_json=as_json)
 
 
-@app.command("resolve")
-def resolve_effect(
-    scope: Scope,
-    key: Key,
-    applied: Annotated[bool, typer.Option("--applied", help="The other side has applied the call.")] = False,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolveOptions:
+    """A field per option."""
+
+    scope: Scope
+    key: Key
+    applied: Annotated[bool, typer.Option("--applied", help="The other side has applied the call.")] = False
     result: Annotated[
         str | None,
         typer.Option(
             "--result",
             metavar="JSON",
-            help="With --applied: what the call would have returned, or null where the handler does not use it.",
+            help="With --applied: what the call would have returned, or null if the handler does not use it.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     not_applied: Annotated[
         bool, typer.Option("--not-applied", help="It has not, and never will: the next caller calls again.")
-    ] = False,
+    ] = False
     retention_days: Annotated[
-        int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="For how long it is remembered.")
-    ] = 30,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+        int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="How long to remember it.")
+    ] = 30
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+
+@app.command("resolve")
+@takes(ResolveOptions)
+def resolve_effect(options: ResolveOptions) -> None:
     """Say what became of a call that has no known outcome.
 
     The effect is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that
     `outboxq effects show` prints; of an HTTP request (a scope such as 'POST /orders') look at the rows that it writes.
-    After --applied the call is not made again, and callers get the result that you give as JSON; give null where the
+    After --applied the call is not made again, and callers get the result that you give as JSON; give null if the
     handler does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied
     the next caller calls again: if that was wrong, the call is made twice.
 
@@ -141,16 +141,26 @@ def resolve_effect(
     from outboxq.admin import effects
     from outboxq.cli.database import open_database
 
-    verdict = _verdict(applied=applied, not_applied=not_applied, result=result)
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = effects.resolve_effect(connection, scope, key, verdict, keep=timedelta(days=retention_days))
-    if as_json:
+    verdict, keep = _verdict(options), timedelta(days=options.retention_days)
+    with open_database(options.database_url, options.schema) as begin, begin() as connection:
+        found = effects.resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
+    if options.as_json:
         print_json({"resolved": found})
         return
-    what = "applied: it will not be called again" if applied else "not applied: the next caller calls again"
+    what = "applied: it will not be called again" if options.applied else "not applied: the next caller calls again"
     typer.echo(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
-    if applied and result is None:
+    if options.applied and options.result is None:
         notice("it has no result: a caller that asks for it fails (see --result)")
+
+
+def _verdict(options: ResolveOptions) -> "Verdict":
+    from outboxq.admin.effects import WasApplied, WasNotApplied
+
+    if options.applied == options.not_applied:
+        raise WrongUsage("what became of the call? Give --applied or --not-applied, and not both")
+    if options.not_applied and options.result is not None:
+        raise WrongUsage("a call that was not applied has no result: leave --result out, or give --applied")
+    return WasApplied(options.result) if options.applied else WasNotApplied()
 
 
 @app.command("new-installation")
@@ -162,20 +172,21 @@ def new_installation(
 ) -> None:
     """Give a copied database an id, and so keys, of its own.
 
-    The keys that other services are given are made of the installation's id, and a dump, a snapshot or a clone carries
-    it along. Two installations with one id give the same key to different calls: a service that honours keys answers
-    one of them with the result of the other, and does nothing. Run this in the copy (staging, a test) and not in the
-    original, as the owner of the tables, before anything runs there.
+    Outboxq makes the keys that it gives to other services from the installation's id, and a dump, a snapshot or a clone
+    copies that id. Two installations with one id give the same key to different calls: a service that honours keys
+    answers one of them with the result of the other, and does nothing. Run this in the copy (staging, a test) and not
+    in the original, as the owner of the tables, before anything runs there.
 
-    What was settled stays and is replayed. What may have been called (started, retryable and in doubt) becomes unknown,
-    so that no call is made with a key of the original; what surely was not (retryable) is forgotten, and called with a
-    new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a --result.
+    Settled effects stay, and their outcomes are replayed. Effects that may have been called (started, retryable and in
+    doubt) become unknown, so that no call is made with a key of the original; those that surely were not (retryable)
+    are forgotten, and called with a new key. An unknown effect keeps its key: in a copy, resolve it as applied, with a
+    --result.
 
     While a relay in lease mode is alive or a call is under way nothing is done, and the exit code is 1. Relays in
     transaction mode, and other processes between two calls, are not seen. Every process reads the id once and calls
     with keys of the id that it read: stop all of them before, and start them again after the command. Jobs are not
-    touched: relays of the copy run those that were copied, with the new keys. docs/operating.md has the whole way of a
-    copy.
+    touched: relays of the copy run those that were copied, with the new keys. docs/operating.md describes how to copy a
+    database.
 
     \b
     Examples:
@@ -186,17 +197,19 @@ def new_installation(
     from outboxq.cli.database import open_database
 
     if not yes:
-        if not sys.stdin.isatty():
-            raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
-        typer.confirm(
-            "Give this installation a new id? Calls of the former one are not repeated.", abort=True, err=True
-        )
+        _confirm_new_id()
     with open_database(database_url, schema) as begin, begin() as connection:
         renewed = renew_installation(connection)
     if as_json:
         print_json({"installation": renewed})
         return
     _print_installation(renewed)
+
+
+def _confirm_new_id() -> None:
+    if not sys.stdin.isatty():
+        raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
+    typer.confirm("Give this installation a new id? Calls of the former one are not repeated.", abort=True, err=True)
 
 
 def _print_installation(renewed: "NewInstallation") -> None:
@@ -208,13 +221,3 @@ def _print_installation(renewed: "NewInstallation") -> None:
             f"{renewed.unknown:,} effects are unknown, with keys of the former id: `outboxq effects list --status "
             "unknown`; in a copy resolve them as applied, with a --result"
         )
-
-
-def _verdict(*, applied: bool, not_applied: bool, result: str | None) -> "Verdict":
-    from outboxq.admin.effects import WasApplied, WasNotApplied
-
-    if applied == not_applied:
-        raise WrongUsage("what became of the call? Give --applied or --not-applied, and not both")
-    if not_applied and result is not None:
-        raise WrongUsage("a call that was not applied has no result: leave --result out, or give --applied")
-    return WasApplied(result) if applied else WasNotApplied()

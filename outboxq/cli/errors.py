@@ -1,4 +1,4 @@
-"""Errors as one line and an exit code: 1 where something failed, 2 where the command was wrong."""
+"""Errors as one line and an exit code: 1 if something failed, 2 if the command was wrong."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from outboxq.errors import ArgumentError, ConfigError, InvalidKey, OutboxqError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the command line says, and with what it ends."""
+    """What the command line prints, and its exit code."""
 
     message: str
     exit_code: int
@@ -26,7 +26,7 @@ class DatabaseUnreachable(OutboxqError):
 
 
 class WrongUsage(ConfigError):
-    """A command was called in a way that means nothing, or too much."""
+    """A command was called with options that contradict one another, or leave out what it needs."""
 
 
 class CommandFailed(OutboxqError):
@@ -49,7 +49,7 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def explain(error: Exception) -> Failure | None:
-    """How to end after `error`; None for what is a fault of outboxq, which deserves its traceback."""
+    """How to end after `error`; None for a bug in outboxq, which needs its traceback."""
     if isinstance(error, ConfigError | ArgumentError | InvalidKey):
         return Failure(str(error), 2)
     if isinstance(error, OutboxqError):

@@ -18,8 +18,8 @@ def health(
 ) -> None:
     """Tell whether the relay that writes this file lives, for a container's probe. Asks no database.
 
-    Exit codes: 0 the relay starts, serves, or waits for its database; 1 it is stopping, has ended, or has not written
-    for too long.
+    Exit codes: 0 the relay starts, works, or waits for its database; 1 it is stopping, has ended, or has not written
+    the file for too long.
 
     \b
     Examples:

@@ -1,11 +1,13 @@
 """`outboxq inbox`."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, ConsumerFilter, DatabaseUrl, Limit, Schema, Since
-from outboxq.cli.output import count, notice, print_fields, print_json, print_rows
+from outboxq.cli.output import notice, print_fields, print_json, print_list
+from outboxq.codec.text import several
 
 app = typer.Typer(
     help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
@@ -25,29 +27,23 @@ def list_messages(
     schema: Schema = DEFAULT_SCHEMA,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """List accepted messages, those first that are kept longest: of one consumer, the latest.
+    """List accepted messages, first those that are remembered longest: of one consumer, the latest.
 
-    Of a message its id is kept, and a fingerprint of its content; not the content.
+    A message is remembered by its id and a fingerprint of its content, without the content.
 
     \b
     Examples:
       outboxq inbox list --consumer payments
       outboxq inbox list --since 2026-01-31T08:00:00 --json
     """
-    from outboxq.admin import messages as inbox_messages
+    from outboxq.admin import messages
     from outboxq.cli.database import open_database
 
-    wanted = inbox_messages.MessageFilter(consumer=consumer, since=since)
+    wanted = messages.MessageFilter(consumer=consumer, since=since)
     with open_database(database_url, schema) as begin, begin() as connection:
-        # One more than shown, to know whether there are more.
-        found = inbox_messages.list_messages(connection, wanted, limit=limit + 1)
-    shown, more = found[:limit], len(found) > limit
-    if as_json:
-        print_json({"messages": shown, "more": more})
-        return
-    print_rows(("consumer", "message_id", "seen_at", "expires_at"), shown)
-    if more:
-        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --consumer or --since")
+        found = messages.list_messages(connection, wanted, limit=limit + 1)
+    columns = ("consumer", "message_id", "seen_at", "expires_at")
+    print_list("messages", found, limit, columns, "--consumer or --since", as_json=as_json)
 
 
 @app.command("show")
@@ -64,13 +60,11 @@ def show_message(
     Example:
       outboxq inbox show payments evt_1Nq2
     """
-    from dataclasses import asdict
-
-    from outboxq.admin import messages as inbox_messages
+    from outboxq.admin import messages
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:
-        found = inbox_messages.show_message(connection, consumer, message_id)
+        found = messages.show_message(connection, consumer, message_id)
     if as_json:
         print_json(found)
     else:
@@ -87,24 +81,24 @@ def forget_messages(
 ) -> None:
     """Forget messages, so that they are accepted again if they are delivered again.
 
-    What they led to stays: whatever the consumer does for a message, it will do a second time. A message that another
-    transaction holds is not waited for. The exit code is 1 where one was held, or was not there.
+    What they led to stays: the consumer will do its work for such a message a second time. A message that another
+    transaction has locked is not waited for. The exit code is 1 if one was locked, or was not there.
 
     \b
     Examples:
       outboxq inbox forget payments evt_1Nq2
       outboxq inbox forget payments evt_1Nq2 evt_1Nq3 --json
     """
-    from outboxq.admin import messages as inbox_messages
+    from outboxq.admin import messages
     from outboxq.cli.database import open_database
 
     with open_database(database_url, schema) as begin, begin() as connection:
-        result = inbox_messages.forget_messages(connection, consumer, message_ids)
+        result = messages.forget_messages(connection, consumer, message_ids)
     if as_json:
         print_json(result)
     elif result.forgotten:
-        messages = count(len(result.forgotten), "message", "messages")
-        typer.echo(f"forgot {messages}: accepted again when delivered again")
+        number = several(len(result.forgotten), "message", "messages")
+        typer.echo(f"forgot {number}: accepted again when delivered again")
     else:
         typer.echo("forgot nothing")
     for message_id in result.not_found:

@@ -1,6 +1,6 @@
 """`outboxq jobs`."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,10 +21,13 @@ from outboxq.cli.options import (
     State,
     StateFilter,
     Yes,
+    takes,
 )
-from outboxq.cli.output import count, notice, print_detail, print_json, print_rows
+from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from uuid import UUID
 
     from outboxq.admin.jobs import JobFilter
@@ -37,7 +40,7 @@ app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_i
 @app.command("list")
 def list_jobs(
     running: Annotated[
-        bool, typer.Option("--running", help="Only those that a relay runs at this moment: running, or leased.")
+        bool, typer.Option("--running", help="Only jobs that a relay is running now: running, or leased.")
     ] = False,
     queue: QueueFilter = None,
     kind: KindFilter = None,
@@ -49,9 +52,10 @@ def list_jobs(
 ) -> None:
     """List jobs that wait or run, the oldest first, in the order in which they came into the table.
 
-    The states are those of `outboxq stats`: ready; scheduled; due (scheduled, and its time has come); running (a
-    transaction has it; pid is that of its PostgreSQL backend); leased; orphaned (leased to a relay that has died or is
-    out of reach: another one takes it back); suspect (its claim died: it runs alone).
+    The states are those of `outboxq stats`: ready; scheduled; due (scheduled, and its time has come); running (in a
+    transaction; pid is that of its PostgreSQL backend); leased (run by a relay in lease mode); orphaned (leased to a
+    relay that has died or cannot be reached: another one takes it back); suspect (its relay died while it ran: it will
+    run alone).
 
     \b
     Examples:
@@ -63,16 +67,9 @@ def list_jobs(
 
     wanted = _filter(queue, kind, state)
     with open_database(database_url, schema) as begin, begin() as connection:
-        # One more than shown, to know whether there are more.
         found = jobs.list_jobs(connection, wanted, running=running, limit=limit + 1)
-    shown, more = found[:limit], len(found) > limit
-    if as_json:
-        print_json({"jobs": shown, "more": more})
-        return
     columns = ("id", "queue", "kind", "state", "attempt", "run_at", "pid", "running_seconds")
-    print_rows(columns, shown)
-    if more:
-        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with --queue, --kind or --state")
+    print_list("jobs", found, limit, columns, "--queue, --kind or --state", as_json=as_json)
 
 
 @app.command("show")
@@ -101,24 +98,30 @@ def show_job(
     print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOptions:
+    """A field per option."""
+
+    ids: Ids = None
+    queue: QueueFilter = None
+    kind: KindFilter = None
+    state: StateFilter = None
+    everything: Everything = False
+    yes: Yes = False
+    dry_run: DryRun = False
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+
 @app.command("cancel")
-def cancel_jobs(
-    ids: Ids = None,
-    queue: QueueFilter = None,
-    kind: KindFilter = None,
-    state: StateFilter = None,
-    everything: Everything = False,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+@takes(CancelOptions)
+def cancel_jobs(options: CancelOptions) -> None:
     """Delete jobs that wait. They leave no trace, and never run.
 
-    A job that a transaction runs is not touched and not waited for: it is reported, and the exit code is 1. One that
+    A job that runs in a transaction is neither changed nor waited for: it is reported, and the exit code is 1. One that
     runs under a lease is deleted; its handler goes on to its end, and what it wrote is rolled back. Jobs that are added
-    while this works are left alone. Asks before more than 100 that a filter finds.
+    in the meantime stay. Asks before it deletes more than 100 that a filter finds.
 
     \b
     Examples:
@@ -127,24 +130,25 @@ def cancel_jobs(
     """
     from outboxq.cli.database import open_database
 
-    check_selection(
-        ids,
-        {"--queue": queue, "--kind": kind, "--state": state.value if state else None},
-        everything=everything,
-        asks=not (yes or dry_run),
-    )
-    with open_database(database_url, schema) as begin:
-        wanted, counted = _select(begin, ids, _filter(queue, kind, state))
-        if dry_run:
-            missing = len(set(ids)) - sum(kind.count for kind in counted) if ids else 0
-            report_dry_run("cancelled", "jobs", counted, missing, as_json=as_json)
-        if not (ids or yes):
-            confirm("cancel", "jobs", counted, everything=everything)
-        total = _cancel_ids(begin, ids) if ids else _cancel_matching(begin, wanted)
+    filters = {"--queue": options.queue, "--kind": options.kind, "--state": options.state}
+    asks = not (options.yes or options.dry_run)
+    check_selection(options.ids, filters, everything=options.everything, asks=asks)
+    with open_database(options.database_url, options.schema) as begin:
+        wanted, counted = _select(begin, options)
+        if options.dry_run:
+            missing = len(set(options.ids)) - sum(kind.count for kind in counted) if options.ids else 0
+            report_dry_run("cancelled", "jobs", counted, missing, as_json=options.as_json)
+        if not (options.ids or options.yes):
+            confirm("cancel", "jobs", counted, everything=options.everything)
+        total = _cancel_ids(begin, options.ids) if options.ids else _cancel_matching(begin, wanted)
+    _report(total, as_json=options.as_json)
+
+
+def _report(total: Total, *, as_json: bool) -> None:
     if as_json:
         print_json({"cancelled": total.changed, "running": total.held, "not_found": total.not_found})
     else:
-        typer.echo(f"cancelled {count(total.changed, 'job', 'jobs')}")
+        typer.echo(f"cancelled {several(total.changed, 'job', 'jobs')}")
     for job_id in total.not_found:
         notice(f"no job {job_id}")
     for job_id in total.held:
@@ -152,23 +156,23 @@ def cancel_jobs(
     raise typer.Exit(total.exit_code)
 
 
-def _select(begin: "Begin", ids: Ids, wanted: "JobFilter") -> "tuple[JobFilter, tuple[KindCount, ...]]":
-    """What the command is about, without what is added from now on, and how many that are."""
-    from dataclasses import replace
-
+def _select(begin: "Begin", options: CancelOptions) -> "tuple[JobFilter, tuple[KindCount, ...]]":
+    """What the command is to change, without jobs that are added from now on, and how many that are."""
     from outboxq.admin import jobs
     from outboxq.statements.paging import database_clock
 
+    ids = tuple(options.ids) if options.ids else None
     with begin() as connection:
-        bounded = replace(wanted, ids=tuple(ids) if ids else None, created_before=database_clock(connection))
-        return bounded, jobs.count_matching(connection, bounded)
+        filtered = _filter(options.queue, options.kind, options.state)
+        wanted = replace(filtered, ids=ids, created_before=database_clock(connection))
+        return wanted, jobs.count_matching(connection, wanted)
 
 
-def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
+def _cancel_ids(begin: "Begin", ids: "Sequence[UUID]") -> Total:
     from outboxq.admin import jobs
 
     total = Total()
-    for some in in_groups(ids or ()):
+    for some in in_groups(ids):
         with unmarked(begin, some), begin() as connection:
             result = jobs.cancel_jobs(connection, some)
         total.changed += len(result.cancelled)
@@ -178,12 +182,10 @@ def _cancel_ids(begin: "Begin", ids: Ids) -> Total:
 
 
 def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
-    from dataclasses import replace
-
     from outboxq.admin import jobs
 
     def cancel(after: "UUID | None") -> "Page":
-        # Known before they are locked: whatever happens from there on, it is known whose marks there are to be cleared.
+        # Found before they are locked: whatever happens from then on, it is known which marks are to be cleared.
         with begin() as connection:
             ids = jobs.find_ids(connection, wanted, after=after)
         with unmarked(begin, ids), begin() as connection:

@@ -25,8 +25,8 @@ def migrate(
 ) -> None:
     """Install outboxq's tables, or bring them up to date.
 
-    Running it again changes nothing. A lower step goes back, and is refused while jobs, dead letters, or messages and
-    effects that are still remembered would be dropped. With an Alembic history of your own, call
+    Running it again changes nothing. --to with a lower step goes back, and is refused while that would drop jobs, dead
+    letters, or messages and effects that are still remembered. With an Alembic history of your own, call
     outboxq.migrations.upgrade(op) in a revision instead.
 
     \b

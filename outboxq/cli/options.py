@@ -1,11 +1,33 @@
-"""Options that several commands share."""
+"""Options that several commands share, and commands whose options are the fields of a dataclass."""
 
+import inspect
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 from uuid import UUID
 
 import typer
+
+Options = TypeVar("Options")
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Turn a function that takes this dataclass into a command with an option for each of its fields.
+
+    Typer reads a command's signature: it is shown the one of the dataclass.
+    """
+
+    def as_command(function: Callable[[Options], None]) -> Callable[..., None]:
+        def command(**given: object) -> None:
+            function(options(**given))
+
+        command.__doc__ = function.__doc__
+        vars(command)["__signature__"] = inspect.signature(options)
+        return command
+
+    return as_command
+
 
 DatabaseUrl: TypeAlias = Annotated[
     str | None,
@@ -20,23 +42,21 @@ DatabaseUrl: TypeAlias = Annotated[
 Schema: TypeAlias = Annotated[
     str, typer.Option("--schema", metavar="NAME", help="The PostgreSQL schema that holds outboxq's tables.")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, with keys that stay.")]
-QueueFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--queue", metavar="NAME", help="Only of this queue.", show_default=False)
-]
-KindFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--kind", metavar="NAME", help="Only of this kind.", show_default=False)
-]
-ConsumerFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.", show_default=False)
-]
-ScopeFilter: TypeAlias = Annotated[
-    str | None, typer.Option("--scope", metavar="NAME", help="Only of this scope.", show_default=False)
-]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; later versions keep its keys.")]
+
+
+def _only(what: str) -> Any:
+    return typer.Option(f"--{what}", metavar="NAME", help=f"Only of this {what}.", show_default=False)
+
+
+QueueFilter: TypeAlias = Annotated[str | None, _only("queue")]
+KindFilter: TypeAlias = Annotated[str | None, _only("kind")]
+ConsumerFilter: TypeAlias = Annotated[str | None, _only("consumer")]
+ScopeFilter: TypeAlias = Annotated[str | None, _only("scope")]
 
 
 def read_moment(text: str) -> datetime:
-    """A date or a time as ISO 8601 has it, as `--json` prints it too; in UTC where it does not say otherwise."""
+    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -50,24 +70,27 @@ Since: TypeAlias = Annotated[
         "--since",
         metavar="TIME",
         parser=read_moment,
-        help="Only accepted from then on: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
+        help="Only messages accepted since: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
         show_default=False,
     ),
 ]
-Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All there are. Asks first, as more than 100 do.")]
+Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All of them, of every queue. Asks first.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing: say how many it would be, by queue and kind.")
+    bool, typer.Option("--dry-run", help="Change nothing: only say how many would be changed, by queue and kind.")
 ]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
-Ids: TypeAlias = Annotated[list[UUID] | None, typer.Argument(metavar="ID", show_default=False)]
+Ids: TypeAlias = Annotated[
+    list[UUID] | None,
+    typer.Argument(metavar="ID", help="Ids as `list` prints them; or give filters.", show_default=False),
+]
 OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]
 
 DEFAULT_SCHEMA = "outboxq"
 
 
 class State(StrEnum):
-    """What a job is at; the names of `outboxq.admin.jobs.STATES`."""
+    """The states of a job: those of `outboxq.admin.jobs.STATES`."""
 
     ready = "ready"
     running = "running"
@@ -84,7 +107,7 @@ StateFilter: TypeAlias = Annotated[
 
 
 class EffectStatus(StrEnum):
-    """What an effect's row says; see the documentation of the tables."""
+    """The statuses of an effect's row."""
 
     started = "started"
     done = "done"

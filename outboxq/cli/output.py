@@ -1,10 +1,9 @@
 """Printing: tables for people, JSON for programs, and notices on standard error.
 
-A thing has one name and a time one form in all of them: columns and fields are called as the keys of the JSON, and
-times are written as in RFC 3339, in UTC.
+Columns and fields have the names of the JSON's keys, and times are always written as in RFC 3339, in UTC.
 
-Names and reasons come from the database, where anybody may have written them: they never reach a terminal as control
-sequences or as markup.
+Names and reasons come from the database, and may be made to deceive: they never reach a terminal as control sequences
+or as markup.
 """
 
 import sys
@@ -17,7 +16,7 @@ import typer
 
 from outboxq.codec.text import printable
 
-# Nothing is cut off where no terminal sets a width: ids are there to be copied and grepped.
+# Without a terminal, which sets a width, nothing is cut off: ids are there to be copied and grepped.
 _WIDTH_WITHOUT_TERMINAL = 1_000
 
 
@@ -49,6 +48,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
 def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | None = None) -> None:
     """A table of what the JSON has under the same names."""
     print_table(columns, ([_plain(name, getattr(row, name)) for name in columns] for row in rows), title=title)
+
+
+def print_list(
+    name: str, found: Sequence[object], limit: int, columns: Sequence[str], filters: str, *, as_json: bool
+) -> None:
+    """The first `limit` of these things; one more was asked for, to know whether there are more."""
+    shown, more = found[:limit], len(found) > limit
+    if as_json:
+        print_json({name: shown, "more": more})
+        return
+    print_rows(columns, shown)
+    if more:
+        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with {filters}")
 
 
 def print_detail(fields: Mapping[str, object], documents: Mapping[str, str | None], *, as_json: bool) -> None:
@@ -124,8 +136,3 @@ def cell(value: object, *, timespec: str = "auto") -> str:
 def moment(value: datetime, timespec: str = "auto") -> str:
     """A time in UTC, as the JSON has it: 2026-01-31T08:00:00.123456Z."""
     return value.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
-
-
-def count(number: int, one: str, many: str) -> str:
-    """`1 job`, `3,000 jobs`."""
-    return f"{number:,} {one if number == 1 else many}"

@@ -1,18 +1,17 @@
 """`outboxq queues`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 app = typer.Typer(help="List, pause and resume queues.", no_args_is_help=True, rich_markup_mode=None)
-
-Names = Annotated[list[str], typer.Argument(metavar="NAME", show_default=False)]
 
 
 @app.command("list")
@@ -35,14 +34,23 @@ def list_queues(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, databa
         print_rows(("queue", "paused_at"), found)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeOptions:
+    """A field per option of the commands that change queues."""
+
+    names: Annotated[list[str], typer.Argument(metavar="NAME", show_default=False)]
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+
 @app.command("pause")
-def pause(
-    names: Names, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
-) -> None:
+@takes(ChangeOptions)
+def pause(options: ChangeOptions) -> None:
     """Keep relays from claiming jobs of these queues.
 
-    What runs already goes on; new jobs are still taken in. A queue that nothing is known of is paused too, before its
-    first job or while it is empty, and named: look whether it was meant.
+    Jobs that run already go on, and new jobs can still be added. A queue without any job, dead letter or setting is
+    paused too, before its first job comes, and reported in case its name was mistyped.
 
     \b
     Example:
@@ -50,16 +58,15 @@ def pause(
     """
     from outboxq.admin import queues
 
-    _change(queues.pause, names, "paused", "paused already", database_url, schema, as_json=as_json)
+    _change(options, queues.pause, "paused", "paused already")
 
 
 @app.command("resume")
-def resume(
-    names: Names, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
-) -> None:
+@takes(ChangeOptions)
+def resume(options: ChangeOptions) -> None:
     """Let relays claim jobs of these queues again, at once.
 
-    A queue that nothing is known of was not paused, and is named: look whether it was meant.
+    A queue without any job, dead letter or setting was not paused, and is reported in case its name was mistyped.
 
     \b
     Example:
@@ -67,31 +74,24 @@ def resume(
     """
     from outboxq.admin import queues
 
-    _change(queues.resume, names, "resumed", "not paused", database_url, schema, as_json=as_json)
+    _change(options, queues.resume, "resumed", "not paused")
 
 
 def _change(
-    change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]",
-    names: Sequence[str],
-    done: str,
-    before: str,
-    database_url: str | None,
-    schema: str,
-    *,
-    as_json: bool,
+    options: ChangeOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
 ) -> None:
-    """Pause or resume queues, and say of each what it is now, or was already."""
+    """Pause or resume queues, and print for each what it is now, or was already."""
     from outboxq.admin import queues
     from outboxq.cli.database import open_database
     from outboxq.cli.output import notice, print_json
 
-    with open_database(database_url, schema) as begin, begin() as connection:
+    with open_database(options.database_url, options.schema) as begin, begin() as connection:
         known = {row.queue for row in queues.list_queues(connection)}
-        changed = change(connection, names)
-    wanted = list(dict.fromkeys(names))
+        changed = change(connection, options.names)
+    wanted = list(dict.fromkeys(options.names))
     unchanged = [name for name in wanted if name not in changed]
     unknown = [name for name in wanted if name not in known]
-    if as_json:
+    if options.as_json:
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
         for name in wanted:

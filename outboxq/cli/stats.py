@@ -4,11 +4,11 @@ from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 
 
 def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
-    """Count what waits, runs and died, per queue.
+    """Count the jobs that wait, run and died, per queue.
 
-    The states are those of `outboxq jobs list`. "parked" jobs, a part of scheduled and due, were put off because no
-    relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted too. The
-    counts read the whole table of jobs.
+    The states are those of `outboxq jobs list`. Parked jobs, which are also counted as scheduled or due, were postponed
+    because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
+    too. Reads the whole table of jobs.
 
     \b
     Example:
@@ -17,7 +17,8 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     from outboxq.admin.jobs import STATES
     from outboxq.admin.stats import collect_stats
     from outboxq.cli.database import open_database
-    from outboxq.cli.output import count, notice, print_json, print_rows
+    from outboxq.cli.output import notice, print_json, print_rows
+    from outboxq.codec.text import several
 
     with open_database(database_url, schema) as begin, begin() as connection:
         found = collect_stats(connection)
@@ -30,5 +31,5 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
         kinds = ("queue", "kind", "jobs", "next_look_at")
         print_rows(kinds, found.parked_kinds, title="Kinds that no relay knows:")
     if found.unknown_effects:
-        effects = count(found.unknown_effects, "effect waits", "effects wait")
+        effects = several(found.unknown_effects, "effect waits", "effects wait")
         notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")

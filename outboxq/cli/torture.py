@@ -1,41 +1,50 @@
 """`outboxq torture`."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.options import AsJson
+from outboxq.cli.options import AsJson, takes
 
 if TYPE_CHECKING:
     from outboxq.torture import TortureReport
 
 
 class Mode(StrEnum):
-    """How the tortured handlers are claimed."""
+    """The mode in which the tortured handlers run."""
 
     transaction = "transaction"
     lease = "lease"
     mixed = "mixed"
 
 
-def torture(
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="How many jobs to commit.")] = 5_000,
-    faults: Annotated[int, typer.Option("--faults", min=0, help="How many faults, spread over the run.")] = 50,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """A field per option."""
+
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="How many jobs to commit.")] = 5_000
+    faults: Annotated[int, typer.Option("--faults", min=0, help="How many faults to cause, spread over the run.")] = 50
     seed: Annotated[
         int | None,
         typer.Option("--seed", help="Repeat an earlier run's transactions and faults.", show_default=False),
-    ] = None,
-    mode: Annotated[Mode, typer.Option("--mode", help="How the handlers are claimed.")] = Mode.transaction,
-    relays: Annotated[int, typer.Option("--relays", min=1, max=16, help="How many relay processes.")] = 3,
-    minutes: Annotated[float, typer.Option("--minutes", help="Give up after so long.")] = 30.0,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    mode: Annotated[Mode, typer.Option("--mode", help="The mode in which the handlers run.")] = Mode.transaction
+    relays: Annotated[int, typer.Option("--relays", min=1, max=16, help="How many relay processes.")] = 3
+    minutes: Annotated[float, typer.Option("--minutes", help="Give up after so long.")] = 30.0
+    as_json: AsJson = False
+
+
+@takes(Options)
+def torture(options: Options) -> None:
     """Disturb relays in every way, and check that no job was lost or done twice.
 
-    Starts a PostgreSQL of its own, relays and producers; kills, stops and cuts off all of them at random; then reads
-    from the database what became of each job. No other database can be named or is touched, and nothing is left
-    behind. Needs outboxq[demo]. Exit codes: 0 every promise was kept, 1 one was not, 2 wrong usage.
+    Starts a PostgreSQL server of its own, relays and producers; kills them, stops them and cuts their connections at
+    random; then reads from the database what became of each job. No other database is used, and nothing is left behind.
+    Needs outboxq[demo].
+
+    Exit codes: 0 every promise was kept; 1 one was not; 2 wrong usage.
 
     \b
     Examples:
@@ -48,16 +57,16 @@ def torture(
     from outboxq.cli.output import notice, print_json
     from outboxq.torture import TortureOptions, run_torture
 
-    options = TortureOptions(
-        jobs=jobs,
-        faults=faults,
-        seed=random.randrange(1_000_000) if seed is None else seed,
-        mode=mode.value,
-        relays=relays,
-        minutes=minutes,
+    torture_options = TortureOptions(
+        jobs=options.jobs,
+        faults=options.faults,
+        seed=random.randrange(1_000_000) if options.seed is None else options.seed,
+        mode=options.mode.value,
+        relays=options.relays,
+        minutes=options.minutes,
     )
-    report = run_torture(options, notice)
-    if as_json:
+    report = run_torture(torture_options, notice)
+    if options.as_json:
         print_json(report)
     else:
         _show(report)

@@ -10,6 +10,11 @@ def printable(text: str) -> str:
     )
 
 
+def several(number: int, one: str, many: str) -> str:
+    """`1 job`, `3,000 jobs`."""
+    return f"{number:,} {one if number == 1 else many}"
+
+
 MAX_MESSAGE_CHARACTERS = 2_000
 
 

@@ -1,41 +1,41 @@
-"""Calls to the outside that somebody must look at: whose outcome nobody knows, or for which nobody came back."""
+"""Effects that an operator has to look at: unknown ones, and those whose caller did not come back."""
 
 from collections.abc import Iterator, Sequence
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
-from outboxq.doctor.formatting import age, several, size
+from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import effects as statements
 
 # Retries of a handler come back sooner than this, as a rule.
 _ABANDONED_SECONDS = 3_600.0
 
 
-def find_unknown_effects(examination: CheckContext) -> Iterator[Finding]:
-    """Effects that nobody will call again until an operator says what became of them."""
-    found = examination.connection.execute(statements.unknown_effects(examination.schema)).one()
+def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
+    """Effects that are not called again until an operator resolves them."""
+    found = context.connection.execute(statements.unknown_effects(context.schema)).one()
     if found.effects:
         effects, are = _effects(found.effects), "is" if found.effects == 1 else "are"
         yield Finding(
             "effects-unknown",
             "warning",
-            f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: nobody can tell whether the call "
-            "was applied",
+            f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: it cannot be told whether the "
+            "call was applied",
             detail_of(found),
             "Ask the other side by the provider key (outboxq effects show), then: outboxq effects resolve SCOPE KEY "
             "--applied, or --not-applied. They are listed by outboxq effects list --status unknown; one with a scope "
-            "such as 'POST /orders' is an HTTP request: look at the rows that it writes, for nobody has its provider "
-            "key.",
+            "such as 'POST /orders' is an HTTP request: look at the rows that it writes, for no other side has its "
+            "provider key.",
         )
 
 
-def find_abandoned_effects(examination: CheckContext) -> Iterator[Finding]:
-    """Effects whose caller died, or failed in doubt, and that nobody called again."""
-    connection, schema = examination.connection, examination.schema
-    bytes_to_read: int = connection.execute(statements.bytes_to_read(schema)).scalar_one()
+def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
+    """Effects whose caller died or failed in doubt, and that were not called again."""
+    bytes_to_read: int = context.scalar(statements.bytes_to_read(context.schema))
     if bytes_to_read > statements.MAX_READ_BYTES:
         yield _not_read(bytes_to_read)
         return
-    found = connection.execute(statements.abandoned_effects(schema, _ABANDONED_SECONDS)).one()
+    found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
         was = "was" if found.effects == 1 else "were"
         yield Finding(

@@ -1,11 +1,11 @@
-"""What a check gives back, and the limits from which on it does."""
+"""What a check works on and what it reports."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Executable, Row
 
 from outboxq.admin.roles import Part
 from outboxq.handlers.registry import Registry
@@ -17,10 +17,10 @@ Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found.
+    """Something that was found.
 
     Args:
-        code: Its name, for programs; stays.
+        code: Its name, for programs; later versions keep it.
         severity: `problem`: jobs do not run, or a promise is broken. `warning`: they will not, or may not. `info`: good
             to know.
         title: What was found, in a line.
@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether somebody should act."""
+        """Whether an operator should act."""
         return self.severity != "info"
 
 
@@ -47,7 +47,7 @@ def detail_of(row: Row[Any]) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """From when on something is worth a finding.
+    """The limits from which on something is reported.
 
     Args:
         older_than_seconds: Transactions that are open, and jobs that wait, for this long.
@@ -64,11 +64,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """What every check works on, inside a transaction that is its own.
+    """What every check works on, inside a transaction of its own.
 
     Args:
-        tables: Those of outboxq that exist.
-        is_current: The tables are at the step that this version of the code knows best.
+        use: What the role is for, which decides the rights that it needs.
+        tables: Those of outboxq that exist and can be read.
+        is_current: The tables are at the latest step that this version of the code knows.
     """
 
     connection: Connection
@@ -79,16 +80,28 @@ class CheckContext:
     tables: frozenset[str] = frozenset()
     is_current: bool = False
 
+    def rows(self, statement: Executable) -> Sequence[Row[Any]]:
+        """All rows of a query."""
+        return self.connection.execute(statement).all()
+
+    def scalars(self, statement: Executable) -> Sequence[Any]:
+        """The first column of all rows of a query."""
+        return self.connection.execute(statement).scalars().all()
+
+    def scalar(self, statement: Executable) -> Any:
+        """The one value of a query."""
+        return self.connection.execute(statement).scalar_one()
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One look.
+    """A check of one subject.
 
     Args:
-        subject: What it finds out, as the end of "could not look at ...".
+        subject: What it looks at, as the end of "could not look at ...".
         find: Yields findings.
-        tables: What it reads of outboxq; skipped where one is not there.
-        needs_current: Skipped where the tables are of another step than the code's.
+        tables: The tables of outboxq that it reads; it is skipped if one of them does not exist.
+        needs_current: It is skipped if the tables are not at the latest step.
         grant: What a role needs that may not make it.
     """
 
@@ -97,3 +110,7 @@ class Check:
     tables: frozenset[str] = field(default=frozenset())
     needs_current: bool = False
     grant: str = "pg_monitor"
+
+    def fits(self, context: CheckContext) -> bool:
+        """Whether everything is there that it looks at."""
+        return self.tables <= context.tables and (context.is_current or not self.needs_current)

@@ -1,4 +1,4 @@
-"""Ages and counts, as titles say them, and names that advice can be copied with."""
+"""Ages, counts and sizes for titles, and names that are quoted so that advice can be copied."""
 
 import re
 import shlex
@@ -16,22 +16,17 @@ def age(seconds: float | None) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def several(number: int, one: str, many: str) -> str:
-    """`1 job`, `3,000 jobs`."""
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def size(number_of_bytes: int) -> str:
     """`512 kB`, `1,234 MB`."""
     return f"{number_of_bytes / 1_000:,.0f} kB" if number_of_bytes < 10**7 else f"{number_of_bytes / 10**6:,.0f} MB"
 
 
 def identifier(*names: str) -> str:
-    """A name for SQL, in double quotes only where it must be."""
+    """A name for SQL, in double quotes only if it needs them."""
     doubled = (name.replace('"', '""') for name in names)
     return ".".join(name if _PLAIN_NAME.fullmatch(name) else f'"{name}"' for name in doubled)
 
 
 def shell_word(name: str) -> str:
-    """A name for a command line: anybody who may add jobs chooses names of queues and kinds."""
+    """A name for a command line, quoted: every producer can choose names of queues and kinds."""
     return shlex.quote(name)

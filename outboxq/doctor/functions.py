@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.migrations import LATEST, upgrade_sql
-from outboxq.migrations.quoting import quote_identifier
 from outboxq.statements.doctor import tables as statements
+from outboxq.statements.render import quote_identifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
     return found
 
 
-def find_different_functions(examination: CheckContext) -> Iterator[Finding]:
+def find_different_functions(context: CheckContext) -> Iterator[Finding]:
     """Functions that are not there, or that say something else than the migrations wrote for this schema."""
-    rows = examination.connection.execute(statements.functions(examination.schema)).all()
-    for name, made in sorted(made_by_migrations(examination.schema).items()):
+    rows = context.rows(statements.functions(context.schema))
+    for name, made in sorted(made_by_migrations(context.schema).items()):
         bodies = [row.body for row in rows if row.name == name]
         if not bodies:
             yield Finding(
@@ -64,7 +64,7 @@ def find_different_functions(examination: CheckContext) -> Iterator[Finding]:
                 "function-different",
                 "problem",
                 f"the text of function {name!r} is not the one that the migrations make for schema "
-                f"{examination.schema!r}: a schema that was renamed keeps its old name there",
+                f"{context.schema!r}: a schema that was renamed keeps its old name there",
                 {"function": name, "sql": made.sql},
                 "Give the schema its old name back, or mend the function with the SQL in `detail` (--json), as the "
                 "owner of the tables.",

@@ -1,4 +1,4 @@
-"""Does the URL lead to a transaction pooler? Two connections tell: behind one, they are given each other's backends."""
+"""Whether the URL leads to a transaction pooler: behind one, two connections are given each other's backends."""
 
 from sqlalchemy import Connection
 
@@ -7,14 +7,14 @@ from outboxq.doctor.findings import Connect, Finding
 from outboxq.errors import OutboxqError
 from outboxq.statements.doctor import sessions as statements
 
-# A pooler hands out the backend that was given back last, unless another client was quicker.
+# A pooler hands out the backend that was released last, unless another client was quicker.
 _ROUNDS = 5
 
 SUBJECT = "whether the URL leads to a transaction pooler"
 
 
 def unreachable(error: OutboxqError) -> Finding:
-    """What there is to say when not even a connection could be opened."""
+    """The finding if no connection could be opened."""
     if "statement pooling" in str(error):
         return Finding(
             "pooler-statement-mode",
@@ -35,7 +35,7 @@ def unreachable(error: OutboxqError) -> Finding:
 
 
 def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> list[Finding]:
-    """Findings on the URL, and on the one for listening where there is one."""
+    """Findings about the URL, and about the one for listening if there is one."""
     findings = []
     try:
         if shares_backends(connection, connect):
@@ -111,5 +111,5 @@ def _listen_url_unreachable(error: OutboxqError) -> Finding:
         "problem",
         f"the URL for listening leads nowhere, so relays poll: {error}",
         {},
-        "Mend --listen-url (OUTBOXQ_LISTEN_URL), or leave it out where the database URL leads to the server itself.",
+        "Mend --listen-url (OUTBOXQ_LISTEN_URL), or leave it out if the database URL leads to the server itself.",
     )

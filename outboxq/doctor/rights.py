@@ -1,4 +1,4 @@
-"""What this role may do, by what it is for, and what row level security hides from it."""
+"""The rights that this role lacks for its use, the rights that others should not have, and row level security."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ _SELECT = ("SELECT",)
 _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 
-def find_missing_rights(examination: CheckContext) -> Iterator[Finding]:
+def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
     """Grants that this role lacks for its use."""
-    connection, schema, use = examination.connection, examination.schema, examination.use
-    if not connection.execute(statements.schema_usage(schema)).scalar():
+    schema, use = context.schema, context.use
+    if True not in context.scalars(statements.schema_usage(schema)):
         yield Finding(
             "grant-missing",
             "problem",
@@ -26,14 +26,12 @@ def find_missing_rights(examination: CheckContext) -> Iterator[Finding]:
             {"use": use, "object": schema, "missing": ["USAGE"]},
             f"GRANT USAGE ON SCHEMA {identifier(schema)} TO the role.",
         )
-    wanted = [(table, right) for table in sorted(examination.tables) for right in _needed(use, table)]
+    wanted = [(table, right) for table in sorted(context.tables) for right in _needed(use, table)]
     missing: dict[str, list[str]] = {}
-    for row in connection.execute(statements.missing_rights(schema, wanted)):
+    for row in context.rows(statements.missing_rights(schema, wanted)):
         missing.setdefault(row.table, []).append(row.privilege)
-    for table in examination.tables & RIGHTS[use].inserts.keys():
-        columns = connection.execute(
-            statements.columns_without_insert(schema, table, RIGHTS[use].inserts[table])
-        ).scalars()
+    for table in context.tables & RIGHTS[use].inserts.keys():
+        columns = context.scalars(statements.columns_without_insert(schema, table, RIGHTS[use].inserts[table]))
         if lacking := ", ".join(columns):
             missing[table] = [f"INSERT ({lacking})"]
     for table, privileges in missing.items():
@@ -47,11 +45,11 @@ def find_missing_rights(examination: CheckContext) -> Iterator[Finding]:
         )
 
 
-def find_wide_producers(examination: CheckContext) -> Iterator[Finding]:
+def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
     """Roles that may write the relays' own columns of a new job, without being a relay or an operator."""
-    for row in examination.connection.execute(statements.inserters(examination.schema)):
+    for row in context.rows(statements.inserters(context.schema)):
         grant = f"Run what `outboxq roles --sql --producer {shell_word(row.role)}` prints"
-        revoke = f"REVOKE INSERT ON {identifier(examination.schema, 'job')} FROM PUBLIC"
+        revoke = f"REVOKE INSERT ON {identifier(context.schema, 'job')} FROM PUBLIC"
         yield Finding(
             "producer-writes-every-column",
             "warning",
@@ -61,14 +59,14 @@ def find_wide_producers(examination: CheckContext) -> Iterator[Finding]:
         )
 
 
-def find_hidden_rows(examination: CheckContext) -> Iterator[Finding]:
+def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
     """Row level security without a policy that lets this role, or anybody, through."""
-    for row in examination.connection.execute(statements.row_security(examination.schema)):
-        wanted = _commands(examination.use, row.table)
+    for row in context.rows(statements.row_security(context.schema)):
+        wanted = _commands(context.use, row.table)
         allowed = row.mine if row.is_active else row.anybodys
         refused = [] if "*" in allowed else [right for right in wanted if _POLICY_COMMANDS[right] not in allowed]
         if refused:
-            table = identifier(examination.schema, row.table)
+            table = identifier(context.schema, row.table)
             whom = "this role" if row.is_active else "any role but its owner and superusers"
             yield Finding(
                 "row-security-without-policy",
@@ -80,9 +78,9 @@ def find_hidden_rows(examination: CheckContext) -> Iterator[Finding]:
             )
 
 
-def find_open_schemas(examination: CheckContext) -> Iterator[Finding]:
+def find_open_schemas(context: CheckContext) -> Iterator[Finding]:
     """Schemas of a relay's search path in which others could put functions and operators for it to call."""
-    paths = _search_paths(examination)
+    paths = _search_paths(context)
     behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}
     for role, before in behind.items():
         yield Finding(
@@ -94,7 +92,7 @@ def find_open_schemas(examination: CheckContext) -> Iterator[Finding]:
         )
     creators: dict[str, list[str]] = {}
     names = sorted({name for path in paths.values() for name in path})
-    for row in examination.connection.execute(statements.schema_creators(examination.schema, names)):
+    for row in context.rows(statements.schema_creators(context.schema, names)):
         creators.setdefault(row.schema, []).append(row.creator)
     for schema, roles in creators.items():
         users = [role for role, path in paths.items() if schema in path]
@@ -106,14 +104,14 @@ def find_open_schemas(examination: CheckContext) -> Iterator[Finding]:
             {"schema": schema, "creators": roles, "roles": users},
             f"REVOKE CREATE ON SCHEMA {identifier(schema)} FROM "
             f"{', '.join('PUBLIC' if role == 'PUBLIC' else identifier(role) for role in roles)}; what a role creates "
-            "there could be called by handlers and triggers, with the rights of who runs them (docs/search-path.md).",
+            "there could be called by handlers and triggers, with the rights of their role (docs/search-path.md).",
         )
 
 
-def _search_paths(examination: CheckContext) -> dict[str, list[str]]:
+def _search_paths(context: CheckContext) -> dict[str, list[str]]:
     """The schemas of this role's search path, and of the other roles' that could be a relay's, in their order."""
-    own = examination.connection.execute(statements.search_path())
-    others = examination.connection.execute(role_settings(examination.schema, ("search_path",)))
+    own = context.rows(statements.search_path())
+    others = context.rows(role_settings(context.schema, ("search_path",)))
     return {row.role: _schemas(row.value, row.role) for row in (*own, *others)}
 
 

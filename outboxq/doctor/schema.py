@@ -1,4 +1,4 @@
-"""The tables themselves: their version, and what is missing of them."""
+"""The tables: their version, and which parts are missing or different."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,32 +21,30 @@ _TRIGGER = "wake_relays"
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What the version marker says: whether anything of the tables can be looked at, and whether all of it."""
+    """What the version marker says: whether the tables can be looked at, and whether all of their parts can be."""
 
-    findings: Sequence[Finding]
-    is_usable: bool
-    is_current: bool
-
-
-def existing_tables(examination: CheckContext) -> frozenset[str]:
-    """The names of what is in the schema."""
-    return frozenset(examination.connection.execute(statements.tables(examination.schema)).scalars())
+    findings: Sequence[Finding] = ()
+    is_usable: bool = True
+    is_current: bool = False
 
 
-def look_at_version(examination: CheckContext) -> Version:
+def existing_tables(context: CheckContext) -> frozenset[str]:
+    """The names of the tables in the schema."""
+    return frozenset(context.scalars(statements.tables(context.schema)))
+
+
+def look_at_version(context: CheckContext) -> Version:
     """Compare the marker that migrations leave with what the code needs."""
-    step = None
-    if "migration" in examination.tables:
-        step = schema_version(examination.connection, examination.schema)
+    step = schema_version(context.connection, context.schema) if "migration" in context.tables else None
     if not step:
-        return Version([_tables_missing(examination.schema)], is_usable=False, is_current=False)
+        return Version([_tables_missing(context.schema)], is_usable=False)
     if step < NEEDED_VERSION:
-        return Version([_tables_old(examination.schema, step)], is_usable=True, is_current=False)
+        return Version([_tables_old(context.schema, step)])
     if step < LATEST:
-        return Version([_steps_waiting(examination.schema, step)], is_usable=True, is_current=False)
+        return Version([_steps_waiting(context.schema, step)])
     if step > LATEST:
-        return Version([_tables_new(examination.schema, step)], is_usable=True, is_current=False)
-    return Version([], is_usable=True, is_current=True)
+        return Version([_tables_new(context.schema, step)])
+    return Version(is_current=True)
 
 
 def _tables_missing(schema: str) -> Finding:
@@ -91,23 +89,23 @@ def _tables_new(schema: str, step: int) -> Finding:
     )
 
 
-def find_missing_tables(examination: CheckContext) -> Iterator[Finding]:
-    """Tables that the marker promises."""
-    for name in sorted({str(table.name) for table in metadata.tables.values()} - examination.tables):
+def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
+    """Tables that should be there by the marker."""
+    for name in sorted({str(table.name) for table in metadata.tables.values()} - context.tables):
         yield Finding(
             "table-missing",
             "problem",
             f"table {name!r} is missing, although the tables are at the right step",
             {"table": name},
-            "Somebody dropped it: restore it from a backup, or make it again with the DDL of `outboxq migrate --sql`.",
+            "It was dropped: restore it from a backup, or make it again with the DDL of `outboxq migrate --sql`.",
         )
 
 
-def find_broken_indexes(examination: CheckContext) -> Iterator[Finding]:
-    """Indexes that are not there, not whole, or not what they were."""
-    found = examination.connection.execute(statements.indexes(examination.schema)).all()
+def find_broken_indexes(context: CheckContext) -> Iterator[Finding]:
+    """Indexes that are missing, invalid or different."""
+    found = context.rows(statements.indexes(context.schema))
     whole = {_identity(row) for row in found if row.is_valid}
-    wanted = [item for item in _declared_indexes() if item[1][0] in examination.tables]
+    wanted = [item for item in _declared_indexes() if item[1][0] in context.tables]
     for name, identity in wanted:
         if identity not in whole:
             yield _index_missing(name, identity[0], found)
@@ -120,7 +118,7 @@ def find_broken_indexes(examination: CheckContext) -> Iterator[Finding]:
                 f"index {row.name!r} on {row.table} is invalid: it costs every write and serves no read",
                 {"index": row.name, "table": row.table},
                 "Drop what a cancelled CREATE or REINDEX left: "
-                f"DROP INDEX CONCURRENTLY {identifier(examination.schema, row.name)};",
+                f"DROP INDEX CONCURRENTLY {identifier(context.schema, row.name)};",
             )
 
 
@@ -151,7 +149,7 @@ _Identity = tuple[str, bool, str]
 
 
 def _declared_indexes() -> list[tuple[str, _Identity]]:
-    """The name, and what makes the index itself, of every index of tables.py, primary keys included."""
+    """The name and the identity of every index of tables.py, primary keys included."""
     found = []
     for table in metadata.tables.values():
         owner = str(table.name)
@@ -178,18 +176,17 @@ def _plain(definition: str) -> str:
     return "".join(character for character in kept if character not in ' ()"\n').lower()
 
 
-def find_missing_code(examination: CheckContext) -> Iterator[Finding]:
+def find_missing_code(context: CheckContext) -> Iterator[Finding]:
     """The functions, and the trigger that wakes relays."""
-    yield from find_different_functions(examination)
-    connection, schema = examination.connection, examination.schema
-    if _TRIGGER not in set(connection.execute(statements.triggers(schema)).scalars()):
+    yield from find_different_functions(context)
+    if _TRIGGER not in context.scalars(statements.triggers(context.schema)):
         yield Finding(
             "trigger-missing",
             "warning",
             f"trigger {_TRIGGER!r} on job is missing or disabled: new jobs wake no relay, and wait until the next poll",
             {"trigger": _TRIGGER},
-            f"ALTER TABLE {identifier(schema, 'job')} ENABLE TRIGGER {_TRIGGER}; or make it again with the DDL of "
-            "`outboxq migrate --sql`.",
+            f"ALTER TABLE {identifier(context.schema, 'job')} ENABLE TRIGGER {_TRIGGER}; or make it again with the DDL "
+            "of `outboxq migrate --sql`.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings of the server, the database and the roles that cut relays short, or break a promise; and room left."""
+"""Settings of the server, the database and the roles that disturb relays or risk data, and connections left."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ _DURABILITY: Mapping[str, tuple[str, str]] = {
 _UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
-def find_short_timeouts(examination: CheckContext) -> Iterator[Finding]:
+def find_short_timeouts(context: CheckContext) -> Iterator[Finding]:
     """Time-outs that a session of this role starts with, and those of other roles that could be a relay's."""
     names = tuple(_TIMEOUTS)
-    for row in examination.connection.execute(statements.settings(names)):
-        yield from _short(examination, row.name, row.value, None)
-    for row in examination.connection.execute(statements.role_settings(examination.schema, names)):
-        yield from _short(examination, row.name, row.value, row.role)
+    for row in context.rows(statements.settings(names)):
+        yield from _short(context, row.name, row.value, None)
+    for row in context.rows(statements.role_settings(context.schema, names)):
+        yield from _short(context, row.name, row.value, row.role)
 
 
-def _short(examination: CheckContext, name: str, value: str, role: str | None) -> Iterator[Finding]:
+def _short(context: CheckContext, name: str, value: str, role: str | None) -> Iterator[Finding]:
     seconds = seconds_of(value)
-    if not 0 < seconds < _shortest(examination, name):
+    if not 0 < seconds < _shortest(context, name):
         return
     code, effect = _TIMEOUTS[name]
     whose = f"role {role}" if role else "sessions of this role"
@@ -62,8 +62,8 @@ def _short(examination: CheckContext, name: str, value: str, role: str | None) -
     )
 
 
-def _shortest(examination: CheckContext, name: str) -> float:
-    short = examination.limits.short_timeout_seconds
+def _shortest(context: CheckContext, name: str) -> float:
+    short = context.limits.short_timeout_seconds
     # An idle relay sleeps for long; a wait for a lock is short.
     return {"idle_session_timeout": max(short, _HOUR_SECONDS), "lock_timeout": min(short, _LOCK_TIMEOUT_SECONDS)}.get(
         name, short
@@ -71,14 +71,14 @@ def _shortest(examination: CheckContext, name: str) -> float:
 
 
 def seconds_of(value: str) -> float:
-    """A time-out as stored, `30s`, `1.5min` or milliseconds without a unit; 0 where it cannot be read."""
+    """A time-out as stored, `30s`, `1.5min` or milliseconds without a unit; 0 if it cannot be read."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([a-z]*)", value.strip())
     return float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
 
 
-def find_unsafe_settings(examination: CheckContext) -> Iterator[Finding]:
-    """What is off and should not be."""
-    for row in examination.connection.execute(statements.settings(tuple(_DURABILITY))):
+def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
+    """Settings that are off and should not be."""
+    for row in context.rows(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
             code, effect = _DURABILITY[row.name]
             yield Finding(
@@ -90,9 +90,9 @@ def find_unsafe_settings(examination: CheckContext) -> Iterator[Finding]:
             )
 
 
-def find_used_up_connections(examination: CheckContext) -> Iterator[Finding]:
+def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
     """Limits of connections that are nearly reached."""
-    for row in examination.connection.execute(statements.connection_room()):
+    for row in context.rows(statements.connection_room()):
         if row.allowed >= 0 and row.open >= _USED_UP * row.allowed:
             yield Finding(
                 "connections-nearly-used-up",
@@ -104,9 +104,9 @@ def find_used_up_connections(examination: CheckContext) -> Iterator[Finding]:
             )
 
 
-def find_unsupported_server(examination: CheckContext) -> Iterator[Finding]:
+def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:
     """A server that is too old, and a database that does not keep its texts in UTF-8."""
-    for reason, advice in unsupported(examination.connection):
+    for reason, advice in unsupported(context.connection):
         yield Finding(
             "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."
         )

@@ -1,4 +1,4 @@
-"""Who holds jobs, and who keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
+"""What holds jobs, or keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
-from outboxq.doctor.formatting import age, several, size
+from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
 
 # A lock on a whole table stops all work, so less is too long.
@@ -16,14 +17,14 @@ _TABLE_LOCK_SECONDS = 10.0
 _PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"
 
 
-def find_lock_holders(examination: CheckContext) -> Iterator[Finding]:
+def find_lock_holders(context: CheckContext) -> Iterator[Finding]:
     """Sessions that hold jobs, or a whole table, for long."""
-    holders = examination.connection.execute(statements.lock_holders(examination.schema)).all()
-    limit = examination.limits.older_than_seconds
+    holders = context.rows(statements.lock_holders(context.schema))
+    limit = context.limits.older_than_seconds
     blocking = [row for row in holders if _blocks(row) and (row.seconds or 0) >= min(limit, _TABLE_LOCK_SECONDS)]
     yield from map(_table_locked, blocking)
     old = [row for row in holders if not _blocks(row) and (row.seconds or 0) >= limit]
-    held = _count_held_jobs(examination, [row.xid for row in old if row.xid is not None])
+    held = _count_leased_jobs(context, [row.xid for row in old if row.xid is not None])
     for row in old:
         yield _jobs_held(row, held.get(row.xid, 0))
 
@@ -32,12 +33,12 @@ def _blocks(row: Row[Any]) -> bool:
     return not set(statements.BLOCKING_MODES).isdisjoint(row.modes)
 
 
-def _count_held_jobs(examination: CheckContext, transactions: list[str]) -> dict[str, int]:
+def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> dict[str, int]:
     if not transactions:
         return {}
     try:
-        with examination.connection.begin_nested():
-            rows = examination.connection.execute(statements.held_jobs(examination.schema, transactions)).all()
+        with context.connection.begin_nested():
+            rows = context.rows(statements.leased_jobs(context.schema, transactions))
     except DBAPIError:
         # No right to read the jobs, or too many of them: the holders are named without the number.
         return {}
@@ -74,10 +75,10 @@ def _jobs_held(row: Row[Any], jobs: int) -> Finding:
     )
 
 
-def find_pinned_snapshot(examination: CheckContext) -> Iterator[Finding]:
+def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
     """The session that holds back vacuum the most."""
-    rows = examination.connection.execute(statements.snapshot_holders()).all()
-    old = [row for row in rows if (row.seconds or 0) >= examination.limits.older_than_seconds]
+    rows = context.rows(statements.snapshot_holders())
+    old = [row for row in rows if (row.seconds or 0) >= context.limits.older_than_seconds]
     if old:
         first, others = old[0], len(old) - 1
         also = f" (and {several(others, 'more session', 'more sessions')})" if others else ""
@@ -91,9 +92,9 @@ def find_pinned_snapshot(examination: CheckContext) -> Iterator[Finding]:
         )
 
 
-def find_hidden_sessions(examination: CheckContext) -> Iterator[Finding]:
+def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
     """Transactions whose age this role may not see."""
-    hidden: int = examination.connection.execute(statements.hidden_transactions()).scalar_one()
+    hidden: int = context.scalar(statements.hidden_transactions())
     if hidden:
         yield Finding(
             "check-not-made",
@@ -105,48 +106,52 @@ def find_hidden_sessions(examination: CheckContext) -> Iterator[Finding]:
         )
 
 
-def find_prepared_transactions(examination: CheckContext) -> Iterator[Finding]:
-    """Prepared transactions that nobody has ended."""
-    for row in examination.connection.execute(statements.prepared_transactions(examination.schema)):
-        if row.seconds < examination.limits.older_than_seconds:
-            continue
-        detail = {
-            "gid": row.gid,
-            "owner": row.owner,
-            "xid": row.xid,
-            "seconds": row.seconds,
-            "transactions": row.transactions,
-        }
-        advice = (
-            "Ask its coordinator whether it was to be committed. If nobody knows it any more, in this database as "
-            f"{row.owner} or a superuser: ROLLBACK PREPARED '{row.gid.replace(chr(39), chr(39) * 2)}'; (or COMMIT "
-            "PREPARED)."
-        )
-        if row.holds_jobs:
-            yield Finding(
-                "jobs-held-by-prepared-transaction",
-                "problem",
-                f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts "
-                "do not end it",
-                detail,
-                advice,
-            )
-        else:
-            yield Finding(
-                "prepared-transaction-orphaned",
-                "warning",
-                f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
-                detail,
-                advice,
-            )
+def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
+    """Prepared transactions that were not ended."""
+    for row in context.rows(statements.prepared_transactions(context.schema)):
+        if row.seconds >= context.limits.older_than_seconds:
+            yield _prepared_held(row) if row.holds_jobs else _prepared_orphaned(row)
 
 
-def find_slots(examination: CheckContext) -> Iterator[Finding]:
-    """Slots that nobody reads, and slots that hold a snapshot back."""
-    limits = examination.limits
-    for row in examination.connection.execute(statements.replication_slots()):
+def _prepared_held(row: Row[Any]) -> Finding:
+    return Finding(
+        "jobs-held-by-prepared-transaction",
+        "problem",
+        f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts do not "
+        "end it",
+        _prepared_detail(row),
+        _prepared_advice(row),
+    )
+
+
+def _prepared_orphaned(row: Row[Any]) -> Finding:
+    return Finding(
+        "prepared-transaction-orphaned",
+        "warning",
+        f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
+        _prepared_detail(row),
+        _prepared_advice(row),
+    )
+
+
+def _prepared_detail(row: Row[Any]) -> dict[str, Value]:
+    return {name: value for name, value in detail_of(row).items() if name != "holds_jobs"}
+
+
+def _prepared_advice(row: Row[Any]) -> str:
+    gid = row.gid.replace("'", "''")
+    return (
+        "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database as "
+        f"{row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED)."
+    )
+
+
+def find_slots(context: CheckContext) -> Iterator[Finding]:
+    """Slots that are not read, and slots that hold a snapshot back."""
+    limits = context.limits
+    for row in context.rows(statements.replication_slots()):
         pinned = max(row.xmin_age or 0, row.catalog_xmin_age or 0)
-        # Before PostgreSQL 17 nobody knows since when, so every inactive one is named.
+        # Before PostgreSQL 17 it is not known since when, so every inactive one is reported.
         left = row.inactive_seconds is None or row.inactive_seconds >= limits.older_than_seconds
         if not row.active and left and (row.retained_bytes is not None or pinned):
             yield _slot_inactive(row)
@@ -160,7 +165,7 @@ def _slot_inactive(row: Row[Any]) -> Finding:
     return Finding(
         "slot-inactive",
         "warning",
-        f"nobody has read replication slot {row.name!r}{since}: it retains {size(row.retained_bytes or 0)} of WAL"
+        f"replication slot {row.name!r} has not been read{since}: it retains {size(row.retained_bytes or 0)} of WAL"
         + (" and pins a snapshot" if pins else ""),
         detail_of(row),
         f"Start its reader again, or drop it: SELECT pg_drop_replication_slot('{row.name}'); "
@@ -180,10 +185,10 @@ def _slot_pins(row: Row[Any], pinned: int) -> Finding:
     )
 
 
-def find_standby_feedback(examination: CheckContext) -> Iterator[Finding]:
+def find_standby_feedback(context: CheckContext) -> Iterator[Finding]:
     """Standbys whose queries hold a snapshot back."""
-    for row in examination.connection.execute(statements.standby_feedback()):
-        if row.transactions >= examination.limits.older_than_transactions:
+    for row in context.rows(statements.standby_feedback()):
+        if row.transactions >= context.limits.older_than_transactions:
             yield Finding(
                 "snapshot-pinned-by-standby",
                 "warning",

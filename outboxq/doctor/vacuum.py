@@ -1,13 +1,14 @@
-"""How well the tables are kept: whether vacuum comes, with which settings, and what indexes it leaves."""
+"""Whether vacuum keeps the tables clean: dead rows, its settings, and bloated indexes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row
 
+from outboxq.codec.text import several
 from outboxq.database.driver import run_script
 from outboxq.doctor.findings import Check, CheckContext, Finding
-from outboxq.doctor.formatting import age, identifier, several, size
+from outboxq.doctor.formatting import age, identifier, size
 from outboxq.relay.maintenance.reindexer import BYTES_PER_ENTRY, MIN_BYTES
 from outboxq.statements import reindex
 from outboxq.statements.doctor import tables as statements
@@ -32,13 +33,13 @@ _OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
 _SPELLINGS = {"true": "on", "yes": "on", "1": "on", "false": "off", "no": "off"}
 
 
-def find_neglected_tables(examination: CheckContext) -> Iterator[Finding]:
+def find_neglected_tables(context: CheckContext) -> Iterator[Finding]:
     """Tables that vacuum does not visit, or does not get clean."""
-    limit = examination.limits.dead_tuples
-    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
+    limit = context.limits.dead_tuples
+    for row in context.rows(statements.vacuum_state(context.schema)):
         options = {option.lower() for option in row.options}
         if options & {"autovacuum_enabled=false", "autovacuum_enabled=off", "autovacuum_enabled=0"}:
-            yield _autovacuum_off(examination.schema, row.table)
+            yield _autovacuum_off(context.schema, row.table)
         if row.dead >= limit and row.dead >= row.live / 5:
             yield _many_dead(row)
 
@@ -53,17 +54,17 @@ def _autovacuum_off(schema: str, table: str) -> Finding:
     )
 
 
-def find_changed_settings(examination: CheckContext) -> Iterator[Finding]:
+def find_changed_settings(context: CheckContext) -> Iterator[Finding]:
     """Settings for vacuum that are gone, or not the migrations'."""
-    for row in examination.connection.execute(statements.vacuum_state(examination.schema)):
+    for row in context.rows(statements.vacuum_state(context.schema)):
         wanted = _OWN_SETTINGS.get(row.table, {})
         options = dict(option.partition("=")[::2] for option in row.options)
         lost = [name for name in wanted if name not in options]
         changed = [name for name in wanted if name in options and not _is_same(name, options[name], wanted[name])]
         if lost:
-            yield _settings_lost(examination.schema, row.table, lost)
+            yield _settings_lost(context.schema, row.table, lost)
         if changed:
-            yield _settings_changed(examination.schema, row.table, changed, options)
+            yield _settings_changed(context.schema, row.table, changed, options)
 
 
 def _is_same(name: str, found: str, wanted: str) -> bool:
@@ -89,7 +90,7 @@ def _settings_changed(schema: str, table: str, changed: list[str], options: Mapp
     return Finding(
         "autovacuum-settings-changed",
         "warning" if uncleaned else "info",
-        f"somebody has set {found} for table {table}"
+        f"table {table} was set to {found}"
         + (": dead entries stay in the indexes, and claims walk over them" if uncleaned else ""),
         {"table": table, "settings": [f"{name}={options[name]}" for name in changed]},
         f"Migrations leave it so. To have ours: {_set(schema, table, changed)}",
@@ -101,9 +102,9 @@ def _set(schema: str, table: str, names: list[str]) -> str:
     return f"ALTER TABLE {identifier(schema, table)} SET ({settings});"
 
 
-def find_wasted_indexes(examination: CheckContext) -> Iterator[Finding]:
-    """Indexes of the queue that are files of almost nothing."""
-    found = run_script(examination.connection, reindex.wasted_indexes(examination.schema, MIN_BYTES, BYTES_PER_ENTRY))
+def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
+    """Bloated indexes of the job table."""
+    found = run_script(context.connection, reindex.wasted_indexes(context.schema, MIN_BYTES, BYTES_PER_ENTRY))
     for name, given in found[-1].rows:
         index, number_of_bytes = str(name), int(str(given))
         yield Finding(
@@ -113,7 +114,7 @@ def find_wasted_indexes(examination: CheckContext) -> Iterator[Finding]:
             "vacuum of the queue reads all of it",
             {"index": index, "bytes": number_of_bytes},
             "A relay whose role owns the tables builds it again by itself, unless it was started with --no-reindex. "
-            f"By hand, as the owner: REINDEX INDEX CONCURRENTLY {identifier(examination.schema, index)};",
+            f"By hand, as the owner: REINDEX INDEX CONCURRENTLY {identifier(context.schema, index)};",
         )
 
 

@@ -1,12 +1,13 @@
-"""What waits and why: kinds that nobody knows, queues that nobody serves, leases whose relay is gone."""
+"""What waits and why: kinds that no relay knows, queues that no relay serves, leases whose relay is gone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row
 
+from outboxq.codec.text import several
 from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
-from outboxq.doctor.formatting import age, several, shell_word
+from outboxq.doctor.formatting import age, shell_word
 from outboxq.statements.doctor import work as statements
 
 # A living relay extends its lease, and takes over those of dead ones, several times within this.
@@ -15,10 +16,9 @@ _LEASE_GRACE_SECONDS = 30.0
 _JOB = frozenset({"job"})
 
 
-def _waiting(examination: CheckContext) -> list[Row[Any]]:
-    connection, schema = examination.connection, examination.schema
-    ready = connection.execute(statements.waiting_ready(schema)).all()
-    return [*ready, *connection.execute(statements.waiting_scheduled(schema)).all()]
+def _waiting(context: CheckContext) -> list[Row[Any]]:
+    ready = context.rows(statements.waiting_ready(context.schema))
+    return [*ready, *context.rows(statements.waiting_scheduled(context.schema))]
 
 
 def _jobs(number: int) -> str:
@@ -30,11 +30,11 @@ def _jobs_wait(number: int) -> str:
     return f"{_jobs(number)} {'waits' if number == 1 else 'wait'}"
 
 
-def find_unknown_kinds(examination: CheckContext) -> Iterator[Finding]:
+def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
     """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
     jobs: dict[tuple[str, str], int] = {}
     parked: dict[tuple[str, str], int] = {}
-    for row in _waiting(examination):
+    for row in _waiting(context):
         key = row.queue, row.kind
         jobs[key] = jobs.get(key, 0) + row.jobs
         parked[key] = parked.get(key, 0) + row.parked
@@ -49,12 +49,12 @@ def find_unknown_kinds(examination: CheckContext) -> Iterator[Finding]:
                 f"outboxq jobs cancel --kind {shell_word(kind)}",
             )
     for (queue, kind), number in jobs.items():
-        yield from _unknown_to_registry(examination, queue, kind, number)
-    yield from _shared_queues(examination, parked)
+        yield from _unknown_to_registry(context, queue, kind, number)
+    yield from _shared_queues(context, parked)
 
 
-def _unknown_to_registry(examination: CheckContext, queue: str, kind: str, number: int) -> Iterator[Finding]:
-    registry = examination.registry
+def _unknown_to_registry(context: CheckContext, queue: str, kind: str, number: int) -> Iterator[Finding]:
+    registry = context.registry
     if registry is None or kind in registry.handlers:
         return
     served = queue in registry.flavours
@@ -71,9 +71,9 @@ def _unknown_to_registry(examination: CheckContext, queue: str, kind: str, numbe
     )
 
 
-def _shared_queues(examination: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
+def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
     """Queues whose jobs were put off although the registry knows them: by relays that have another one."""
-    registry = examination.registry
+    registry = context.registry
     if registry is None:
         return
     known = {key: number for key, number in parked.items() if number and key[1] in registry.handlers}
@@ -91,28 +91,27 @@ def _shared_queues(examination: CheckContext, parked: Mapping[tuple[str, str], i
         )
 
 
-def find_late_queues(examination: CheckContext) -> Iterator[Finding]:
+def find_late_queues(context: CheckContext) -> Iterator[Finding]:
     """Queues whose next jobs have waited for long, and paused ones that fill up."""
-    connection, schema = examination.connection, examination.schema
-    paused = set(connection.execute(statements.paused_queues(schema)).scalars())
+    paused = context.scalars(statements.paused_queues(context.schema))
     jobs: dict[str, int] = {}
     oldest: dict[str, float] = {}
-    for row in _waiting(examination):
+    for row in _waiting(context):
         jobs[row.queue] = jobs.get(row.queue, 0) + row.jobs
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
-    relays = _number_of_relays(examination)
+    relays = _number_of_relays(context)
     for queue, seconds in oldest.items():
-        late = seconds >= examination.limits.older_than_seconds
+        late = seconds >= context.limits.older_than_seconds
         if queue in paused:
             yield _paused(queue, jobs[queue], seconds, late=late)
         elif late:
             yield _unserved(queue, jobs[queue], seconds) if not relays else _late(queue, jobs[queue], seconds)
 
 
-def _number_of_relays(examination: CheckContext) -> int:
-    connected: int = examination.connection.execute(statements.connected_relays()).scalar_one()
-    if "relay" in examination.tables:
-        connected += examination.connection.execute(statements.living_relays(examination.schema)).scalar_one()
+def _number_of_relays(context: CheckContext) -> int:
+    connected: int = context.scalar(statements.connected_relays())
+    if "relay" in context.tables:
+        connected += context.scalar(statements.living_relays(context.schema))
     return connected
 
 
@@ -149,9 +148,9 @@ def _late(queue: str, jobs: int, seconds: float) -> Finding:
     )
 
 
-def find_suspects(examination: CheckContext) -> Iterator[Finding]:
+def find_suspects(context: CheckContext) -> Iterator[Finding]:
     """Jobs whose claim died, which wait to be run alone."""
-    rows = examination.connection.execute(statements.suspects(examination.schema)).all()
+    rows = context.rows(statements.suspects(context.schema))
     if rows:
         number = sum(row.jobs for row in rows)
         yield Finding(
@@ -165,16 +164,16 @@ def find_suspects(examination: CheckContext) -> Iterator[Finding]:
         )
 
 
-def find_orphaned_leases(examination: CheckContext) -> Iterator[Finding]:
+def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
     """Leased jobs of relays that are dead, which a running relay would have put back."""
-    found = statements.orphaned_leases(examination.schema, _LEASE_GRACE_SECONDS)
-    for row in examination.connection.execute(found):
-        who = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
+    found = statements.orphaned_leases(context.schema, _LEASE_GRACE_SECONDS)
+    for row in context.rows(found):
+        owner = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
         since = f"has been dead for {age(row.seconds)}" if row.seconds is not None else "is not known any more"
         yield Finding(
             "lease-orphaned",
             "problem",
-            f"{who} {since} and still holds {several(row.jobs, 'leased job', 'leased jobs')}: nobody reaps",
+            f"{owner} {since} and still holds {several(row.jobs, 'leased job', 'leased jobs')}: no relay reaps them",
             detail_of(row),
             "Start a relay: each one puts back the jobs of dead ones within seconds.",
         )

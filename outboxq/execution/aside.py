@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import is_lost, run_script, sqlstate_of
 from outboxq.events import JobSetAside
-from outboxq.statements.aside import WAITS, bury_row, put_off_row
+from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row
 from outboxq.statements.claim import ClaimScript, clear_marks
 from outboxq.statements.lease import NEVER
 from outboxq.statements.transaction import READABLE_DATES, UNTIMED
@@ -113,12 +113,12 @@ def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: U
 
 def _bury(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
     reason = f"it could not be claimed: {why}"
-    rows = _try(connection, bury_row(schema, job_id, WAITS, reason))
+    rows = _try(connection, dead_letter_row(schema, job_id, WAITS, reason))
     return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),) if rows else None
 
 
 def _put_off(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
-    if not _try(connection, put_off_row(schema, job_id, _PUT_OFF_SECONDS)):
+    if not _try(connection, postpone_row(schema, job_id, _PUT_OFF_SECONDS)):
         return None
     logger.error(
         "a job that cannot be claimed was put off: %s: repair or delete its row, or what refuses it",

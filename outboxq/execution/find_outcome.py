@@ -12,7 +12,7 @@ from outboxq.execution import settle
 from outboxq.execution.batch_state import BatchReport, BatchState, Burial
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.failure import Failed, describe_failure
-from outboxq.statements.durability import server_epoch
+from outboxq.statements.server import server_epoch
 from outboxq.statements.transaction import may_be_committed, prepared_as, rollback_prepared, xact_status
 
 logger = logging.getLogger("outboxq.relay")

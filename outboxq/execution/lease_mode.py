@@ -26,7 +26,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import ConnectionLost
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
-from outboxq.statements.lease_mode import BY_KEYS, finish_held, give_back_held, standing
+from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # As long as that a claim is meant to last; so many more or fewer jobs does the next one take.
@@ -66,8 +66,8 @@ class Unsettled:
                 back when it is free.
         """
         done = (event.job for event in self.finished)
-        finishing = f"{finish_held(schema, done, free=free)}; " if self.finished else ""
-        giving_back = f"{give_back_held(schema, self.waiting, free=free)}; " if self.waiting else ""
+        finishing = f"{finish_leased(schema, done, free=free)}; " if self.finished else ""
+        giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
         return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
     def question(self, schema: str) -> str:

@@ -35,7 +35,7 @@ from outboxq.execution.outcome import settle_result
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld
 from outboxq.job import Job
-from outboxq.statements.lease import take_back, take_back_held
+from outboxq.statements.lease import take_back, take_back_locked
 from outboxq.statements.transaction import end_backend
 
 logger = logging.getLogger("outboxq.relay")
@@ -234,7 +234,7 @@ def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> Batch
     While the row is held nothing can be done about it: the relay's beat takes it back later.
     """
     assert job.lease_token is not None
-    statement = take_back_held(runtime.schema, job.id, job.lease_token, job.crashes)
+    statement = take_back_locked(runtime.schema, job.id, job.lease_token, job.crashes)
     with connection.begin():
         rows = run_script(connection, statement)[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))

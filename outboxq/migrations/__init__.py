@@ -1,6 +1,6 @@
 """Installing and changing the tables: frozen, numbered steps that users call from Alembic revisions of their own.
 
-Each step is one `DO` block that looks at the version marker inside the database and does nothing where it already
+Each step is one `DO` block that looks at the version marker inside the database and does nothing if it already
 ran. So the same SQL serves online and offline (`--sql`), a step may be named by several revisions, and two
 deployments that migrate at the same time wait for each other.
 
@@ -31,7 +31,7 @@ from outboxq.migrations import (
     step_07_checks,
     step_08_validated,
 )
-from outboxq.migrations.quoting import quote_identifier, quote_literal
+from outboxq.statements.render import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
 
 # No percent signs in SQL: Alembic doubles them offline, unless its environment sets paramstyle="named".

@@ -23,7 +23,7 @@ def migrate(
 ) -> tuple[int, int]:
     """Bring the tables to step `to` (None: the latest; lower than now: a downgrade) in the connection's transaction.
 
-    Tables that a newer outboxq made are left as they are where no step is named.
+    Tables that a newer outboxq made are left as they are if no step is named.
 
     Args:
         waits: Called before another migration is waited for, with a text for each session that it waits for.
@@ -61,7 +61,7 @@ def migrate_committing(
     schema: str = "outboxq",
     waits: Callable[[list[str]], None] | None = None,
 ) -> tuple[int, int]:
-    """As `migrate`, in as many transactions as it takes to hold every lock for a moment only.
+    """Do what `migrate` does in as many transactions as it takes to hold every lock for a moment only.
 
     Should it end between two of them, the next call goes on.
 

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.new_job import JobHandle
-from outboxq.statements import find as statements
+from outboxq.statements import jobs as statements
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits
-from outboxq.statements.durability import server_epoch
+from outboxq.statements.server import server_epoch
 from outboxq.tables import SCHEMA
 
 # Slots that all sleep keep so many connections for the next job: with the listener's and the lease's four.

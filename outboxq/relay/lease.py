@@ -220,7 +220,7 @@ class RelayLease:
 
     def _dead_letter(self, connection: PGconn, job_id: UUID) -> Rows:
         try:
-            bury = statements.bury_lost(self._schema, job_id, "its relay died, and its row cannot be changed")
+            bury = statements.dead_letter_lost(self._schema, job_id, "its relay died, and its row cannot be changed")
             return run_on_libpq(connection, bury)
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
@@ -239,7 +239,7 @@ class RelayLease:
         dead relays: its claims as a suspect have counted.
         """
         before, excused = self.running(), set(self._excused)
-        rows = run_on_libpq(connection, statements.held_jobs(self._schema, self.owner))
+        rows = run_on_libpq(connection, statements.leased_jobs(self._schema, self.owner))
         leased = {(str(job_id), int(str(token))) for job_id, token in rows}
         orphans = leased - self.running() - before
         for job_id, token in orphans & self._orphans:
@@ -253,7 +253,7 @@ class RelayLease:
 
         def taking(max_crashes: int) -> str:
             if crashes is not None:
-                return statements.take_back_held(schema, job_id, token, crashes)
+                return statements.take_back_locked(schema, job_id, token, crashes)
             return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
 
         return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from outboxq.statements.wake import ALL_QUEUES, look
+from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
 Sort: TypeAlias = Literal["ready", "due"]
 
@@ -66,7 +66,7 @@ class SharedPoller:
     """
 
     def __init__(self, schema: str, queues: tuple[str, ...], overdue_seconds: float = 1.0) -> None:
-        self.statement = look(schema, queues)
+        self.statement = poll_queues(schema, queues)
         self.queues = queues
         self.latest = Poll()
         self._schema = schema
@@ -86,7 +86,7 @@ class SharedPoller:
 
     def statement_for(self, queues: tuple[str, ...]) -> str:
         """A poll of some of the queues."""
-        return self.statement if queues == self.queues else look(self._schema, queues)
+        return self.statement if queues == self.queues else poll_queues(self._schema, queues)
 
     def begin(self) -> Poll:
         """Begin a poll, whatever other slots do."""

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from outboxq.handlers.loading import StoppedEarly
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class StoppedEarly(SystemExit):
-    """The process is told to stop before anything has begun."""
 
 
 class _Early:

@@ -1,26 +1,28 @@
-"""A job that no claim or reaper can take, on its way to the dead letters or out of the way of its queue.
+"""Move one job that no claim or reaper can take: to the dead letters, or out of the way of its queue.
 
-By its id, as it stands: nothing of the row comes to the relay, and nothing is reckoned with its numbers.
+It is found by its id and moved as it stands: its row is neither sent to the relay nor calculated with.
 """
 
 from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.render import render
+
 WAITS = sql.SQL("job.state <> 'leased'")
-# A suspect that came back with others would not run alone.
+# A suspect has to run alone; postponed, it would come back with others.
 _IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled')")
 
 
-def bury_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
-    """Make a dead letter of it, if `condition` holds and no other transaction has it.
+def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
+    """Make a dead letter of the job, if `condition` holds and no other transaction has it.
 
-    Returns id, queue, kind, crashes and true, as a reaper does; no row where there was nothing to bury. A dead letter
-    that has the id keeps it. Index: the primary keys.
+    Returns id, queue, kind, crashes and true, as a reaper does; no row if there was no such job. A dead letter that has
+    the id already keeps it, and the new one gets another. Index: the primary keys.
     """
-    return (
-        sql.SQL(
-            """\
+    return render(
+        schema,
+        """\
 WITH picked AS MATERIALIZED (
   SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {condition} FOR UPDATE OF job SKIP LOCKED
 ), gone AS (
@@ -35,33 +37,25 @@ WITH picked AS MATERIALIZED (
   FROM gone AS job
   RETURNING id, queue, kind, crashes
 )
-SELECT id, queue, kind, crashes, true FROM dead"""
-        )
-        .format(
-            job=sql.Identifier(schema, "job"),
-            dead=sql.Identifier(schema, "dead_job"),
-            id=sql.Literal(job_id),
-            condition=condition,
-            reason=sql.Literal(reason),
-        )
-        .as_string(None)
+SELECT id, queue, kind, crashes, true FROM dead""",
+        id=job_id,
+        condition=condition,
+        reason=reason,
     )
 
 
-def put_off_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Let it wait for so long; its id if so.
+def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
+    """Schedule the job for `seconds` from now; returns its id.
 
-    Not if it is a suspect, or leased, or another transaction has it. Index: the primary key.
+    No row if it is a suspect, or leased, or another transaction has it. Index: the primary key.
     """
-    return (
-        sql.SQL(
-            "UPDATE {job} SET state = 'scheduled', "
-            "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
-            "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {free} FOR UPDATE SKIP LOCKED) "
-            "RETURNING id"
-        )
-        .format(
-            job=sql.Identifier(schema, "job"), id=sql.Literal(job_id), seconds=sql.Literal(seconds), free=_IS_NO_SUSPECT
-        )
-        .as_string(None)
+    return render(
+        schema,
+        "UPDATE {job} SET state = 'scheduled', "
+        "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
+        "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {free} FOR UPDATE SKIP LOCKED) "
+        "RETURNING id",
+        id=job_id,
+        seconds=seconds,
+        free=_IS_NO_SUSPECT,
     )

@@ -1,7 +1,7 @@
 """PostgreSQL's own functions, named with their schema: what else has such a name in the search path is not asked.
 
 So are those in texts. What only syntax can say, such as COALESCE, LEAST and EXTRACT, is PostgreSQL's own anyhow; an
-operator is, where it has one for exactly the types that it is given.
+operator is, if it has one for exactly the types that it is given.
 """
 
 from typing import Any

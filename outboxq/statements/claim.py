@@ -13,6 +13,7 @@ from uuid import UUID
 from psycopg import sql
 
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
+from outboxq.statements.render import compose, quote_literal, render
 
 # The order in which `claim.py` reads a row.
 RETURNED: tuple[LiteralString, ...] = (
@@ -56,7 +57,7 @@ _LIMITED = """ AND paused_at IS NOT NULL)
 
 _BY_PRIORITY: LiteralString = "(-priority), seq"
 
-# The left side has one row, so that the count comes also where nothing was claimed.
+# The left side has one row, so that the count is returned even if nothing was claimed.
 _TRANSACTION = """
   FOR UPDATE SKIP LOCKED
 ), moved AS (
@@ -128,8 +129,8 @@ class ClaimShape:
 class ClaimScript:
     """The claim of one sort of jobs of a queue, whose name is given as a literal.
 
-    `is_keyed` where it may start behind a cursor, so that it need not walk over what was claimed before it and is not
-    vacuumed yet; `leased` where it takes a lease instead of deleting.
+    `is_keyed`: it may start behind a cursor, so that it need not walk over what was claimed before it and is not
+    vacuumed yet. `leased`: it takes a lease instead of deleting.
     """
 
     shape: ClaimShape
@@ -137,12 +138,12 @@ class ClaimScript:
 
     @property
     def is_keyed(self) -> bool:
-        """See the class."""
+        """Whether it may start behind a cursor."""
         return self.shape.is_keyed
 
     @property
     def leased(self) -> bool:
-        """See the class."""
+        """Whether it takes a lease instead of deleting."""
         return self.shape.leased
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
@@ -150,13 +151,13 @@ class ClaimScript:
         return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit)
 
     def one(self, job_id: UUID) -> str:
-        """The same claim, of one job if it is among those that it may take. Index: the primary key, or the claim's."""
+        """The same claim for one job only, if it may take that. Index: the primary key, or the claim's."""
         return self.shape.text(self.queue, f" AND id = '{job_id}'", 1)
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
-        """Lock what the same claim would pick, for a transaction that is committed: its marks are overwritten; the ids.
+        """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
 
-        Index, locks and bound: those of the claim.
+        Index, locks and bound are those of the claim.
         """
         return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit, _CLEARING)
 
@@ -198,11 +199,11 @@ class ClaimStatements:
     """The claims of one queue.
 
     Args:
-        owner: The relay's lease; None where only transaction mode is asked for.
+        owner: The relay's lease; None if only transaction mode is asked for.
     """
 
     def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
-        name = sql.Literal(queue).as_string(None)
+        name = quote_literal(queue)
         self.ready, self.due = (ClaimScript(shape, name) for shape in _transaction_shapes(schema))
         if owner is not None:
             leases = (ClaimScript(shape, name) for shape in _lease_shapes(schema, owner))
@@ -240,24 +241,29 @@ def _shape(
     leased = owner is not None
     # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
     alive: LiteralString = _ALIVE if leased else ""
-    names = {
-        "job": sql.Identifier(schema, "job"),
-        "queue_table": sql.Identifier(schema, "queue"),
-        "relay": sql.Identifier(schema, "relay"),
-        "owner": sql.Literal(owner),
-        "also": sql.SQL("" if leased else f", {_DIED} AS died"),
-        "order": sql.SQL(order),
-        "token": sql.SQL(next_token("lease_token")),
-        "attempt": sql.SQL(one_more_attempt("attempt")),
-        "crashes": sql.SQL(one_more("crashes") if crashed else "crashes"),
-        "columns": sql.SQL(_counted(crashed=crashed) if leased else _COLUMNS),
-        "anchor": sql.SQL(ANCHOR),
-    }
-    names["eligible"] = sql.SQL(eligible + alive).format(relay=names["relay"], owner=names["owner"])
-    action = _LEASE if leased else _TRANSACTION
-    parts = (_PICKED, _ELIGIBLE, _NOT_PAUSED, _LIMITED, action)
-    picked, wanted, not_paused, limited, acting = (sql.SQL(part).format(**names).as_string(None) for part in parts)
-    return ClaimShape((picked, wanted, not_paused, limited, acting), is_keyed=order is _BY_PRIORITY, leased=leased)
+    also: LiteralString = "" if leased else f", {_DIED} AS died"
+    picked = render(schema, _PICKED, also=sql.SQL(also))
+    wanted = render(schema, _ELIGIBLE, eligible=compose(schema, eligible + alive, owner=owner))
+    limited = render(schema, _LIMITED, order=sql.SQL(order))
+    action = _leasing(schema, owner, crashed=crashed) if owner is not None else _deleting(schema)
+    parts = (picked, wanted, render(schema, _NOT_PAUSED), limited, action)
+    return ClaimShape(parts, is_keyed=order is _BY_PRIORITY, leased=leased)
+
+
+def _deleting(schema: str) -> str:
+    return render(schema, _TRANSACTION, columns=sql.SQL(_COLUMNS), anchor=sql.SQL(ANCHOR))
+
+
+def _leasing(schema: str, owner: UUID, *, crashed: bool) -> str:
+    return render(
+        schema,
+        _LEASE,
+        owner=owner,
+        token=sql.SQL(next_token("lease_token")),
+        attempt=sql.SQL(one_more_attempt("attempt")),
+        crashes=sql.SQL(one_more("crashes") if crashed else "crashes"),
+        columns=sql.SQL(_counted(crashed=crashed)),
+    )
 
 
 def _counted(*, crashed: bool) -> LiteralString:
@@ -266,22 +272,12 @@ def _counted(*, crashed: bool) -> LiteralString:
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
-    """Claim one job by its id; no row where it is gone, another transaction holds it, or a lease does."""
+    """Claim one job by its id; no row if it is gone, or another transaction or a lease holds it."""
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} AND state <> 'leased' LIMIT "
     )
-    head, tail = (
-        sql.SQL(part)
-        .format(
-            job=sql.Identifier(schema, "job"),
-            id=sql.Literal(job_id),
-            columns=sql.SQL(_COLUMNS),
-            anchor=sql.SQL(ANCHOR),
-        )
-        .as_string(None)
-        for part in (picked, _TRANSACTION)
-    )
-    return ClaimScript(ClaimShape((head, "", "", "", tail), is_keyed=False, leased=False), "")
+    parts = (render(schema, picked, id=job_id), "", "", "", _deleting(schema))
+    return ClaimScript(ClaimShape(parts, is_keyed=False, leased=False), "")
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:
@@ -289,16 +285,21 @@ def clear_marks(schema: str, job_ids: list[str]) -> str:
 
     Index: the primary key. Locks: the rows, for as long as the caller's transaction; skips what others hold already.
     """
-    return (
-        sql.SQL(
-            "SELECT pg_catalog.count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) "
-            "AND state IN ('ready', 'scheduled') FOR UPDATE SKIP LOCKED) AS cleared"
-        )
-        .format(job=sql.Identifier(schema, "job"), ids=sql.Literal(job_ids))
-        .as_string(None)
+    return render(
+        schema,
+        "SELECT pg_catalog.count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) "
+        "AND state IN ('ready', 'scheduled') FOR UPDATE SKIP LOCKED) AS cleared",
+        ids=job_ids,
     )
 
 
+_UNKNOWN_HEAD: LiteralString = """\
+WITH head AS MATERIALIZED (
+  SELECT id FROM {job} WHERE queue = {queue} AND state = {state} {due} ORDER BY {order} LIMIT {limit}
+), picked AS MATERIALIZED (
+  SELECT id FROM {job} AS job
+  WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
+  FOR UPDATE SKIP LOCKED"""
 _PARKING: LiteralString = """
 ), parked AS (
   UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
@@ -317,40 +318,24 @@ def park_head(
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
     Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold. By
-    arrays of keys: joined, where statistics know of no such job, each of them may be compared with each. And by the
+    arrays of keys: joined, each may be compared with each if statistics know of no such job. And by the
     primary key: the state is asked for so that the planner cannot take the claim's index for it.
 
     Args:
         only_marks: Only clear their marks.
     """
-    order, due = (
-        ("run_at", "AND run_at <= pg_catalog.statement_timestamp()")
-        if state == "scheduled"
-        else ("(-priority), seq", "")
-    )
-    return (
-        sql.SQL(
-            """\
-WITH head AS MATERIALIZED (
-  SELECT id FROM {job} WHERE queue = {queue} AND state = {state} {due} ORDER BY {order} LIMIT {limit}
-), picked AS MATERIALIZED (
-  SELECT id FROM {job} AS job
-  WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
-  FOR UPDATE SKIP LOCKED"""
-            + (_MARKS if only_marks else _PARKING)
-        )
-        .format(
-            job=sql.Identifier(schema, "job"),
-            queue=sql.Literal(queue),
-            state=sql.Literal(state),
-            due=sql.SQL(due),
-            order=sql.SQL(order),
-            limit=sql.Literal(limit),
-            known=sql.Literal(list(known_kinds)),
-            parked=sql.SQL(one_more("job.parked")),
-            later=sql.SQL(PARKED_UNTIL),
-        )
-        .as_string(None)
+    scheduled = state == "scheduled"
+    return render(
+        schema,
+        _UNKNOWN_HEAD + (_MARKS if only_marks else _PARKING),
+        queue=queue,
+        state=state,
+        due=sql.SQL("AND run_at <= pg_catalog.statement_timestamp()" if scheduled else ""),
+        order=sql.SQL("run_at" if scheduled else _BY_PRIORITY),
+        limit=limit,
+        known=list(known_kinds),
+        parked=sql.SQL(one_more("job.parked")),
+        later=sql.SQL(PARKED_UNTIL),
     )
 
 

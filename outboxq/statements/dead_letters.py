@@ -1,4 +1,4 @@
-"""Dead letters: looking at them, putting them back to work, dropping them."""
+"""Dead letters: listing, retrying and discarding them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +14,7 @@ from outboxq.tables import JOB_SIZES, dead_job, job
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
-    """Which dead letters are meant; without a value everywhere, all of them.
+    """Which dead letters are meant; without any value, all of them.
 
     `reason` is any part of the reason, in any case. `died_before` keeps a command that takes several pages from
     chasing the jobs that die meanwhile.
@@ -53,7 +53,7 @@ _KEPT = ("id", "queue", "kind", "headers", "priority", "max_attempts", "unique_k
 def select_dead(wanted: DeadFilter, *, limit: int) -> Executable:
     """The dead letters that match, the latest first.
 
-    Index: dead_job_queue (queue, died_at) backwards where a queue is given; else the table is read once. No locks.
+    Index: dead_job_queue (queue, died_at) backwards if a queue is given; else the table is read once. No locks.
     """
     return (
         select(*(dead_job.c[name] for name in SUMMARY_COLUMNS))
@@ -72,9 +72,9 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     """Turn the next page of dead letters that match and that no transaction holds back into jobs that are ready.
 
     One statement: a dead letter is never in both tables, nor in none. One whose id a job has, because a producer chose
-    it twice, stays, and so does one that is longer than a job may be. See `pick_page` for index, locks and bound. A job
-    that a handler runs at this moment is still seen by the first look; without that, the insert would wait for the
-    handler's end.
+    it twice, stays, and so does one that is longer than a job may be. Index, locks and bound are those of `pick_page`.
+    A job that a handler runs at this moment is still seen by the first look; without that, the insert would wait for
+    the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     moved = ("args", "errors", *_KEPT)
@@ -97,7 +97,7 @@ def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:
 
 
 def discard_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Delete the next page of dead letters that match and that nobody holds. As `retry_page`."""
+    """Delete the next page of dead letters that match and are not locked. Index, locks, bound: those of `pick_page`."""
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     discarded = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(dead_job.c.id).cte("discarded")
     return page_outcome(page, picked, discarded)

@@ -33,7 +33,7 @@ from outboxq.new_job import Envelope, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
-# An array parameter is read whole by PostgreSQL, which takes up to 1 GB: 512 MB where each job has 256 KiB of quotes.
+# An array parameter is read whole by PostgreSQL, which takes up to 1 GB: 512 MB if each job has 256 KiB of quotes.
 JOBS_PER_INSERT = 1_000
 
 _MICROSECOND = timedelta(microseconds=1)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from psycopg import sql
+from outboxq.statements.render import fill
 
-_SIDE_EFFECTS = sql.SQL("""
+_SIDE_EFFECTS = """
 WITH called AS (
     SELECT p.oid, p.proname, p.provolatile, p.prokind FROM pg_catalog.pg_proc AS p
     WHERE p.proname = ANY ({both}::text[])
@@ -22,7 +22,7 @@ WITH called AS (
 SELECT proname::text FROM parts GROUP BY proname HAVING pg_catalog.bool_and(provolatile <> 'v')
 UNION ALL
 SELECT word FROM pg_catalog.unnest({words}::text[]) AS word WHERE NOT EXISTS (SELECT FROM called WHERE proname = word)
-""")
+"""
 
 
 def functions_without_side_effects(names: Iterable[str], words: Iterable[str]) -> str:
@@ -33,5 +33,4 @@ def functions_without_side_effects(names: Iterable[str], words: Iterable[str]) -
     Index: pg_proc_proname_args_nsp_index, and those of the oids. No locks.
     """
     some = frozenset(words)
-    both = some.union(names)
-    return _SIDE_EFFECTS.format(both=sql.Literal(sorted(both)), words=sql.Literal(sorted(some))).as_string(None)
+    return fill(_SIDE_EFFECTS, both=sorted(some.union(names)), words=sorted(some))

@@ -1,4 +1,4 @@
-"""What waits: looking at jobs, finding who runs them, and cancelling.
+"""Jobs that wait or run: listing, finding the backends that run them, and cancelling.
 
 A job that runs in transaction mode has been deleted by a transaction that is still open: its row stays visible, and
 its `xmax` is the transaction of the relay's backend.
@@ -42,7 +42,7 @@ from sqlalchemy.types import UserDefinedType
 
 from outboxq.statements.builtin import count, pg
 from outboxq.statements.paging import count_kinds, page_outcome, pick_page
-from outboxq.tables import StoredText, job, relay
+from outboxq.tables import StoredText, dead_job, job, relay
 
 
 class Xid(UserDefinedType[str]):
@@ -56,7 +56,7 @@ class Xid(UserDefinedType[str]):
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs are meant; without a value everywhere, all of them.
+    """Which jobs are meant; without any value, all of them.
 
     `state` is one of `STATES`. `created_before` keeps a command that takes several pages from chasing producers.
     """
@@ -177,13 +177,30 @@ def select_job(job_id: UUID) -> Executable:
     )
 
 
+def find_job(job_id: UUID) -> Select[Any]:
+    """The job as it waits, runs or is dead; one row at most, in one snapshot. Index: both primary keys; no locks."""
+    runs: ColumnElement[bool] = or_(listed.c.state == "leased", xmax.in_(running_transactions()))
+    waiting = select(
+        listed.c.id,
+        listed.c.kind,
+        listed.c.queue,
+        case((runs, "running"), else_="waiting").label("state"),
+        listed.c.attempt,
+    ).where(listed.c.id == job_id)
+    dead = select(
+        dead_job.c.id, dead_job.c.kind, dead_job.c.queue, literal("dead").label("state"), dead_job.c.attempt
+    ).where(dead_job.c.id == job_id)
+    found = union_all(waiting, dead).subquery("found")
+    return select(found).limit(1)
+
+
 def count_matching(wanted: JobFilter) -> Executable:
     """How many jobs match, by queue and kind. Reads the table once; no locks."""
     return count_kinds(job, wanted.conditions())
 
 
 def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Delete the next page of jobs that match and that nobody holds. See `pick_page` for index, locks and bound."""
+    """Delete the next page of jobs that match and are not locked. Index, locks and bound are those of `pick_page`."""
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     cancelled = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
     return page_outcome(page, picked, cancelled)

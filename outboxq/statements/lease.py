@@ -7,10 +7,11 @@ from uuid import UUID
 
 from psycopg import sql
 
-from outboxq.statements.aside import bury_row
+from outboxq.statements.aside import dead_letter_row
 from outboxq.statements.numbers import next_token, one_attempt_less
+from outboxq.statements.render import compose, render
 
-# More crashes than the column can hold: nothing is buried.
+# More crashes than the column can hold: no job becomes a dead letter.
 NEVER = 32_768
 
 _DIED = "its relay died or stalled while the job ran"
@@ -20,120 +21,9 @@ pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
   || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
     'attempt', job.attempt, 'type', 'outboxq.RelayDied', 'message', {message}::text, 'where', '[]'::jsonb,
     'at', pg_catalog.clock_timestamp()))"""
-
-
-def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
-    """Hold the lease for `seconds` from now, whether or not it was held before. Index: the primary key; one row.
-
-    Reviving one that had run out is safe: whatever was taken from it meanwhile has another token.
-    """
-    return (
-        sql.SQL(
-            "INSERT INTO {relay} AS lease (id, alive_until, host, pid) "
-            "VALUES ({owner}, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}), "
-            "{host}, {pid}) "
-            "ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until"
-        )
-        .format(
-            relay=sql.Identifier(schema, "relay"),
-            owner=sql.Literal(owner),
-            seconds=sql.Literal(seconds),
-            host=sql.Literal(host),
-            pid=sql.Literal(pid),
-        )
-        .as_string(None)
-    )
-
-
-def end(schema: str, owner: UUID) -> str:
-    """Give the lease up; jobs that are still under it are reaped by whoever sweeps next."""
-    return (
-        sql.SQL("DELETE FROM {relay} WHERE id = {owner}")
-        .format(relay=sql.Identifier(schema, "relay"), owner=sql.Literal(owner))
-        .as_string(None)
-    )
-
-
-def reap(schema: str, max_crashes: int, limit: int) -> str:
-    """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
-
-    Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
-    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
-    the jobs, skipping one that is just being completed.
-    """
-    return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"))
-
-
-def reap_one(schema: str, job_id: UUID) -> str:
-    """As `reap`, for one job, if it is still one of them, and without burying it."""
-    return _take(schema, _lost_one(schema, job_id), NEVER, 1, _DIED, sql.SQL("job.crashes"))
-
-
-def bury_lost(schema: str, job_id: UUID, reason: str) -> str:
-    """As `reap_one`, for one that neither comes back nor is counted: the row as it stands is the dead letter."""
-    return bury_row(schema, job_id, _lost_one(schema, job_id), reason)
-
-
-def lost_jobs(schema: str, limit: int) -> str:
-    """The ids of up to `limit` jobs whose owner is not alive, drawn by lot: none keeps the others out for ever.
-
-    Index: job_leased, all of which is read; no locks.
-    """
-    return (
-        sql.SQL(
-            "SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} "
-            "ORDER BY pg_catalog.random() LIMIT {limit}"
-        )
-        .format(job=sql.Identifier(schema, "job"), lost=_lost(schema), limit=sql.Literal(limit))
-        .as_string(None)
-    )
-
-
-def _lost(schema: str) -> sql.Composable:
-    return sql.SQL(
-        "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
-        "AND owner.alive_until > pg_catalog.clock_timestamp())"
-    ).format(relay=sql.Identifier(schema, "relay"))
-
-
-def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
-    # The state stands here too, for statements that do not ask for it.
-    return sql.SQL("job.state = 'leased' AND job.id = {id} AND {lost}").format(
-        id=sql.Literal(job_id), lost=_lost(schema)
-    )
-
-
-def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
-    """As `reap`, for one job of our own: its relay lives, the run of the job does not. `message`: why."""
-    return _take(schema, _ours(job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
-
-
-def take_back_held(schema: str, job_id: UUID, token: int, crashes: int) -> str:
-    """As `take_back`, for a job whose row another transaction had locked. It did not fail: `crashes` are as before."""
-    message = "another transaction held the job's row when its handler had ended"
-    return _take(schema, _ours(job_id, token), NEVER, 1, message, sql.Literal(crashes))
-
-
-def _ours(job_id: UUID, token: int) -> sql.Composable:
-    return sql.SQL("job.id = {id} AND job.lease_token = {token}").format(
-        id=sql.Literal(job_id), token=sql.Literal(token)
-    )
-
-
-def _take(
-    schema: str,
-    lost: sql.Composable,
-    max_crashes: int,
-    limit: int,
-    message: str,
-    crashes: sql.Composable,
-) -> str:
-    record = sql.SQL(_CRASH_RECORD).format(message=sql.Literal(message))
-    # A new seq, so that it goes behind the other suspects, which one that kills its relays would keep waiting; a new
-    # token, so that no other run can complete it.
-    return (
-        sql.SQL(
-            """\
+# A new seq, so that it goes behind the other suspects, which one that kills its relays would keep waiting; a new token,
+# so that no other run can complete it.
+_TAKE = """\
 WITH lost AS MATERIALIZED (
   SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
   WHERE job.state = 'leased' AND {lost}
@@ -162,52 +52,130 @@ WITH lost AS MATERIALIZED (
   RETURNING id, queue, kind, crashes
 )
 SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
-        )
-        .format(
-            job=sql.Identifier(schema, "job"),
-            dead=sql.Identifier(schema, "dead_job"),
-            lost=lost,
-            limit=sql.Literal(limit),
-            max_crashes=sql.Literal(max_crashes),
-            token=sql.SQL(next_token("job.lease_token")),
-            attempt=sql.SQL(one_attempt_less("job.attempt")),
-            record=record,
-            crashes=crashes,
-        )
-        .as_string(None)
+
+
+def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
+    """Extend the lease to `seconds` from now, or begin it. Index: the primary key; one row.
+
+    Reviving one that had run out is safe: whatever was taken from it meanwhile has another token.
+    """
+    return render(
+        schema,
+        "INSERT INTO {relay} AS lease (id, alive_until, host, pid) "
+        "VALUES ({owner}, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}), {host}, {pid}) "
+        "ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until",
+        owner=owner,
+        seconds=seconds,
+        host=host,
+        pid=pid,
+    )
+
+
+def end(schema: str, owner: UUID) -> str:
+    """Give the lease up. The next sweep of any relay reaps the jobs that are still under it."""
+    return render(schema, "DELETE FROM {relay} WHERE id = {owner}", owner=owner)
+
+
+def reap(schema: str, max_crashes: int, limit: int) -> str:
+    """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
+
+    Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
+    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
+    the jobs, skipping one that is just being completed.
+    """
+    return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"))
+
+
+def reap_one(schema: str, job_id: UUID) -> str:
+    """Reap one job, if its owner is still not alive, as a suspect: however often it crashed, it is no dead letter."""
+    return _take(schema, _lost_one(schema, job_id), NEVER, 1, _DIED, sql.SQL("job.crashes"))
+
+
+def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
+    """Make a dead letter of one job whose owner is not alive: its row as it stands, no numbers changed."""
+    return dead_letter_row(schema, job_id, _lost_one(schema, job_id), reason)
+
+
+def lost_jobs(schema: str, limit: int) -> str:
+    """The ids of up to `limit` jobs whose owner is not alive, drawn by lot: none keeps the others out for ever.
+
+    Index: job_leased, all of which is read; no locks.
+    """
+    return render(
+        schema,
+        "SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} "
+        "ORDER BY pg_catalog.random() LIMIT {limit}",
+        lost=_lost(schema),
+        limit=limit,
+    )
+
+
+def _lost(schema: str) -> sql.Composable:
+    return compose(
+        schema,
+        "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
+        "AND owner.alive_until > pg_catalog.clock_timestamp())",
+    )
+
+
+def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
+    # The state stands here too, for statements that do not ask for it.
+    return compose(schema, "job.state = 'leased' AND job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
+
+
+def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
+    """Reap one job of a relay that lives, because the run of the job has died; `message` says why."""
+    return _take(schema, _ours(schema, job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
+
+
+def take_back_locked(schema: str, job_id: UUID, token: int, crashes: int) -> str:
+    """Take back one job whose row another transaction had locked. It did not fail: `crashes` are as before."""
+    message = "another transaction held the job's row when its handler had ended"
+    return _take(schema, _ours(schema, job_id, token), NEVER, 1, message, sql.Literal(crashes))
+
+
+def _ours(schema: str, job_id: UUID, token: int) -> sql.Composable:
+    return compose(schema, "job.id = {id} AND job.lease_token = {token}", id=job_id, token=token)
+
+
+def _take(
+    schema: str, lost: sql.Composable, max_crashes: int, limit: int, message: str, crashes: sql.Composable
+) -> str:
+    return render(
+        schema,
+        _TAKE,
+        lost=lost,
+        limit=limit,
+        max_crashes=max_crashes,
+        token=sql.SQL(next_token("job.lease_token")),
+        attempt=sql.SQL(one_attempt_less("job.attempt")),
+        record=compose(schema, _CRASH_RECORD, message=message),
+        crashes=crashes,
     )
 
 
 def forget_relays(schema: str) -> str:
     """Remove the rows of relays that have been dead for a day and under whose lease nothing stands any more."""
-    return (
-        sql.SQL(
-            "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
-            "WHERE alive_until < pg_catalog.clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
-            "DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
-            "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)"
-        )
-        .format(relay=sql.Identifier(schema, "relay"), job=sql.Identifier(schema, "job"))
-        .as_string(None)
+    return render(
+        schema,
+        "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
+        "WHERE alive_until < pg_catalog.clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
+        "DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
+        "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)",
     )
 
 
-def held_jobs(schema: str, owner: UUID) -> str:
+def leased_jobs(schema: str, owner: UUID) -> str:
     """The jobs under a lease and their tokens. Index: job_leased; no locks."""
-    return (
-        sql.SQL("SELECT id::text, lease_token FROM {job} WHERE state = 'leased' AND lease_owner = {owner}")
-        .format(job=sql.Identifier(schema, "job"), owner=sql.Literal(owner))
-        .as_string(None)
-    )
+    leased = "SELECT id::text, lease_token FROM {job} WHERE state = 'leased' AND lease_owner = {owner}"
+    return render(schema, leased, owner=owner)
 
 
 def suspect_queues(schema: str, queues: tuple[str, ...]) -> str:
     """Which of these queues have suspects. Index: job_suspect, a probe a queue; no locks."""
-    return (
-        sql.SQL(
-            "SELECT wanted.name FROM pg_catalog.unnest({queues}::text[]) AS wanted (name) "
-            "WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')"
-        )
-        .format(job=sql.Identifier(schema, "job"), queues=sql.Literal(list(queues)))
-        .as_string(None)
+    return render(
+        schema,
+        "SELECT wanted.name FROM pg_catalog.unnest({queues}::text[]) AS wanted (name) "
+        "WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')",
+        queues=list(queues),
     )

@@ -3,20 +3,19 @@
 from collections.abc import Iterable
 from typing import LiteralString
 
-from psycopg import sql
-
 from outboxq.job import Job
 from outboxq.statements.numbers import next_token, one_attempt_less
+from outboxq.statements.render import quote_identifier
 
-# The keys stand in the condition on `job` itself: joined with nothing but the list, where statistics know of no such
-# jobs, all of the table may be read. So it may be where the list is a part of it that a scan looks cheap for.
+# The keys stand in the condition on `job` itself: joined with nothing but the list, all of the table may be read if
+# statistics know of no such jobs, or if the list is such a large part of it that a scan looks cheap.
 BY_KEYS = "SET LOCAL enable_seqscan = off; "
-_HELD: LiteralString = """\
+_LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
-# Those of them whose rows no other transaction has locked.
-_FREE: LiteralString = """\
+# Only those whose rows no other transaction has locked.
+_UNLOCKED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT job.id, held.token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
   JOIN {job} AS job ON job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token
@@ -25,19 +24,19 @@ WITH oq_held AS MATERIALIZED (
 _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
 
 
-def finish_held(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
-    """Delete jobs whose handlers are done; the ids of those that are not under their lease any more, a row each.
+def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
+    """Delete jobs whose handlers are done; returns the ids of those that are not under their lease any more.
 
-    Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator who holds a row, and then finds what they
-    left.
+    Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator's command that has locked a row, and then
+    finds what it left.
 
     Args:
-        free: Leave those whose rows are held, and name them too.
+        free: Leave the jobs whose rows are locked, and return their ids too.
     """
-    return _format(
+    return _with_jobs(
         schema,
         jobs,
-        (_FREE if free else _HELD)
+        (_UNLOCKED if free else _LEASED)
         + """, gone AS (
   DELETE FROM {job} AS job USING oq_held AS held WHERE """
         + _MINE
@@ -49,16 +48,16 @@ WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
     )
 
 
-def give_back_held(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
-    """Jobs whose handlers have not begun wait again where they waited, their attempt uncounted; no rows.
+def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
+    """Let jobs whose handlers have not begun wait again where they waited, their attempt uncounted; no rows.
 
     They keep their `seq`: a sweep finds what lies before a cursor, and behind a backlog they would wait for all of it.
-    Index, locks and `free`: as `finish_held`.
+    Index, locks and `free` are those of `finish_leased`.
     """
-    return _format(
+    return _with_jobs(
         schema,
         jobs,
-        (_FREE if free else _HELD)
+        (_UNLOCKED if free else _LEASED)
         + """
 UPDATE {job} AS job SET state = 'ready', attempt = """
         + one_attempt_less("job.attempt")
@@ -73,11 +72,11 @@ FROM oq_held AS held WHERE """
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
     """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
-    return _format(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
+    return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
-def _format(schema: str, jobs: Iterable[Job], statement: LiteralString) -> str:
+def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString) -> str:
     # By hand, because there may be a thousand: hexadecimal digits and an integer need no quoting.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
-    table = sql.Identifier(schema, "job").as_string(None)
+    table = quote_identifier(schema, "job")
     return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table)

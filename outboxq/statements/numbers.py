@@ -25,10 +25,10 @@ def one_attempt_less(attempt: LiteralString) -> LiteralString:
 
 
 def one_more(count: LiteralString) -> LiteralString:
-    """For `crashes` and `parked`, as `one_more_attempt`: up to `MOST_COUNTED`."""
+    """For `crashes` and `parked`: counted from 0 up to `MOST_COUNTED`."""
     return f"least(greatest({count}, 0), 32765) + 1"
 
 
 def next_token(token: LiteralString) -> LiteralString:
-    """A fence asks whether a token is another one, not whether it is greater: behind the greatest comes 1."""
+    """The next one, and 1 after the greatest: it only has to be different, not greater."""
     return f"greatest({token}, 0) % 9223372036854775806 + 1"

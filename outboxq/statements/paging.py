@@ -1,4 +1,4 @@
-"""Pages: how an operator's command changes many rows, a bounded number per transaction, without waiting for a lock.
+"""Pages: change many rows, a bounded number per transaction, without waiting for a lock.
 
 A page is the next `limit` matching rows in the order of the primary key. What another transaction holds is passed over
 and reported; the next page starts behind the last row seen, so that the whole costs one walk, whatever is dead or held.
@@ -14,7 +14,7 @@ from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, Fro
 
 from outboxq.statements.builtin import count, pg
 
-# What one transaction of an operator's changes, and what it leaves to be cleared should it be rolled back.
+# How many rows a transaction of an operator changes, and leaves to be cleared should it be rolled back.
 MAX_PAGE_ROWS = 200
 
 
@@ -92,5 +92,5 @@ _CLOCK = select(pg.clock_timestamp(type_=DateTime(timezone=True)))
 
 
 def database_clock(connection: Connection) -> datetime:
-    """The database's time. What came into being after it is no part of a command that began before."""
+    """The database's time. A command that began at this time leaves later rows alone."""
     return connection.execute(_CLOCK).scalar_one()

@@ -8,7 +8,9 @@ from typing import LiteralString
 
 from psycopg import sql
 
-# asynchronous: a deletion that a crash undoes is made again, and nobody waits for a standby.
+from outboxq.statements.render import fill
+
+# asynchronous: a deletion that a crash undoes is made again, and waits for no standby.
 # lock_timeout: rows are never waited for, but the table may be locked by a migration.
 # enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
 _BEGIN = """\
@@ -51,16 +53,16 @@ def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` messages that have expired, but for the oldest `skip` of them; one row, with their number.
 
     Index: inbox_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds. Who accepts a message that is being deleted waits for this transaction, and then accepts it anew.
+    holds. A session that accepts a message which is being deleted waits for this transaction, and accepts it anew.
     """
     return _delete(schema, "inbox", ("consumer", "message_id"), limit, skip)
 
 
 def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
-    """As `delete_messages`, for effects: never one that may be under way, or whose outcome nobody knows.
+    """Delete up to `limit` expired effects like `delete_messages`, but none that may be under way or is unknown.
 
-    Index: effect_expires, from its start; the primary key. Locks: as there; one that is claimed anew at this moment is
-    passed over, and has no expiry any more.
+    Index: effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
+    holds; one that is claimed anew at this moment is passed over, and has no expiry any more.
     """
     # The table's own check allows neither an expiry.
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
@@ -69,15 +71,12 @@ def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
 def _delete(
     schema: str, table: str, key: tuple[LiteralString, LiteralString], limit: int, skip: int, unless: LiteralString = ""
 ) -> str:
-    return (
-        sql.SQL(_DELETE)
-        .format(
-            table=sql.Identifier(schema, table),
-            key=sql.SQL(", ").join(map(sql.SQL, key)),
-            same=sql.SQL(" AND ").join(sql.SQL(f"gone.{name} = expired.{name}") for name in key),
-            limit=sql.Literal(limit),
-            skip=sql.Literal(skip),
-            unless=sql.SQL(unless),
-        )
-        .as_string(None)
+    return fill(
+        _DELETE,
+        table=sql.Identifier(schema, table),
+        key=sql.SQL(", ").join(map(sql.SQL, key)),
+        same=sql.SQL(" AND ").join(sql.SQL(f"gone.{name} = expired.{name}") for name in key),
+        limit=limit,
+        skip=skip,
+        unless=sql.SQL(unless),
     )

@@ -1,15 +1,15 @@
-"""Upkeep: which indexes of `job` are files of almost nothing, and how they are built again beside the work.
+"""Reindexing: which indexes of `job` are bloated, and how they are rebuilt while relays go on working.
 
-Sent as text on the upkeep's own connection, outside of a transaction: REINDEX CONCURRENTLY cannot run inside of one.
-The looks read catalogs and shared memory only, and wait for no lock.
+Sent as text on the reindexer's own connection, outside of a transaction: REINDEX CONCURRENTLY cannot run inside of one.
+The queries read catalogs and shared memory only, and wait for no lock.
 """
-
-from typing import LiteralString
 
 from psycopg import sql
 
+from outboxq.statements.render import fill, quote_identifier, render
+
 # Of a session that is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction that
-# has the table in use; nobody waits for it meanwhile, but until it is done vacuum cannot visit the table.
+# has the table in use; nothing else waits for it, but until it is done vacuum cannot visit the table.
 _SETTINGS = (
     "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_session_timeout = 0; "
     "SET default_transaction_read_only = off; SET search_path = pg_catalog"
@@ -33,7 +33,7 @@ WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid A
 ORDER BY bytes DESC"""
 
 # 1. Another REINDEX, a migration or vacuum is at the table: only one of them may be.
-# 2. and 3. Whom REINDEX CONCURRENTLY would wait for. Of other roles' transactions the age may be hidden; lock_timeout
+# 2. and 3. What REINDEX CONCURRENTLY would wait for. Of other roles' transactions the age may be hidden; lock_timeout
 # bounds what this does not see.
 _OBSTACLE = """\
 SELECT CASE
@@ -66,30 +66,30 @@ ORDER BY 1"""
 
 
 def settings() -> str:
-    """Bound whatever this session does: 5 s for a lock, 60 s for a statement."""
+    """Limit every statement of this session: 5 s for a lock, 60 s in all."""
     return _SETTINGS
 
 
 def backend_pid() -> str:
-    """The backend that answers: behind a pooler, another than the connection was told of."""
+    """The backend that answers; behind a pooler it differs from the one that the connection was told of."""
     return "SELECT pg_catalog.pg_backend_pid()::text"
 
 
 def owns_jobs(schema: str) -> str:
-    """One row: `true` where this role may build the indexes of `job` again and drop what that may leave; else `false`.
+    """One row: `true` if this role may rebuild the indexes of `job` and drop what that may leave, else `false`.
 
     MAINTAIN is not enough: it does not allow dropping an index.
     """
-    return _filled(
+    return fill(
         "SELECT coalesce(pg_catalog.bool_or(pg_catalog.pg_has_role(relowner, 'USAGE')), false)::text "
         "FROM pg_catalog.pg_class WHERE oid = pg_catalog.to_regclass({job})::oid",
-        schema,
+        job=quote_identifier(schema, "job"),
     )
 
 
-def lock_upkeep(schema: str) -> str:
-    """One row: `true` where this session is now the only one that keeps up this installation, until it ends."""
-    return sql.SQL(_LOCK).format(schema=sql.Literal(schema)).as_string(None)
+def try_lock_reindexing(schema: str) -> str:
+    """One row: `true` if this session is now the only one that reindexes this installation, until it ends."""
+    return fill(_LOCK, schema=schema)
 
 
 def wasted_indexes(schema: str, min_bytes: int, bytes_per_entry: int) -> str:
@@ -97,50 +97,40 @@ def wasted_indexes(schema: str, min_bytes: int, bytes_per_entry: int) -> str:
 
     By vacuum's counts, which a crash of the server forgets: to be confirmed by `count_jobs`.
     """
-    return _filled(_WASTED, schema, min_bytes=sql.Literal(min_bytes), bytes_per_entry=sql.Literal(bytes_per_entry))
+    return fill(_WASTED, job=quote_identifier(schema, "job"), min_bytes=min_bytes, bytes_per_entry=bytes_per_entry)
 
 
 def count_jobs(schema: str, limit: int) -> str:
     """One row: how many jobs there are, counted up to `limit`. No index: reads the table until it has so many."""
-    return (
-        sql.SQL("SELECT pg_catalog.count(*)::text FROM (SELECT FROM {} LIMIT {}) AS found")
-        .format(sql.Identifier(schema, "job"), sql.Literal(limit))
-        .as_string(None)
-    )
+    counted = "SELECT pg_catalog.count(*)::text FROM (SELECT FROM {job} LIMIT {limit}) AS found"
+    return render(schema, counted, limit=limit)
 
 
 def obstacle(schema: str, old_seconds: float) -> str:
     """One row: why a REINDEX would have to wait, or NULL."""
-    return _filled(_OBSTACLE, schema, old_seconds=sql.Literal(old_seconds))
+    return fill(_OBSTACLE, job=quote_identifier(schema, "job"), old_seconds=old_seconds)
 
 
 def left_over_indexes(schema: str) -> str:
-    """The indexes that a REINDEX CONCURRENTLY of ours left when it was cancelled."""
-    return _filled(_LEFT_OVER, schema)
+    """The invalid indexes that a cancelled REINDEX CONCURRENTLY of ours has left."""
+    return fill(_LEFT_OVER, job=quote_identifier(schema, "job"))
 
 
 def index_bytes(schema: str, index: str) -> str:
     """One row: the size of its file."""
-    literal = sql.Literal(sql.Identifier(schema, index).as_string(None))
-    return (
-        sql.SQL("SELECT pg_catalog.pg_relation_size(pg_catalog.to_regclass({}))::text").format(literal).as_string(None)
-    )
+    size = "SELECT pg_catalog.pg_relation_size(pg_catalog.to_regclass({index}))::text"
+    return fill(size, index=quote_identifier(schema, index))
 
 
 def reindex(schema: str, index: str) -> str:
-    """Build it again from the live rows. Reads the whole table.
+    """Rebuild it from the live rows. Reads the whole table.
 
     Locks: SHARE UPDATE EXCLUSIVE, which neither claims nor producers wait for. Waits for the transactions that have the
     table in use, and for older snapshots.
     """
-    return sql.SQL("REINDEX INDEX CONCURRENTLY {}").format(sql.Identifier(schema, index)).as_string(None)
+    return fill("REINDEX INDEX CONCURRENTLY {index}", index=sql.Identifier(schema, index))
 
 
 def drop_index(schema: str, index: str) -> str:
-    """Drop what is left over. Locks and waits as `reindex`."""
-    return sql.SQL("DROP INDEX CONCURRENTLY IF EXISTS {}").format(sql.Identifier(schema, index)).as_string(None)
-
-
-def _filled(statement: LiteralString, schema: str, **values: sql.Literal) -> str:
-    job = sql.Literal(sql.Identifier(schema, "job").as_string(None))
-    return sql.SQL(statement).format(job=job, **values).as_string(None)
+    """Drop an index that was left over. Its locks and waits are those of `reindex`."""
+    return fill("DROP INDEX CONCURRENTLY IF EXISTS {index}", index=sql.Identifier(schema, index))

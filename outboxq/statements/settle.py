@@ -1,8 +1,8 @@
 """Putting a claimed job back, or among the dead letters, in the transaction of its handler's rows.
 
 In transaction mode no lock is waited for: the claim deleted the only other row with this id, in this transaction. Under
-a lease the row is still there, and is changed only by who has its token; whoever waits for the lock of a reaper or an
-operator finds another token, or no row.
+a lease the row is still there, and is changed only if it still has our token: after waiting for the lock of a reaper or
+an operator's command there is another token, or no row.
 """
 
 from datetime import timedelta
@@ -36,6 +36,11 @@ from outboxq.statements.claim import PARKED_UNTIL
 from outboxq.statements.numbers import MOST_COUNTED, next_token
 from outboxq.tables import dead_job, job
 
+# What is written back as it was claimed.
+_KEPT = (
+    "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "crashes", "unique_key", "group_key",
+    "created_at",
+)  # fmt: skip
 _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 
@@ -44,7 +49,7 @@ def put_back(
 ) -> Insert | Update:
     """The job waits again, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
 
-    Whoever ran it knows its kind, so it is parked no more.
+    A relay that knows its kind has run it, so it is parked no more.
     """
     schedule: dict[str, object] = {"state": "ready"}
     if delay is not None:
@@ -63,14 +68,14 @@ def put_back_parked(claimed: Job) -> Insert | Update:
 def remove(claimed: Job) -> Delete:
     """The row of a job under a lease, if it is still under it.
 
-    Index: the primary key. Waits for a reaper or an operator who holds the row, and then finds what they left.
+    Index: the primary key. Waits for a reaper or an operator's command that has locked the row, and finds what it left.
     """
     return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
 
 
 def unchanged(claimed: Job) -> Select[tuple[UUID]]:
     """The row of a claimed job, unless it was removed or came back. Index: the primary key; no locks."""
-    # Whatever puts a job back draws a new seq, and a lease a new token.
+    # Every way of putting a job back draws a new seq, and every lease a new token.
     same = job.c.seq == claimed.seq if claimed.lease_token is None else job.c.lease_token == claimed.lease_token
     return select(job.c.id).where(job.c.id == claimed.id, same)
 
@@ -78,7 +83,7 @@ def unchanged(claimed: Job) -> Select[tuple[UUID]]:
 def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
     if claimed.lease_token is None:
         return insert(job).values(**_kept(claimed), **changed)
-    # A crash that was counted with the claim did not happen. A new token: who has the old one is done with this job.
+    # A crash that was counted with the claim did not happen. A new token: nothing more can be done with the old one.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released = {"lease_owner": None, "lease_token": _NEXT_TOKEN, "seq": literal_column("DEFAULT")}
     return fenced.values(**changed, **released, crashes=claimed.crashes)
@@ -122,16 +127,4 @@ def errors_with(kept: str, record: str) -> "ColumnElement[str]":
 
 
 def _kept(claimed: Job) -> dict[str, object]:
-    return {
-        "id": claimed.id,
-        "queue": claimed.queue,
-        "kind": claimed.kind,
-        "args": claimed.args,
-        "headers": claimed.headers,
-        "priority": claimed.priority,
-        "max_attempts": claimed.max_attempts,
-        "crashes": claimed.crashes,
-        "unique_key": claimed.unique_key,
-        "group_key": claimed.group_key,
-        "created_at": claimed.created_at,
-    }
+    return {name: getattr(claimed, name) for name in _KEPT}

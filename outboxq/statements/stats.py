@@ -1,4 +1,4 @@
-"""Counting what waits, runs and died, and what nobody knows."""
+"""Counting the jobs that wait, run and died, and the effects and kinds that are unknown."""
 
 from collections.abc import Sequence
 

@@ -5,6 +5,8 @@ The catalogs can be read by every role. No locks but those of any look at a cata
 
 from psycopg import sql
 
+from outboxq.statements.render import fill
+
 # Constraints that are checked at COMMIT, of any table: internal triggers stand for them too.
 DEFERRABLE = "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgdeferrable)"
 
@@ -84,4 +86,4 @@ def table_facts(name: str) -> str:
     Args:
         name: As it stands in SQL, quoted if need be.
     """
-    return sql.SQL(_FACTS).format(name=sql.Literal(name), code=_CODE, exact=_EXACT).as_string(None)
+    return fill(_FACTS, name=name, code=_CODE, exact=_EXACT)

@@ -4,6 +4,8 @@ from functools import lru_cache
 
 from psycopg import sql
 
+from outboxq.statements.render import fill
+
 # How much longer the server waits than the relay, which acts on its own deadlines while it can.
 IDLE_GRACE_SECONDS = 10.0
 
@@ -13,7 +15,7 @@ LEAST_SECONDS = 1.0
 # As the driver begins a slot's transactions by itself.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
-# LOCAL: behind a transaction pooler a session is somebody else's a moment later.
+# LOCAL: behind a transaction pooler a session belongs to another client a moment later.
 # DateStyle: psycopg reads ISO alone, whatever the database's default.
 READABLE_DATES = "SET LOCAL datestyle = 'ISO'; "
 # For statements of ours that find rows by a condition and come through the driver, which prepares them: a plan that was
@@ -80,14 +82,15 @@ def prepared_as(xid: str) -> str:
 
 def rollback_prepared(gid: str) -> str:
     """Undo a prepared transaction. Outside of a transaction block; for its owner, from the same database."""
-    return sql.SQL("ROLLBACK PREPARED {gid}").format(gid=sql.Literal(gid)).as_string(None)
+    return fill("ROLLBACK PREPARED {gid}", gid=gid)
 
 
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
-    """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row where it did."""
+    """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row if it did."""
     action = sql.SQL("pg_catalog.pg_terminate_backend" if terminate else "pg_catalog.pg_cancel_backend")
-    return (
-        sql.SQL("SELECT {action}(pid) FROM pg_catalog.pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}")
-        .format(action=action, pid=sql.Literal(pid), xid=sql.Literal(str(int(xid) & 0xFFFF_FFFF)))
-        .as_string(None)
+    return fill(
+        "SELECT {action}(pid) FROM pg_catalog.pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}",
+        action=action,
+        pid=pid,
+        xid=str(int(xid) & 0xFFFF_FFFF),
     )

@@ -1,7 +1,8 @@
 """The version marker that migrations leave in the schema."""
 
-from psycopg import sql
 from sqlalchemy import Connection, TextClause, text
+
+from outboxq.statements.render import quote_identifier
 
 # Later steps may follow a deployment: what they add, this code can do without.
 NEEDED_VERSION = 6
@@ -28,8 +29,8 @@ ORDER BY held.pid"""
 
 
 def schema_version(connection: Connection, schema: str) -> int | None:
-    """The last migration step of `schema`; None where outboxq was never installed. Takes no lock beyond a read."""
-    marker = sql.Identifier(schema, "migration").as_string(None)
+    """The last migration step of `schema`; None if outboxq was never installed. Takes no lock beyond a read."""
+    marker = quote_identifier(schema, "migration")
     if connection.execute(_MARKER, {"marker": marker}).scalar() is None:
         return None
     return connection.execute(newest_step(schema)).scalar()
@@ -37,13 +38,13 @@ def schema_version(connection: Connection, schema: str) -> int | None:
 
 def newest_step(schema: str) -> TextClause:
     """The last migration step that was made. Reads the small table `migration`; no locks."""
-    marker = sql.Identifier(schema, "migration").as_string(None)
+    marker = quote_identifier(schema, "migration")
     # Escaped, a colon in the schema's name is no bound parameter.
     return text(f"SELECT pg_catalog.max(step) FROM {marker}".replace(":", r"\:"))
 
 
 def try_lock_version(connection: Connection, schema: str) -> bool:
-    """As `lock_version`, where no other migration of `schema` is under way; False, and nothing locked, where one is."""
+    """Take the lock of `lock_version` without waiting; False if another migration of `schema` is under way."""
     return bool(connection.execute(_TRY_LOCK, {"schema": schema}).scalar_one())
 
 
@@ -56,5 +57,5 @@ def lock_version(connection: Connection, schema: str) -> None:
 
 
 def version_lock_holders(connection: Connection, schema: str) -> list[str]:
-    """Who has the lock of `lock_version`: a text for each session, as far as this role may know."""
+    """The sessions that have the lock of `lock_version`, a text for each, as far as this role may know."""
     return [str(holder) for holder in connection.execute(_HOLDERS, {"schema": schema}).scalars()]

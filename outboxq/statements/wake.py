@@ -9,6 +9,8 @@ from functools import lru_cache
 from psycopg import sql
 from sqlalchemy import text
 
+from outboxq.statements.render import fill, render
+
 # Stands for all queues in a notification. No queue has this name.
 ALL_QUEUES = ""
 
@@ -27,9 +29,8 @@ def channel_name(schema: str) -> str:
 
 
 def listen(schema: str) -> str:
-    """Hear the wake-ups of an installation, in UTF-8: the sleep flag of a garbled name is nobody's."""
-    channel = sql.Identifier(channel_name(schema))
-    return sql.SQL("SET client_encoding TO 'UTF8'; LISTEN {}").format(channel).as_string(None)
+    """Listen for the wake-ups of an installation, in UTF-8: a garbled queue name would match no sleep flag."""
+    return fill("SET client_encoding TO 'UTF8'; LISTEN {channel}", channel=sql.Identifier(channel_name(schema)))
 
 
 def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
@@ -38,48 +39,40 @@ def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
     False while another relay holds it, and while a producer's insert into the queue is not committed: the trigger holds
     it shared until then.
     """
-    return (
-        sql.SQL(
-            "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({}), pg_catalog.hashtext(name)) "
-            "FROM pg_catalog.unnest({}::text[]) AS wanted (name)"
-        )
-        .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
-        .as_string(None)
+    return fill(
+        "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
+        "FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)",
+        channel=channel_name(schema),
+        queues=sorted(queues),
     )
 
 
 def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
-    """Let go of the sleep flags of queues."""
-    return (
-        sql.SQL(
-            "SELECT pg_catalog.pg_advisory_unlock(pg_catalog.hashtext({}), pg_catalog.hashtext(name)) "
-            "FROM pg_catalog.unnest({}::text[]) AS dropped (name)"
-        )
-        .format(sql.Literal(channel_name(schema)), sql.Literal(sorted(queues)))
-        .as_string(None)
+    """Release the sleep flags of queues."""
+    return fill(
+        "SELECT pg_catalog.pg_advisory_unlock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
+        "FROM pg_catalog.unnest({queues}::text[]) AS dropped (name)",
+        channel=channel_name(schema),
+        queues=sorted(queues),
     )
 
 
 def notify(schema: str, queue: str) -> str:
     """Wake the relays that sleep on a queue."""
-    return (
-        sql.SQL("SELECT pg_catalog.pg_notify({}, {})")
-        .format(sql.Literal(channel_name(schema)), sql.Literal(queue))
-        .as_string(None)
-    )
+    return fill("SELECT pg_catalog.pg_notify({channel}, {queue})", channel=channel_name(schema), queue=queue)
 
 
 @lru_cache(64)
-def look(schema: str, queues: tuple[str, ...]) -> str:
+def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
     """What waits in these queues: a row for each that is not paused and has a job that no lease holds.
 
-    Its name, whether a job is ready, the seconds until the next scheduled one (negative where it is due, or NULL), and
+    Its name, whether a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL), and
     whether it has suspects. A job that runs at this moment, in a transaction that is not committed, is seen too.
     Indexes: job_ready, job_scheduled and job_suspect, the first entry of each queue; no locks.
     """
-    return (
-        sql.SQL(
-            """\
+    return render(
+        schema,
+        """\
 SELECT wanted.name, ready.found, due.seconds, suspect.found FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'ready'
   ORDER BY (-priority), seq LIMIT 1) AS ready ON true
@@ -88,12 +81,6 @@ LEFT JOIN LATERAL (SELECT extract(epoch FROM run_at - pg_catalog.clock_timestamp
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'suspect'
   ORDER BY seq LIMIT 1) AS suspect ON true
 WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found)
-  AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)"""
-        )
-        .format(
-            queues=sql.Literal(list(queues)),
-            job=sql.Identifier(schema, "job"),
-            queue_table=sql.Identifier(schema, "queue"),
-        )
-        .as_string(None)
+  AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)""",
+        queues=list(queues),
     )

@@ -20,8 +20,8 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER, find_outcome
 from outboxq.statements.claim import ClaimStatements
-from outboxq.statements.durability import server_epoch
 from outboxq.statements.lease import reap
+from outboxq.statements.server import server_epoch
 from tests.support import app
 from tests.support.app import Account, Child, Effect
 

@@ -12,7 +12,7 @@ from outboxq.events import Event, JobDied, JobDone
 from outboxq.job import Job
 from outboxq.outbox.kinds import JobKind
 from outboxq.statements.lease import NEVER, reap
-from outboxq.statements.lease_mode import give_back_held
+from outboxq.statements.lease_mode import release_leased
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
@@ -164,7 +164,7 @@ def test_a_job_that_is_given_back_has_another_token(
     poison(engine, sessions, (f"lease_token = {token}",), "attempt = -2147483648, state = 'leased'")
     with connection.begin():
         job_id = connection.execute(text("SELECT id FROM outboxq.job WHERE state = 'leased'")).scalar_one()
-        run_script(connection, give_back_held("outboxq", [held_job(job_id, token)]))
+        run_script(connection, release_leased("outboxq", [held_job(job_id, token)]))
         after = text("SELECT state, lease_token FROM outboxq.job WHERE id = :id")
         state, given = connection.execute(after, {"id": job_id}).one()
     assert (state, given != token) == ("ready", True)

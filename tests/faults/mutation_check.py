@@ -434,8 +434,8 @@ MUTANTS = (
     Mutant(
         "the reindexer's lock against a second one",
         "outboxq/relay/maintenance/reindexer.py",
-        'elif _value(connection, statements.lock_upkeep(self.schema)) == "true":',
-        "elif _value(connection, statements.lock_upkeep(self.schema)) is not None:",
+        'elif _value(connection, statements.try_lock_reindexing(self.schema)) == "true":',
+        "elif _value(connection, statements.try_lock_reindexing(self.schema)) is not None:",
         ("tests/relay/test_reindexer.py",),
     ),
     Mutant(

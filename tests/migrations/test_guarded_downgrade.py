@@ -13,9 +13,9 @@ from sqlalchemy import Connection, Engine, TextClause, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq import migrations
-from outboxq.migrations.quoting import quote_identifier
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
+from outboxq.statements.render import quote_identifier
 from outboxq.statements.version import schema_version
 from tests.migrations.catalog import read_catalog, schema_exists
 from tests.migrations.project import run_psql

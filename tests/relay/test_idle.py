@@ -22,7 +22,7 @@ from outboxq.relay.idle import FIRST_PAUSE_SECONDS, SlotSleep
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
-from outboxq.statements.wake import look
+from outboxq.statements.wake import poll_queues
 from tests.conftest import RunningRelay, StartRelay
 from tests.relay.test_wake import wait_until_asleep
 from tests.support import app
@@ -257,7 +257,7 @@ def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> N
 
 def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
     """Nothing of it could be claimed: looking must not lead to claims."""
-    statement = look("outboxq", ("ledger", "other"))
+    statement = poll_queues("outboxq", ("ledger", "other"))
     with sessions.begin() as session:
         session.add_job(app.record, name="job")
     with engine.connect() as connection:

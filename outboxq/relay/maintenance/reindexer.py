@@ -67,7 +67,7 @@ class Reindexer(PeriodicTask):
         run_on_libpq(connection, statements.settings())
         if _value(connection, statements.owns_jobs(self.schema)) != "true":
             self._advise(connection)
-        elif _value(connection, statements.lock_upkeep(self.schema)) == "true":
+        elif _value(connection, statements.try_lock_reindexing(self.schema)) == "true":
             return self._maintain(connection)
         return None
 

@@ -1,4 +1,4 @@
-"""What the doctor asks of the effects: which of them wait for somebody who does not come.
+"""Effects that wait to be resolved, or to be called again.
 
 Bounded: 10,000 entries of an index, and a table that is only read while it is small. No locks.
 """

@@ -1,11 +1,11 @@
-"""What the doctor asks of sessions, transactions, slots and settings.
+"""Sessions, transactions, slots and settings, as the doctor looks at them.
 
 Everything here reads views of the server's shared memory or small catalogs; nothing waits for a lock.
 """
 
-from psycopg import sql
 from sqlalchemy import BindParameter, TextClause, bindparam, text
 
+from outboxq.statements.render import quote_identifier
 from outboxq.tables import StoredText
 
 LISTED = 100
@@ -18,7 +18,7 @@ BLOCKING_MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "Access
 
 def qualified(schema: str, name: str) -> str:
     """A table's name for a text statement. Escaped, a colon in the schema's name is no bound parameter."""
-    return sql.Identifier(schema, name).as_string(None).replace(":", r"\:")
+    return quote_identifier(schema, name).replace(":", r"\:")
 
 
 def schema_name(schema: str) -> BindParameter[str]:
@@ -54,7 +54,7 @@ ORDER BY activity.xact_start NULLS LAST LIMIT :listed"""
     ).bindparams(schema_name(schema), blocking=list(BLOCKING_MODES), row_modes=list(ROW_MODES), listed=LISTED)
 
 
-def held_jobs(schema: str, transactions: list[str]) -> TextClause:
+def leased_jobs(schema: str, transactions: list[str]) -> TextClause:
     """How many jobs each of these transactions has deleted, changed or locked. Reads the table once; no locks."""
     return text(
         f"SELECT xmax::text AS xid, pg_catalog.count(*) AS jobs FROM {qualified(schema, 'job')} "

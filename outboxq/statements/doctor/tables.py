@@ -1,4 +1,4 @@
-"""What the doctor asks of the tables: whether they are there, whole, vacuumed, and may be used by this role.
+"""Whether the tables are there, whole, vacuumed, and may be used by this role.
 
 Catalogs only, which any role may read; nothing waits for a lock.
 """
@@ -111,7 +111,7 @@ ORDER BY 1"""
 
 
 def row_security(schema: str) -> TextClause:
-    """Tables with row level security, and the commands that a permissive policy allows this role, or anybody."""
+    """Tables with row level security, and the commands that a permissive policy allows this role, or any role."""
     return text(
         f"""\
 SELECT class.relname::text AS table, pg_catalog.row_security_active(class.oid) AS is_active,
@@ -133,7 +133,7 @@ def search_path() -> TextClause:
 
 
 def schema_creators(schema: str, names: list[str]) -> TextClause:
-    """Who may create in these schemas; not this role, superusers, and the owners of our schema and the database."""
+    """Roles that may create in these schemas, except this one, superusers, and owners of our schema or the database."""
     return text(
         """\
 SELECT namespace.nspname::text AS schema, coalesce(role.rolname::text, 'PUBLIC') AS creator

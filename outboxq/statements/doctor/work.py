@@ -1,4 +1,4 @@
-"""What the doctor asks of the work: what waits, where, for how long, and who is there to do it.
+"""Which jobs wait, where and for how long, and whether relays are there to run them.
 
 Bounded: at most 1,000 queues, and of each the first 10,000 jobs in the order of an index. No locks.
 """
@@ -65,7 +65,7 @@ def suspects(schema: str) -> TextClause:
 
 
 def orphaned_leases(schema: str, grace_seconds: float) -> TextClause:
-    """Leased jobs per owner that is not alive, or that nobody knows. Index: job_leased, 10,000 entries of it."""
+    """Leased jobs per owner that is not alive, or not known. Index: job_leased, 10,000 entries of it."""
     return text(
         f"""\
 SELECT leased.lease_owner::text AS owner, relay.host, relay.pid, leased.jobs,

@@ -1,6 +1,6 @@
-"""The doctor's round: every check in a transaction of its own, so that one that fails takes no other with it."""
+"""Run the checks: each in a transaction of its own, so that one that fails takes no other with it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 # LOCAL, because a transaction pooler would keep anything else for the next client. No session is held up: the longest
-# look is bounded, and a table that is locked is passed by.
+# check is bounded, and a table that is locked is skipped.
 _SETTINGS = (
     "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '200ms'; "
     "SET LOCAL timezone = 'UTC'"
@@ -51,7 +51,7 @@ def run_checks(
     """Make every check that can be made; the gravest findings first.
 
     Args:
-        connect: Opens a connection to the database; called twice, to tell a transaction pooler.
+        connect: Opens a connection to the database; called twice, to recognise a transaction pooler.
         use: What the role is for, which decides the rights that it needs.
         registry: Kinds that wait are compared with it.
         listen_connect: Opens a connection by the URL that relays listen on, if they have one.
@@ -60,11 +60,18 @@ def run_checks(
         # A pooler's next backend does not know what was prepared on this one.
         driver_connection(given).prepare_threshold = None
         connection = given.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
-        start = CheckContext(
+        context = CheckContext(
             connection=connection, schema=schema, limits=limits or Limits(), use=use, registry=registry
         )
+        found: list[Finding] = []
         try:
-            found = [*_round(start), *_look_at_pooler(start, connect, listen_connect)]
+            context = _look_at_tables(context, found)
+            for check in CHECKS:
+                if check.fits(context):
+                    with _reporting(check.subject, check.grant, context, found), _transaction(connection):
+                        found += check.find(context)
+            with _reporting(pooler.SUBJECT, "pg_monitor", context, found):
+                found += pooler.look_at_pooler(connection, connect, listen_connect)
         except ConnectionLost as lost:
             # Closing it would want to roll back what is gone.
             given.invalidate()
@@ -81,36 +88,18 @@ class ConnectionLost(Exception):
         self.finding = finding
 
 
-def _round(start: CheckContext) -> Iterator[Finding]:
-    findings: list[Finding] = []
+def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext:
+    """The context with the tables that can be looked at; what is wrong with their version is a finding."""
     tables: frozenset[str] = frozenset()
-    with _not_made(start.connection, "the schema", "USAGE on it", findings), _transaction(start.connection):
-        tables = structure.existing_tables(start)
-    installed = replace(start, tables=tables)
-    outcome = structure.Version(findings=(), is_usable=bool(tables), is_current=bool(tables))
-    grant = f"SELECT on {start.schema}.migration"
-    with _not_made(start.connection, "the version of the tables", grant, findings), _transaction(start.connection):
-        outcome = structure.look_at_version(installed)
-    yield from findings
-    yield from outcome.findings
-    examination = replace(installed, tables=tables if outcome.is_usable else frozenset(), is_current=outcome.is_current)
-    for check in CHECKS:
-        if check.tables <= examination.tables and (examination.is_current or not check.needs_current):
-            yield from _make(check, examination)
-
-
-def _make(check: Check, examination: CheckContext) -> Iterable[Finding]:
-    findings: list[Finding] = []
-    with _not_made(examination.connection, check.subject, check.grant, findings), _transaction(examination.connection):
-        findings += check.find(examination)
-    return findings
-
-
-def _look_at_pooler(start: CheckContext, connect: Connect, listen_connect: Connect | None) -> list[Finding]:
-    findings: list[Finding] = []
-    with _not_made(start.connection, pooler.SUBJECT, "pg_monitor", findings):
-        findings += pooler.look_at_pooler(start.connection, connect, listen_connect)
-    return findings
+    with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
+        tables = structure.existing_tables(context)
+    context = replace(context, tables=tables)
+    version = structure.Version(is_usable=bool(tables), is_current=bool(tables))
+    grant = f"SELECT on {context.schema}.migration"
+    with _reporting("the version of the tables", grant, context, found), _transaction(context.connection):
+        version = structure.look_at_version(context)
+    found += version.findings
+    return replace(context, tables=tables if version.is_usable else frozenset(), is_current=version.is_current)
 
 
 @contextmanager
@@ -121,16 +110,16 @@ def _transaction(connection: Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _not_made(connection: Connection, subject: str, grant: str, findings: list[Finding]) -> Iterator[None]:
-    """A check that the database refuses is a finding; one that loses the connection ends the round."""
+def _reporting(subject: str, grant: str, context: CheckContext, found: list[Finding]) -> Iterator[None]:
+    """A check that the database refuses is a finding; one that loses the connection ends the doctor's work."""
     try:
         yield
     except (DBAPIError, psycopg.Error) as error:
         original = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = original.sqlstate if isinstance(original, psycopg.Error) else None
-        if sqlstate is None or is_lost(connection):
+        if sqlstate is None or is_lost(context.connection):
             raise ConnectionLost(_lost(subject)) from error
-        findings.append(_refused(subject, grant, sqlstate, original))
+        found.append(_refused(subject, grant, sqlstate, original))
 
 
 def _lost(subject: str) -> Finding:
@@ -154,5 +143,5 @@ def _refused(subject: str, grant: str, sqlstate: str, original: BaseException | 
         {"check": subject, "reason": reason, "sqlstate": sqlstate, "grant": grant if denied else None},
         f"Run the doctor as a role that has {grant}, or grant it."
         if denied
-        else "Run the doctor again; see the other findings for who may be in the way.",
+        else "Run the doctor again; see the other findings for what may be in the way.",
     )

@@ -1,4 +1,4 @@
-"""Finding the registry that `MODULE:ATTRIBUTE` names."""
+"""Find the registry that `MODULE:ATTRIBUTE` names, in a process that was started to work for it."""
 
 import importlib
 import os
@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from outboxq.errors import ConfigError
-from outboxq.relay.signals import StoppedEarly
 
 if TYPE_CHECKING:
     from outboxq.handlers.registry import Jobs
@@ -16,11 +15,16 @@ if TYPE_CHECKING:
 _MAX_MESSAGE_CHARACTERS = 300
 
 
+class StoppedEarly(SystemExit):
+    """The process is told to stop before anything has begun: also while the registry's module is imported."""
+
+
 def load_jobs(target: str) -> "Jobs":
     """Import the registry, with the current directory on the path.
 
     Raises:
-        ConfigError: no such module, one that fails while it is imported, or something else than a `Jobs`.
+        ConfigError: no such module, one that fails while it is imported, or something other than a `Jobs`.
+        StoppedEarly: a signal came while it was imported.
     """
     from outboxq.handlers.registry import Jobs
 
@@ -67,7 +71,7 @@ def _failed(name: str, error: BaseException) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """Where it was raised: the innermost file and line that is not the import machinery's."""
+    """The innermost file and line of the error that is not the import machinery's."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

@@ -1,0 +1,163 @@
+"""The options of `outboxq relay`, and the command line of each process when it keeps several."""
+
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrl, Schema
+
+if TYPE_CHECKING:
+    from outboxq.config import RelayConfig
+
+
+class LogLevel(StrEnum):
+    """Python's levels."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayOptions:
+    """A field per option."""
+
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:ATTRIBUTE", help="The registry, such as myapp.jobs:jobs.", show_default=False),
+    ]
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--queue",
+            metavar="NAMES[=SLOTS]",
+            help="Which queues to serve, and how many of their jobs run at once: accounts=4; urgent,normal=2 (two of "
+            "both together, in this order of precedence); *=2 (two of all other queues together, in turns). May be "
+            "repeated. Without it: two of each queue.",
+            show_default=False,
+        ),
+    ] = None
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, max=256, help="How many such relays to keep running, a process each.")
+    ] = 1
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Stop when no job is ready or due any more, and say what is left.")
+    ] = False
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, max=1_000, help="The most jobs that one transaction claims.")
+    ] = 1
+    poll_seconds: Annotated[
+        float, typer.Option("--poll-seconds", help="The longest time between two polls of an empty queue.")
+    ] = 1.0
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", help="How long a stopping relay waits for its handlers.")
+    ] = 30.0
+    lease_seconds: Annotated[
+        float,
+        typer.Option(
+            "--lease-seconds",
+            help="How long jobs in lease mode stay with this relay after its last sign of life.",
+        ),
+    ] = 30.0
+    max_crashes: Annotated[
+        int,
+        typer.Option(
+            "--max-crashes", help="How often a job that runs alone may crash its relay before it is a dead letter."
+        ),
+    ] = 3
+    prune_seconds: Annotated[
+        float,
+        typer.Option(
+            "--prune-seconds",
+            help="The longest time between two deletions of messages and effects whose retention is over. 0: never.",
+        ),
+    ] = 60.0
+    no_reindex: Annotated[
+        bool,
+        typer.Option(
+            "--no-reindex",
+            help="Do not rebuild bloated indexes of the job table (REINDEX CONCURRENTLY). Only a relay whose role owns "
+            "the tables rebuilds them.",
+        ),
+    ] = False
+    allow_asynchronous_commit: Annotated[
+        bool,
+        typer.Option(
+            "--allow-asynchronous-commit",
+            help="Work although synchronous_commit is off: a crash of the server may undo what was reported as done.",
+        ),
+    ] = False
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            "--stall-seconds",
+            help="With several processes: kill and replace one that has shown no sign of life for so long. 0: never.",
+        ),
+    ] = 60.0
+    health_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--health-file",
+            metavar="PATH",
+            help="Write the state of the relay into this file once a second, for `outboxq health`.",
+            show_default=False,
+        ),
+    ] = None
+    listen_url: Annotated[
+        str | None,
+        typer.Option(
+            "--listen-url",
+            metavar="URL",
+            help="A direct URL of the server, to LISTEN on, if the database URL leads to a transaction pooler. Other "
+            "users of the machine can see it here: prefer the variable OUTBOXQ_LISTEN_URL.",
+            show_default=False,
+        ),
+    ] = field(default=None, repr=False)
+    no_listen: Annotated[bool, typer.Option("--no-listen", help="Do not LISTEN for new jobs: poll only.")] = False
+    schema: Schema = DEFAULT_SCHEMA
+    log_level: Annotated[LogLevel, typer.Option("--log-level", help="What to log to standard error.")] = LogLevel.info
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+    def config(self) -> "RelayConfig":
+        """The same as a relay's configuration.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        from outboxq import config
+
+        return config.RelayConfig(
+            groups=tuple(config.SlotGroup.parse(text) for text in self.queue or ()),
+            batch_size=self.batch_size,
+            poll_seconds=self.poll_seconds,
+            drain_seconds=self.drain_seconds,
+            lease_seconds=self.lease_seconds,
+            max_crashes=self.max_crashes,
+            prune_seconds=self.prune_seconds,
+            reindex=not self.no_reindex,
+            allow_asynchronous_commit=self.allow_asynchronous_commit,
+            listen=not self.no_listen,
+            listen_url=config.listen_url(self.listen_url),
+            schema=self.schema,
+        )
+
+    def of_one_process(self) -> list[str]:
+        """The command line of one of several processes; without the URLs, which other users could read there."""
+        command = [sys.executable, "-m", "outboxq", "relay", self.target]
+        command += ["--schema", self.schema, "--log-level", self.log_level.value]
+        command += [part for text in self.queue or () for part in ("--queue", text)]
+        command += ["--batch-size", str(self.batch_size), "--poll-seconds", str(self.poll_seconds)]
+        command += ["--drain-seconds", str(self.drain_seconds), "--lease-seconds", str(self.lease_seconds)]
+        command += ["--max-crashes", str(self.max_crashes), "--prune-seconds", str(self.prune_seconds)]
+        flags = {
+            "--no-reindex": self.no_reindex,
+            "--allow-asynchronous-commit": self.allow_asynchronous_commit,
+            "--drain": self.drain,
+            "--no-listen": self.no_listen,
+        }
+        return [*command, *(flag for flag, is_given in flags.items() if is_given)]

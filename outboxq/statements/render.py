@@ -1,0 +1,41 @@
+"""Values and names in SQL that has no parameters: statements that are sent as text, or written to a file."""
+
+from typing import LiteralString
+
+from psycopg import sql
+
+# What stands for each table in a text; a plain {queue} is the name of a queue.
+_TABLES = {"job": "job", "dead": "dead_job", "queue_table": "queue", "relay": "relay"}
+
+
+def render(schema: str, statement: LiteralString, /, **values: object) -> str:
+    """The statement with the schema's tables for {job}, {dead}, {queue_table} and {relay}, and these values.
+
+    A value becomes a literal, unless it is SQL already.
+    """
+    return compose(schema, statement, **values).as_string(None)
+
+
+def compose(schema: str, statement: LiteralString, /, **values: object) -> sql.Composed:
+    """The same as a part, to be given as a value to another statement."""
+    tables = {name: sql.Identifier(schema, table) for name, table in _TABLES.items()}
+    return sql.SQL(statement).format(**tables, **_as_sql(values))
+
+
+def fill(statement: LiteralString, /, **values: object) -> str:
+    """The statement with these values, as `render` has them; it names no table of ours."""
+    return sql.SQL(statement).format(**_as_sql(values)).as_string(None)
+
+
+def _as_sql(values: dict[str, object]) -> dict[str, sql.Composable]:
+    return {name: value if isinstance(value, sql.Composable) else sql.Literal(value) for name, value in values.items()}
+
+
+def quote_identifier(*names: str) -> str:
+    """A name as an SQL identifier, each part of it in double quotes."""
+    return sql.Identifier(*names).as_string(None)
+
+
+def quote_literal(value: str) -> str:
+    """A string as an SQL literal."""
+    return sql.Literal(value).as_string(None)

@@ -20,6 +20,7 @@ from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
 
+from outboxq.clock import uuid7s
 from outboxq.database.sessions import (
     AnySession,
     autocommit_error,
@@ -32,7 +33,6 @@ from outboxq.database.sessions import (
     type_name,
 )
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.job import uuid7s
 from outboxq.new_job import JobHandle, NewJob
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs

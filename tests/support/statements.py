@@ -7,12 +7,12 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import FunctionType, ModuleType
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import ClauseElement, Executable, Select, TextClause
 from sqlalchemy.dialects.postgresql import psycopg
 
@@ -31,7 +31,7 @@ DIALECT = psycopg.dialect()
 _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
-_LEASED = replace(_JOB, lease_token=3)
+_LEASED = msgspec.structs.replace(_JOB, lease_token=3)
 _NEW = NewJob(Envelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(Envelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 

@@ -10,18 +10,15 @@ from typing import TypeAlias, TypeVar
 from outboxq.backoff import Backoff
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
-from outboxq.handlers.handler import (
-    DEFAULT_GROUP_SIZE,
+from outboxq.handlers.batch_handler import Arguments
+from outboxq.handlers.handler import AnyHandler, BatchHandler, BatchHandlerDecorator, Flavour, HandlerDecorator
+from outboxq.handlers.options import (
+    DEFAULT_MAX_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
-    AnyHandler,
-    BatchHandler,
-    BatchHandlerDecorator,
     ClaimMode,
-    Flavour,
-    HandlerDecorator,
+    HandlerOptions,
     Messages,
-    check_claim,
-    check_messages,
+    check_choice,
 )
 from outboxq.handlers.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
 from outboxq.inbox import Inbox
@@ -49,7 +46,8 @@ class Jobs:
 
     def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
         self.lifespan = lifespan
-        self._messages: Messages = check_messages(messages)
+        check_choice("messages", messages, Messages)
+        self._messages: Messages = messages
         self._handlers: dict[str, AnyHandler] = {}
         self._windows: dict[tuple[Owner, str], Window] = {}
 
@@ -90,23 +88,16 @@ class Jobs:
                 batchable under a lease, or unknown messages.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        return HandlerDecorator(
-            self.add,
-            kind,
-            queue,
-            aliases,
-            retry or Backoff(),
-            claim,
-            timeout_seconds,
-            batchable,
-            messages or self._messages,
+        options = HandlerOptions(
+            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, batchable
         )
+        return HandlerDecorator(self.add, kind, options)
 
     def batch_handler(
         self,
         arguments: Callable[P, T],
         *,
-        max_size: int = DEFAULT_GROUP_SIZE,
+        max_size: int = DEFAULT_MAX_SIZE,
         kind: str | None = None,
         queue: str = "default",
         aliases: Iterable[str] = (),
@@ -131,22 +122,17 @@ class Jobs:
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        if check_claim(claim) == "lease":
+        check_choice("claim", claim, ClaimMode)
+        if claim == "lease":
             raise RegistryError(
                 'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
                 "jobs one by one to a handler of their own"
             )
-        return BatchHandlerDecorator(
-            self.add,
-            arguments,
-            kind,
-            queue,
-            aliases,
-            retry or Backoff(),
-            max_size,
-            timeout_seconds,
-            messages or self._messages,
+        declared = Arguments(arguments)
+        options = HandlerOptions(
+            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, max_size=max_size
         )
+        return BatchHandlerDecorator(self.add, kind, options, declared)
 
     def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.

@@ -59,7 +59,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         return self._signature
 
     def retry_horizon(self, max_attempts: int | None = None) -> timedelta:
-        """How long after the start of its first attempt a job may still run. Pauses are counted in full."""
+        """How long after the start of its first attempt a job may still run, at most."""
         return self.retry.horizon(max_attempts, self.timeout_seconds)
 
 

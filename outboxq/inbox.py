@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.database.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
+from outboxq.database.errors import explain_missing_tables, sqlstate_of
+from outboxq.database.sessions import outbox_connection, type_name
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.names import check_key
 from outboxq.new_job import JobHandle, NewJob

@@ -23,7 +23,6 @@ from psycopg.generators import execute
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import await_only
 
 # How long a connection that only asks and listens waits for an answer.
@@ -323,9 +322,3 @@ def _is_waited_on(driver: DriverConnection) -> bool:
                 return True
             found = found.f_back
     return False
-
-
-def sqlstate_of(error: BaseException) -> str | None:
-    """The SQLSTATE of a database error, raised by the driver or through SQLAlchemy, else None."""
-    original = error.orig if isinstance(error, DBAPIError) else error
-    return original.sqlstate if isinstance(original, psycopg.Error) else None

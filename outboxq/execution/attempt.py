@@ -18,7 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import give_up, is_at_rest, is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.database.driver import give_up, is_at_rest, is_lost, run_script, transaction_status
+from outboxq.database.errors import sqlstate_of
 from outboxq.database.guard import Guard, Savepoint
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import (

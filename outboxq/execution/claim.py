@@ -14,7 +14,8 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.database.driver import ScriptResult, is_lost, run_script, sqlstate_of
+from outboxq.database.driver import ScriptResult, is_lost, run_script
+from outboxq.database.errors import sqlstate_of
 from outboxq.job import Job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head

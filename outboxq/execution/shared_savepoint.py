@@ -5,7 +5,8 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
+from outboxq.database.driver import driver_connection, is_lost, run_script, transaction_status
+from outboxq.database.errors import sqlstate_of
 from outboxq.database.guard import Savepoint
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution.attempt import ConnectionLost, Runtime, TransactionEscaped

@@ -123,8 +123,7 @@ class Context(_JobContext[OutboxSession, EffectRunner, S]):
             call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
                 Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
                 `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
-            already_applied: Asks the other side what became of an earlier call that did not come back: returns
-                `Applied(result)`, `NotApplied()` or `Unknown()`.
+            already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
             ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
                 (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
             provider_remembers: How long the other side honours a provider key, from the first call on: until then a
@@ -137,8 +136,7 @@ class Context(_JobContext[OutboxSession, EffectRunner, S]):
             EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
             EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
             EffectUnknown: whether it was applied cannot be known; an operator decides.
-            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: in
-                `outboxq.errors`.
+            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
         """
         permit = self._permitted()
         request = permit.request(

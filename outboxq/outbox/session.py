@@ -21,10 +21,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
 
 from outboxq.clock import uuid7s
+from outboxq.database.errors import explain_missing_tables
 from outboxq.database.sessions import (
     AnySession,
     autocommit_error,
-    explain_missing_tables,
     is_autocommit_by_default,
     outbox_bind,
     plain_session,

@@ -15,8 +15,8 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.database.driver import give_up, is_lost, pause, run_alone, run_script, sqlstate_of
-from outboxq.database.errors import NoConnection, outage_reason
+from outboxq.database.driver import give_up, is_lost, pause, run_alone, run_script
+from outboxq.database.errors import NoConnection, outage_reason, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import (
     BatchRolledBack,

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import psycopg
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of
+from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.errors import sqlstate_of
 from outboxq.events import Emitter, Pruned
 from outboxq.execution.aside import is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask

@@ -15,7 +15,8 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection, run_on_libpq, sqlstate_of, wait_readable
+from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
+from outboxq.database.errors import sqlstate_of
 from outboxq.events import Emitter, IndexRebuilt
 from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.statements import reindex as statements

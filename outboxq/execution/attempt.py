@@ -20,7 +20,8 @@ from sqlalchemy.orm import Session
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import give_up, is_at_rest, is_lost, run_script, transaction_status
 from outboxq.database.errors import sqlstate_of
-from outboxq.database.guard import Guard, Savepoint
+from outboxq.database.guard import Guard
+from outboxq.database.job_savepoint import Savepoint
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import (
     EffectInProgress,

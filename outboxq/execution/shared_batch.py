@@ -18,8 +18,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.guard import may_end_transaction
-from outboxq.database.sql_words import first_word
+from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
 from outboxq.execution.attempt import Runtime, TransactionEscaped, check_not_undone

@@ -7,7 +7,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.driver import driver_connection, is_lost, run_script, transaction_status
 from outboxq.database.errors import sqlstate_of
-from outboxq.database.guard import Savepoint
+from outboxq.database.job_savepoint import Savepoint
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution.attempt import ConnectionLost, Runtime, TransactionEscaped
 from outboxq.execution.batch_state import BatchState

@@ -14,9 +14,8 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.codec.entities import entity_state
 from outboxq.codec.values import PLAIN, is_expression
-from outboxq.database.guard import may_end_transaction
 from outboxq.database.session_state import NOTHING, left_by
-from outboxq.database.sql_words import first_word
+from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
 from outboxq.handlers.set_based import Statement, only_writes, single_executions
 from outboxq.outbox.session import OutboxSession

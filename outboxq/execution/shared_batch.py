@@ -32,11 +32,11 @@ from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.handlers.handler import AnyHandler
-from outboxq.handlers.set_based import row_write
+from outboxq.handlers.row_writes import row_write
 from outboxq.handlers.table_facts import RowWrite, TableFacts
 from outboxq.job import Job
 from outboxq.new_job import NewJob
-from outboxq.outbox.session import holds_only_jobs, take_jobs
+from outboxq.outbox.pending import holds_only_jobs, take_jobs
 from outboxq.outcomes import Done
 
 

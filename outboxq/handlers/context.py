@@ -16,7 +16,7 @@ from outboxq.effects.request import Classify
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
-from outboxq.handlers.set_based import Statement
+from outboxq.handlers.row_writes import Statement
 from outboxq.job import Job
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 

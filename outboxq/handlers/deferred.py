@@ -17,7 +17,8 @@ from outboxq.codec.values import PLAIN, is_expression
 from outboxq.database.session_state import NOTHING, left_by
 from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
-from outboxq.handlers.set_based import Statement, only_writes, single_executions
+from outboxq.handlers.row_writes import Statement, only_writes
+from outboxq.handlers.set_based import single_executions
 from outboxq.outbox.session import OutboxSession
 
 # Attributes of a session: its `info` is the user's, who may clear it.

@@ -21,7 +21,7 @@ import msgspec
 import psycopg
 from sqlalchemy.exc import StatementError
 
-from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, _described, _type_name, storable
+from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
 from outboxq.database.errors import sqlstate_of
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.job import Job
@@ -92,8 +92,8 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
     original = _original(error)
     record = ErrorRecord(
         attempt=job.attempt,
-        type=_described(lambda: _type_name(type(original))),
-        message=_described(lambda: _message(error, job.args)),
+        type=name_of(original),
+        message=storable_or_withheld(lambda: _message(error, job.args)),
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
     sqlstate = sqlstate_of(original)
@@ -102,7 +102,7 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
 
 def describe_reason(reason: object, job: Job) -> str:
     """The redacted reason of a handler that asked for a retry, a dead letter or to discard `job`."""
-    return _described(lambda: redact(_text_of(reason), job.args))
+    return storable_or_withheld(lambda: redact(_text_of(reason), job.args))
 
 
 def redact(message: str, args: str) -> str:

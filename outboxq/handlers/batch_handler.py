@@ -1,7 +1,7 @@
 """How a batch handler is called: with one job, as every other handler, or with many."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
@@ -15,22 +15,23 @@ T = TypeVar("T")
 
 
 def called_with_one(
-    function: Callable[..., Any], arguments: Callable[..., Any], returned: Returned
+    function: Callable[..., Any], arguments: Callable[..., object], returned: Returned
 ) -> Callable[..., Any]:
     """A handler of one job, as the executor calls it, that calls `function` with a batch of one."""
+    together = called_with_many(function, returned)
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, **values: object) -> Outcome:
-            items = [BatchItem(arguments(**values), ctx.job)]
-            return returned.outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), 1)[0]
+            outcomes: Sequence[Outcome] = await together(ctx, [BatchItem(arguments(**values), ctx.job)])
+            return outcomes[0]
 
         return run_async
 
     @wraps(function)
     def run(ctx: Context[Any], /, **values: object) -> Outcome:
-        items = [BatchItem(arguments(**values), ctx.job)]
-        return returned.outcomes(function(BatchContext(ctx.state, ctx.session), items), 1)[0]
+        outcomes: Sequence[Outcome] = together(ctx, [BatchItem(arguments(**values), ctx.job)])
+        return outcomes[0]
 
     return run
 
@@ -41,8 +42,7 @@ def called_with_many(function: Callable[..., Any], returned: Returned) -> Callab
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, items: Sequence[BatchItem[Any]]) -> Sequence[Outcome]:
-            running: Awaitable[object] = function(AsyncBatchContext(ctx.state, ctx.session), items)
-            return returned.outcomes(await running, len(items))
+            return returned.outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), len(items))
 
         return run_async
 

@@ -4,23 +4,9 @@ from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import (
-    BinaryExpression,
-    BindParameter,
-    Case,
-    Cast,
-    Column,
-    Delete,
-    Insert,
-    Null,
-    Table,
-    TextClause,
-    UnaryExpression,
-    Update,
-)
+from sqlalchemy import Column, Delete, Insert, Table, TextClause, Update
 from sqlalchemy.dialects import postgresql
-from sqlalchemy.sql import operators, visitors
-from sqlalchemy.sql.elements import ClauseList, ExpressionClauseList, Grouping, TypeClause
+from sqlalchemy.sql import elements, operators, visitors
 from sqlalchemy.sql.functions import Function, FunctionElement
 from sqlalchemy.types import TypeEngine
 
@@ -31,16 +17,16 @@ Statement: TypeAlias = Insert | Update | Delete | TextClause
 
 # These compute a value from the row and the parameters.
 COMPUTING = (
-    BinaryExpression,
-    BindParameter,
-    Case,
-    Cast,
-    ClauseList,
-    ExpressionClauseList,
-    Grouping,
-    Null,
-    TypeClause,
-    UnaryExpression,
+    elements.BinaryExpression,
+    elements.BindParameter,
+    elements.Case,
+    elements.Cast,
+    elements.ClauseList,
+    elements.ExpressionClauseList,
+    elements.Grouping,
+    elements.Null,
+    elements.TypeClause,
+    elements.UnaryExpression,
 )
 _WRITING = (Insert, Update, Delete)
 # What is known of statements, by the names of their parameters: asked each time that one is sent or deferred.
@@ -121,20 +107,20 @@ def only_writes(statement: Insert | Update | Delete) -> bool:
 def _is_settled(column: Column[Any]) -> bool:
     """Whether the process computes no value of a column: by a default, or by a type that is not SQLAlchemy's own."""
     given: tuple[Any, ...] = (column.default, column.onupdate)
-    return all(default is None or default.is_scalar for default in given) and _is_sqlalchemys(column.type)
+    return all(default is None or default.is_scalar for default in given) and _is_sqlalchemy_type(column.type)
 
 
-def _is_sqlalchemys(sql_type: TypeEngine[Any]) -> bool:
+def _is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
     of_values = getattr(sql_type, "item_type", None)
     is_own = type(sql_type).__module__.startswith("sqlalchemy.") and not sql_type._variant_mapping  # noqa: SLF001  # a variant shows nowhere else
-    return is_own and (of_values is None or _is_sqlalchemys(of_values))
+    return is_own and (of_values is None or _is_sqlalchemy_type(of_values))
 
 
 def _writes_or_computes(element: Any) -> bool:
     if isinstance(element, FunctionElement):
         return isinstance(element, Function) and not element.packagenames and element.name.lower() in HARMLESS
-    if isinstance(element, BinaryExpression | UnaryExpression) and isinstance(element.operator, operators.custom_op):
-        return False
-    if isinstance(element, BindParameter):
-        return _is_sqlalchemys(element.type)
+    if isinstance(element, elements.BinaryExpression | elements.UnaryExpression):
+        return not isinstance(element.operator, operators.custom_op)
+    if isinstance(element, elements.BindParameter):
+        return _is_sqlalchemy_type(element.type)
     return isinstance(element, (*_WRITING, *COMPUTING, *_CONFLICTS, Table, Column))

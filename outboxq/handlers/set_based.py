@@ -16,34 +16,17 @@ from typing import Any, TypeAlias, cast
 
 from sqlalchemy import (
     ARRAY,
-    BIGINT,
-    INTEGER,
-    SMALLINT,
-    TEXT,
-    UUID,
-    VARCHAR,
-    BigInteger,
     BinaryExpression,
     BindParameter,
-    Boolean,
     Column,
-    Date,
-    DateTime,
-    Integer,
-    Numeric,
     Select,
-    SmallInteger,
-    String,
     Table,
-    Text,
-    Unicode,
-    UnicodeText,
     Update,
-    Uuid,
     any_,
     bindparam,
     column,
     select,
+    types,
 )
 from sqlalchemy.sql import functions, operators, visitors
 from sqlalchemy.sql.elements import BooleanClauseList
@@ -71,14 +54,16 @@ _LEAST_ROWS = 4
 # What SQLAlchemy and psycopg make of a value of the second type by itself, they make of each in an array of the third.
 # Exactly these: a precision, a length or a type of the user's may make something else of it.
 _Element: TypeAlias = tuple[type[object], Callable[[Any], TypeEngine[Any]]]
+_INTEGERS = (types.SmallInteger, types.Integer, types.BigInteger, types.SMALLINT, types.INTEGER, types.BIGINT)
+_TEXTS = (types.String, types.Text, types.Unicode, types.UnicodeText, types.VARCHAR, types.TEXT)
 _ELEMENTS: dict[type[TypeEngine[Any]], _Element] = {
-    **dict.fromkeys((SmallInteger, Integer, BigInteger, SMALLINT, INTEGER, BIGINT), (int, lambda same: same)),
-    **dict.fromkeys((String, Text, Unicode, UnicodeText, VARCHAR, TEXT), (str, lambda _: String())),
-    Boolean: (bool, lambda same: same),
-    Date: (date, lambda same: same),
-    DateTime: (datetime, lambda same: same),
-    Numeric: (Decimal, lambda _: Numeric()),
-    **dict.fromkeys((Uuid, UUID), (uuid.UUID, lambda same: same)),
+    **dict.fromkeys(_INTEGERS, (int, lambda same: same)),
+    **dict.fromkeys(_TEXTS, (str, lambda _: types.String())),
+    types.Boolean: (bool, lambda same: same),
+    types.Date: (date, lambda same: same),
+    types.DateTime: (datetime, lambda same: same),
+    types.Numeric: (Decimal, lambda _: types.Numeric()),
+    **dict.fromkeys((types.Uuid, types.UUID), (uuid.UUID, lambda same: same)),
 }
 # Their equality is the same in Python and on the server; that of texts depends on a collation.
 _KEYS = (int, uuid.UUID)
@@ -226,13 +211,13 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
     if obstacle is not None:
         logger.debug("an UPDATE of table %s is executed row by row: %s", table.name, obstacle)
         return None
-    key, types = candidate.key, candidate.types
+    key, sql_types = candidate.key, candidate.types
     assert key is not None
     return _SetBased(
-        _over_arrays(statement, candidate.primary_key, key, types),
-        _lock(candidate.primary_key, key, types[key]),
+        _over_arrays(statement, candidate.primary_key, key, sql_types),
+        _lock(candidate.primary_key, key, sql_types[key]),
         key,
-        {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in types.items()},
+        {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in sql_types.items()},
         table,
         frozenset(column.name for column in candidate.assigned),
     )
@@ -258,9 +243,9 @@ def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset
         for column, bind in assigned.items()
         if isinstance(bind, BindParameter) and isinstance(bind.type, NullType)
     ]
-    types = {(bind.key, repr(sql_type)): sql_type for bind, sql_type in typed if bind.key in names}
-    found = {key: sql_type for (key, _), sql_type in types.items()}
-    is_clear = len(typed) == len(binds) and len(types) == len(names) and names == set(found)
+    distinct = {(bind.key, repr(sql_type)): sql_type for bind, sql_type in typed if bind.key in names}
+    found = {key: sql_type for (key, _), sql_type in distinct.items()}
+    is_clear = len(typed) == len(binds) and len(distinct) == len(names) and names == set(found)
     is_given = all(bind.callable is None and (bind.key in names or not bind.required) for bind in binds)
     return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else {}
 
@@ -277,10 +262,10 @@ def key_array(sql_type: TypeEngine[Any]) -> ARRAY[Any] | None:
 
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:
-    # A variant is another type; a collation is no longer explicit; a UUID may be kept as text.
+    # A variant is another type; a collation is no longer explicit; a types.UUID may be kept as text.
     if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # a variant shows nowhere else
         return False
-    return not isinstance(sql_type, Uuid) or (sql_type.as_uuid and sql_type.native_uuid)
+    return not isinstance(sql_type, types.Uuid) or (sql_type.as_uuid and sql_type.native_uuid)
 
 
 def _key(statement: Update, primary_key: Column[Any], names: frozenset[str]) -> str | None:
@@ -303,14 +288,14 @@ def _conjuncts(where: Any) -> Iterator[Any]:
         yield where
 
 
-def _over_arrays(statement: Update, primary_key: Column[Any], key: str, types: dict[str, Any]) -> Update:
-    elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in types.items()}
+def _over_arrays(statement: Update, primary_key: Column[Any], key: str, sql_types: dict[str, Any]) -> Update:
+    elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in sql_types.items()}
     arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
     columns = (column(name, element) for name, element in elements.items())
     rows = unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
 
     def replace(element: Any, **_: Any) -> Any:
-        return rows.c[element.key] if isinstance(element, BindParameter) and element.key in types else None
+        return rows.c[element.key] if isinstance(element, BindParameter) and element.key in sql_types else None
 
     # The array by itself keeps the server to the primary key, also by a plan made while the table was small.
     return cast("Update", visitors.replacement_traverse(statement, {}, replace)).where(primary_key == any_(arrays[key]))

@@ -1,4 +1,4 @@
-"""Settings: frozen, checked where they enter. The only place that reads the environment."""
+"""Settings: frozen, checked when they are made. The only place that reads the environment."""
 
 import os
 from collections.abc import Mapping

@@ -59,7 +59,7 @@ class StoredText(Text):
     render_bind_cast = True
 
     def adapt(self, cls: type[Any], **kw: Any) -> Any:
-        """Stays what it is, where a dialect has a type of its own for texts."""
+        """Stays what it is, even if a dialect has a type of its own for texts."""
         return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
@@ -238,7 +238,7 @@ effect = Table(
     CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
     CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
-    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome nobody knows.
+    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome is unknown.
     CheckConstraint(
         "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
         name="effect_kept",

@@ -11,8 +11,8 @@ from outboxq.errors import ConfigError, SchemaError
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
-# What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
-# hold a host, a user or a value.
+# What a server, a pooler or libpq says when it lets no connection in. Only these words are repeated: the rest of the
+# text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
     "too many connections",
     "too many clients",

@@ -41,7 +41,7 @@ _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
 
 
 class Watcher(Protocol):
-    """Callbacks for everything that anybody sends on the connection through SQLAlchemy, or may send beside it.
+    """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent beside it.
 
     The relay's own scripts (`run_script`) are not told of.
     """
@@ -59,8 +59,8 @@ class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
     `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
-    the connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
-    the driver's connection. `thread`: whose it is.
+    the connection instead of its session. `watcher` is told of every statement before it is sent, and when the
+    driver's connection is taken. `thread` is the one that it belongs to.
 
     Args:
         harmless: Functions that are known to leave nothing on the connection. Others add to it.

@@ -1,4 +1,4 @@
-"""The sessions that callers bring: which they are, where they lead, and the ones that cannot hold anything of ours."""
+"""The sessions that callers bring: which database they lead to, and which of them cannot hold rows of ours."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -41,12 +41,12 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
     """Where the session's own rows of the outbox and the inbox go; None if a ShardedSession has to choose. No I/O.
 
     Raises:
-        EnqueueError: nowhere, to another database than PostgreSQL, or where none of the session's own rows go.
+        EnqueueError: nowhere, to another database than PostgreSQL, or to one that none of the session's own rows go to.
     """
     if isinstance(session, ShardedSession):
         return None
     try:
-        # A handler's session begins its transaction where it is asked for its bind.
+        # A handler's session begins its transaction when it is asked for its bind.
         bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
     except UnboundExecutionError as error:
         raise EnqueueError(
@@ -129,7 +129,7 @@ def refuse_autocommit(connection: Connection) -> None:
     Raises:
         EnqueueError: it does.
     """
-    # By the class's own property: a relay's connection counts who takes the driver's from it.
+    # By the class's own property: a relay's connection notes each time that the driver's is taken from it.
     below = Connection.connection.__get__(connection).dbapi_connection
     # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
     if getattr(below, "autocommit", False):

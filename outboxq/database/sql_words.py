@@ -41,7 +41,7 @@ def leading_words(sql: str) -> Iterator[str]:
 def may_end_transaction(statement: str) -> bool:
     """Whether there may be a transaction verb in a statement that was let through.
 
-    The server takes several statements at once where they come without parameters. One by one nothing but a verb ends
+    The server takes several statements at once if they come without parameters. One by one nothing but a verb ends
     a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
     begin with its verb may have one behind a comment that only the server can read.
     """
@@ -71,7 +71,7 @@ def without_literals(sql: str) -> str:
 
 
 def _end_of(opening: re.Match[str], sql: str) -> int:
-    """Where it ends that begins here; two quotes within a literal are the end of one and the beginning of another."""
+    """The end of what begins here; two quotes within a literal are the end of one and the beginning of another."""
     mark = opening.group()
     if mark == "/*":
         return _comment_end(sql, opening.start())
@@ -94,7 +94,7 @@ def _skip_blanks(sql: str, at: int) -> int:
 
 
 def _comment_end(sql: str, at: int) -> int:
-    """Where the comment that begins here ends: comments nest. One that is not closed reaches to the end."""
+    """The end of the comment that begins here: comments nest. One that is not closed reaches to the end."""
     depth = 0
     for edge in _COMMENT_EDGE.finditer(sql, at):
         depth += 1 if edge.group() == "/*" else -1

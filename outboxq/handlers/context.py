@@ -70,7 +70,7 @@ class _JobContext(Generic[SessionType, Runner, S]):
 
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
-                `bindparam()` where values go.
+                `bindparam()` for values.
             parameters: For one execution of it.
 
         Raises:

@@ -16,16 +16,16 @@ from outboxq.tables import job, mapped_schema
 # The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
 # Past that, one notification wakes them all.
 QUEUES_ANNOUNCED = 64
-# Whom new jobs wake.
-Wakes: TypeAlias = Literal["by queue", "all", "nobody"]
+# Which relays new jobs wake.
+Wakes: TypeAlias = Literal["by queue", "all", "none"]
 
 
 def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
     """Insert jobs by their ids, in their order.
 
     Args:
-        wakes: Which relays that sleep are woken: those of the jobs' queues, all of them, which takes no locks, or
-            nobody: the jobs are found when relays poll.
+        wakes: Which sleeping relays are woken: those of the jobs' queues; all of them, which takes no locks; or
+            none, so that the jobs are found when relays poll.
     """
     if wakes == "by queue":
         _insert_in_parts(connection, jobs)

@@ -23,7 +23,7 @@ from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
 from outboxq.tables import JobRow, job_mapper
 
-# Attributes of a session: its `info` is the user's, who may clear it.
+# Attributes of a session: its `info` belongs to users, and may be cleared.
 _BATCH = "_outboxq_batch"
 _WAITING = "_outboxq_waiting"
 _CONNECTION = "outboxq.connection"
@@ -85,7 +85,7 @@ def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
 
 
 def _watch_for_keys(session: Session) -> None:
-    # Only where a job waits: listening costs more than the rest of add_job.
+    # Only when a job waits: listening costs more than the rest of add_job.
     if not event.contains(session, "after_flush_postexec", _after_flush):
         event.listen(session, "after_flush_postexec", _after_flush)
         event.listen(session, "before_commit", _before_commit)
@@ -179,7 +179,7 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
     explain_errors_of(connection)
     if session.twophase:
         # PREPARE TRANSACTION refuses a transaction that has notified.
-        insert_all(connection, jobs, wakes="nobody")
+        insert_all(connection, jobs, wakes="none")
     else:
         insert_all(connection, jobs, wakes="all" if _are_too_many(session, jobs) else "by queue")
 

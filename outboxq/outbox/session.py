@@ -28,12 +28,12 @@ class OutboxSession(Session):
     def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
         """Add a job to this unit of work: it exists if and only if this transaction commits.
 
-        Does no I/O. See `outboxq.add_job`.
+        Does no I/O. Raises what `outboxq.add_job` raises.
         """
         return add_job(self, kind, *args, **kwargs)
 
     def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`. See `add_job`."""
+        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
         return add_jobs(self, jobs)
 
 
@@ -45,12 +45,12 @@ class AsyncOutboxSession(AsyncSession):
     def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
         """Add a job to this unit of work: it exists if and only if this transaction commits.
 
-        Not a coroutine: nothing is sent before the flush. See `outboxq.add_job`.
+        Not a coroutine: nothing is sent before the flush. Raises what `outboxq.add_job` raises.
         """
         return add_job(self, kind, *args, **kwargs)
 
     def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`. See `add_job`."""
+        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
         return add_jobs(self, jobs)
 
 

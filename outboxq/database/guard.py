@@ -117,15 +117,15 @@ class Guard:
         yield "commit", self._before_commit
         yield "rollback", self._before_rollback
 
-    def begin_savepoint(self, seal: str | None) -> None:
+    def begin_savepoint(self, claimed: str | None) -> None:
         """Begin the running job's own savepoint.
 
         Args:
-            seal: The name of one that is there already, and stands for it: nothing is sent.
+            claimed: The name of the claim's own, which is there already and stands for it: nothing is sent.
         """
         # A handler before may have left one of its own open: they would become a chain, for as long as claims follow.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
-        self.savepoint = Savepoint(self._connection) if seal is None else ClaimSavepoint(self._connection, seal)
+        self.savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
 
     def lend(self) -> Connection:
         """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""

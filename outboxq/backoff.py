@@ -48,8 +48,8 @@ class Backoff:
     def horizon(self, max_attempts: int | None = None, timeout_seconds: float | None = None) -> timedelta:
         """The longest time from the start of the first attempt to the end of the last; at most a hundred years.
 
-        All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because nobody can
-        know it: how long a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
+        All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because it cannot be
+        known: how long a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
         `Snooze`), and a dead letter that is taken back.
 
         Args:

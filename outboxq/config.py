@@ -1,4 +1,4 @@
-"""Settings: frozen, checked where they enter. The only place that reads the environment."""
+"""Settings: frozen, checked when they are made. The only place that reads the environment."""
 
 import os
 from collections.abc import Mapping
@@ -151,15 +151,26 @@ class SlotGroup:
         return cls(tuple(name.strip() for name in names.split(",")), int(count) if equals else 1)
 
 
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "slots_per_queue": (1, MAX_SLOTS),
+    "batch_size": (1, MAX_BATCH_SIZE),
+    "poll_seconds": (0.01, 3600),
+    "drain_seconds": (0, 86_400),
+    "lease_seconds": (1, 3600),
+    "effect_lease_seconds": (0.5, 3600),
+    "max_crashes": (1, 1_000),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
     """How a relay works. Every time is in seconds.
 
     Args:
         groups: Which slots serve which queues; empty means `slots_per_queue` slots for every queue of the registry.
-        slots_per_queue: Jobs of one queue that run at the same time, where `groups` is empty.
+        slots_per_queue: Jobs of one queue that run at the same time, if `groups` is empty.
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
-            keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, where
+            keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, if
             their handlers are quick; they share no transaction.
         poll_seconds: The longest pause between two looks at an empty queue, which all slots share; the pauses grow from
             10 ms to it. A sleeping relay is also woken by NOTIFY.
@@ -174,11 +185,11 @@ class RelayConfig:
             moved to the dead letters.
         prune_seconds: The longest pause between two looks for messages and effects whose retention is over, 1 to 86400;
             0 is never. A drain looks once, at its end.
-        reindex: Whether to build an index of the table `job` again that is a file of almost nothing, every ten minutes
-            at the most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
+        reindex: Whether to rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the
+            most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
         listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
             drops LISTEN without a word, or give `listen_url`.
-        listen_url: A direct URL for LISTEN where the relay's own URL leads to a transaction pooler.
+        listen_url: A direct URL for LISTEN, if the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo what was just reported as done, rows and all, and the job runs again.
@@ -201,25 +212,15 @@ class RelayConfig:
     allow_asynchronous_commit: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slots_per_queue <= MAX_SLOTS:
-            raise ConfigError(f"slots_per_queue takes 1 to {MAX_SLOTS}, got {self.slots_per_queue}")
-        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise ConfigError(f"batch_size takes 1 to {MAX_BATCH_SIZE}, got {self.batch_size}")
-        if not 0.01 <= self.poll_seconds <= 3600:
-            raise ConfigError(f"poll_seconds takes 0.01 to 3600, got {self.poll_seconds}")
-        if not 0 <= self.drain_seconds <= 86_400:
-            raise ConfigError(f"drain_seconds takes 0 to 86400, got {self.drain_seconds}")
-        if not 1 <= self.lease_seconds <= 3600:
-            raise ConfigError(f"lease_seconds takes 1 to 3600, got {self.lease_seconds}")
+        for name, (low, high) in _RANGES.items():
+            given = getattr(self, name)
+            if not low <= given <= high:
+                raise ConfigError(f"{name} takes {low} to {high}, got {given}")
         if not 0.05 <= self.beat_seconds <= self.lease_seconds / 3:
             raise ConfigError(
                 f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
                 f"beat costs no lease, got {self.beat_seconds:g}: raise lease_seconds, or leave heartbeat_seconds out"
             )
-        if not 0.5 <= self.effect_lease_seconds <= 3600:
-            raise ConfigError(f"effect_lease_seconds takes 0.5 to 3600, got {self.effect_lease_seconds}")
-        if not 1 <= self.max_crashes <= 1_000:
-            raise ConfigError(f"max_crashes takes 1 to 1000, got {self.max_crashes}")
         if self.prune_seconds != 0 and not 1 <= self.prune_seconds <= 86_400:
             raise ConfigError(f"prune_seconds takes 1 to 86400, or 0 for never, got {self.prune_seconds}")
         check_schema(self.schema)

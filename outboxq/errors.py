@@ -73,7 +73,7 @@ class TransactionVerbRefused(HandlerError):
 
 
 class TransactionEndedByHandler(HandlerError):
-    """The handler ended the relay's transaction behind SQLAlchemy's back; where it committed, its job is dead."""
+    """The handler ended the relay's transaction behind SQLAlchemy's back; if it committed, its job is dead."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class TransactionEndedByHandler(HandlerError):
 
 
 class HandlerTimedOut(HandlerError):
-    """The handler did not end within its deadline; where its connection had to be ended, its rows are gone."""
+    """The handler did not end within its deadline; if its connection had to be ended, its rows are gone."""
 
     def __init__(self, timeout_seconds: float) -> None:
         super().__init__(
@@ -158,7 +158,7 @@ class EffectError(OutboxqError):
 
 
 class EffectInProgress(EffectError):
-    """Somebody else calls at this moment, or died calling not long ago. In a handler: run again later, uncounted."""
+    """Another caller holds this effect's lock. In a handler the job is retried later, without counting an attempt."""
 
     def __init__(self, scope: str, key: str, retry_after_seconds: float) -> None:
         super().__init__(scope, key, f"a call is under way: ask again in {retry_after_seconds:.1f} s")
@@ -193,7 +193,7 @@ class EffectFailed(EffectError, PermanentError):
 
 
 class EffectUnknown(EffectError):
-    """Nobody can know whether the call was applied: an operator decides."""
+    """Whether the call was applied cannot be known: an operator decides."""
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(
@@ -238,7 +238,7 @@ class ResultNotStorable(EffectError, PermanentError):
 
 
 class EffectRefused(HandlerError):
-    """An effect was asked for where it cannot be called safely."""
+    """An effect was asked for at a point at which it cannot be called safely."""
 
 
 class EffectNotFound(OutboxqError):

@@ -3,11 +3,7 @@
 from outboxq.errors import ArgumentError, InvalidKey
 
 MAX_NAME_BYTES = 63
-
-
 MAX_KEY_BYTES = 512
-
-
 MAX_SCOPE_BYTES = 255
 
 
@@ -25,7 +21,7 @@ def check_name(what: str, name: str) -> str:
         raise ArgumentError(f"the {what} name {name!r} holds a lone surrogate") from error
     if not 1 <= size_bytes <= MAX_NAME_BYTES:
         raise ArgumentError(f"a {what} name takes 1 to {MAX_NAME_BYTES} bytes, got {size_bytes}: {name[:80]!r}")
-    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in name):
+    if _has_control_character(name):
         raise ArgumentError(f"the {what} name {name!r} holds a control character")
     if what == "queue" and (set(name) & set(",=*") or name != name.strip()):
         raise ArgumentError(f"the queue name {name!r} may not hold ',', '=' or '*', nor begin or end with a space")
@@ -49,6 +45,10 @@ def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
             f"a {what} takes 1 to {max_bytes} bytes, got {size_bytes}: "
             + ("a hash of it, such as hashlib.sha256(...).hexdigest(), is as good" if size_bytes else "it is empty")
         )
-    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in key):
+    if _has_control_character(key):
         raise InvalidKey(f"the {what} {key[:80]!r} holds a control character")
     return key
+
+
+def _has_control_character(text: str) -> bool:
+    return any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text)

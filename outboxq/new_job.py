@@ -7,15 +7,11 @@ from uuid import UUID
 import msgspec
 
 from outboxq.codec.entities import is_pending
-from outboxq.codec.values import (
-    MAX_ARGS_BYTES,
-    encode_value,
-    join_object,
-)
+from outboxq.codec.values import MAX_ARGS_BYTES, encode_value, join_object
 from outboxq.errors import JobTooLarge
 
 
-class Envelope(msgspec.Struct, frozen=True, eq=False, gc=False):
+class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What the jobs of a kind with its options have in common: one object for all of them."""
 
     kind: str
@@ -35,8 +31,8 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
     Its arguments are those of the call: changing a list afterwards does not change the job.
     """
 
-    envelope: Envelope
-    # A JSON object, of all arguments but the pending.
+    envelope: JobEnvelope
+    # A JSON object of all arguments but the pending ones.
     args: str
     # Entities that had no primary key at the call.
     pending: Mapping[str, object] | None
@@ -79,8 +75,7 @@ class JobHandle(msgspec.Struct, frozen=True):
     `hex` is the `id` as 32 hexadecimal digits.
     """
 
-    # A struct of strings, as a bulk returns one for each job: in a tenth of the time of a frozen dataclass with a UUID,
-    # and nothing that the garbage collector has to walk.
+    # Strings, and no UUID: a bulk returns one for each job, in a tenth of the time of a frozen dataclass with a UUID.
     hex: str
     kind: str
     queue: str

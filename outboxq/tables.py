@@ -59,7 +59,7 @@ class StoredText(Text):
     render_bind_cast = True
 
     def adapt(self, cls: type[Any], **kw: Any) -> Any:
-        """Stays what it is, where a dialect has a type of its own for texts."""
+        """Stays what it is, even if a dialect has a type of its own for texts."""
         return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
@@ -87,6 +87,12 @@ def _name_checks() -> tuple[CheckConstraint, ...]:
         CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
         CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
     )
+
+
+def _set_storage(table: Table, parameters: str) -> None:
+    # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
+    statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+    event.listen(table, "after_create", statement)
 
 
 # What a claim can read, measured as the text that it reads. What takes up to 1,024 bytes, uncompressed, cannot come to
@@ -141,17 +147,13 @@ job = Table(
     CheckConstraint(JOB_SIZES, name="job_sizes"),
 )
 
-# Vacuumed early and at full speed: every job dies young. By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
-event.listen(
+# Vacuumed early and at full speed: every job dies young.
+_set_storage(
     job,
-    "after_create",
-    DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
-        "ALTER TABLE %(fullname)s SET (fillfactor = 90, "
-        "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, "
-        "autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000, "
-        "autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 100000, "
-        "autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on, vacuum_truncate = off)"
-    ),
+    "fillfactor = 90, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, "
+    "autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000, "
+    "autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 100000, "
+    "autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on, vacuum_truncate = off",
 )
 
 # The negated priority makes one ascending order out of "higher first, then older first": a row comparison can walk it.
@@ -199,14 +201,7 @@ relay = Table(
     Column("pid", Integer),
 )
 # A beat every few seconds: room on the page keeps it HOT.
-event.listen(
-    relay,
-    "after_create",
-    DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
-        "ALTER TABLE %(fullname)s SET "
-        "(fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500)"
-    ),
-)
+_set_storage(relay, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
 # The messages that were accepted, written in the transaction of what they lead to.
 inbox = Table(
@@ -243,7 +238,7 @@ effect = Table(
     CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
     CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
-    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome nobody knows.
+    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome is unknown.
     CheckConstraint(
         "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
         name="effect_kept",
@@ -254,13 +249,9 @@ Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'un
 
 # The pruner starts at what has expired first, and walks over what it deleted there until vacuum has been.
 for _memory in (inbox, effect):
-    event.listen(
+    _set_storage(
         _memory,
-        "after_create",
-        DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
-            "ALTER TABLE %(fullname)s SET (autovacuum_vacuum_scale_factor = 0.02, "
-            "autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on)"
-        ),
+        "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
     )
 
 # What makes the keys that providers are given differ between two installations.

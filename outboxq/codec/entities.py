@@ -71,7 +71,7 @@ def is_pending(value: object) -> TypeGuard[object]:
 
 
 def primary_key_of(entity: object) -> object:
-    """The primary key as stored in arguments: one value, or a list where the key is composite.
+    """The primary key as stored in arguments: one value, or a list of several.
 
     Raises:
         ArgumentError: the entity was never flushed.
@@ -87,12 +87,10 @@ def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
     """The mapped class of `Account` or `Account | None`, and whether None is allowed."""
     if typing.get_origin(annotation) is Annotated:
         return entity_of(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (Union, types.UnionType):
+    if _is_union(annotation):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        mapped = [member for member in members if entity_mapper(member) is not None]
-        if len(members) == 1 and mapped:
-            return mapped[0], True
-        return None, False
+        is_mapped = len(members) == 1 and entity_mapper(members[0]) is not None
+        return (members[0], True) if is_mapped else (None, False)
     return (cast("type[object]", annotation), False) if entity_mapper(annotation) is not None else (None, False)
 
 
@@ -100,8 +98,11 @@ def is_locked(annotation: object) -> bool:
     """Whether it is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
     if typing.get_origin(annotation) is Annotated:
         return LOCKED in typing.get_args(annotation)[1:]
-    members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
-    return any(map(is_locked, members))
+    return _is_union(annotation) and any(map(is_locked, typing.get_args(annotation)))
+
+
+def _is_union(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (Union, types.UnionType)
 
 
 def primary_key_type(entity: type[object]) -> object:
@@ -144,7 +145,7 @@ def _annotated_type(mapper: Mapper[object], column: ColumnElement[Any]) -> objec
 
 
 def _sent(column_type: TypeEngine[Any], value: object) -> object:
-    """What the driver is given for a value; equal to nothing where its type does not take it."""
+    """What the driver is given for a value; equal to nothing else if the type does not take it."""
     process = column_type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
     try:
         return value if process is None else process(value)

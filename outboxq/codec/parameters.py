@@ -22,12 +22,10 @@ from outboxq.codec.entities import (
     primary_key_type,
 )
 from outboxq.codec.signature import declared_signature, resolve_annotation
-from outboxq.codec.values import _decode_foreign, _encoder, _object_decoder, _problem, encode_value
+from outboxq.codec.values import ENCODER, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
 
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
-
-
 _EMPTY = inspect.Parameter.empty
 
 
@@ -59,7 +57,7 @@ class Parameter:
             self.decoder.decode(data)
         except ValueError as error:
             # Without its cause, whose text may quote the value.
-            raise ArgumentError(f"argument {self.name!r}: {_problem(error)}") from None
+            raise ArgumentError(f"argument {self.name!r}: {problem_of(error)}") from None
         return data
 
     def _check_key(self, entity: object, data: bytes) -> None:
@@ -114,7 +112,7 @@ class Parameter:
         try:
             value = self.decoder.decode(data)
         except ValueError as error:
-            raise PayloadError(f"argument {self.name!r}: {_problem(error)}") from None
+            raise PayloadError(f"argument {self.name!r}: {problem_of(error)}") from None
         return self.loaded(value)
 
     def loaded(self, value: object) -> object:
@@ -140,7 +138,7 @@ class Signature:
         self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
-        """All arguments of a call as a JSON object, in one pass; None where each has to be looked at on its own.
+        """All arguments of a call as a JSON object, in one pass; None if each has to be looked at on its own.
 
         What it gives is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
         """
@@ -152,7 +150,7 @@ class Signature:
                 values = {name: self.parameters[name].plain(value) for name, value in values.items()}
             elif not _NEVER_ENTITIES.issuperset(map(type, values.values())):
                 return None
-            data = _encoder.encode(values)
+            data = ENCODER.encode(values)
             # Refuses a missing name, and leaves an unknown one out.
             known = self._decoder.decode(data)
         except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
@@ -199,7 +197,7 @@ class Signature:
     def _decode_each(self, args: str) -> dict[str, object]:
         """The same, slower, and it says what does not fit."""
         try:
-            fields = _object_decoder.decode(args.encode())
+            fields = msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError) as error:
             raise PayloadError("the stored arguments are not a JSON object that can be decoded") from error
         unknown = sorted(fields.keys() - self.parameters.keys())
@@ -214,13 +212,13 @@ class Signature:
 
 def _object_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[dict[str, object]]:
     fields = {p.name: p.decoder.type if p.required else NotRequired[p.decoder.type] for p in parameters}
-    return msgspec.json.Decoder(TypedDict("Arguments", fields), dec_hook=_decode_foreign)  # type: ignore[operator]  # built at run time
+    return json_decoder(TypedDict("Arguments", fields))  # type: ignore[operator]  # built at run time
 
 
 def _struct_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
     fields = [(p.name, p.decoder.type) if p.required else (p.name, p.decoder.type, msgspec.UNSET) for p in parameters]
     struct = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
-    return msgspec.json.Decoder(struct, dec_hook=_decode_foreign)
+    return json_decoder(struct)
 
 
 def build_signature(kind: str, function: Callable[..., object]) -> Signature:
@@ -253,7 +251,7 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
         stored = primary_key_type(entity)
         stored = Union[stored, None] if optional and stored is not typing.Any else stored  # noqa: UP007  # at run time
     try:
-        decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
+        decoder = json_decoder(stored)
     except TypeError as error:
         raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
     locked = is_locked(annotation)

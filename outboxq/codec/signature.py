@@ -36,7 +36,7 @@ def resolve_annotation(function: Callable[..., object], parameter: inspect.Param
 
 
 def resolve_return(call: Callable[..., object]) -> object:
-    """The type that a function is declared to return, or to return when awaited; None where it says nothing.
+    """The type that a function is declared to return, or to return when awaited; None if it says nothing.
 
     Raises:
         RegistryError: a name in it cannot be found.

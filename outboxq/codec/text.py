@@ -1,6 +1,8 @@
-"""Texts from anywhere, for a terminal or a line of a log."""
+"""Texts from anywhere, made safe: for a terminal, for a line of a log, and for PostgreSQL's text and jsonb."""
 
 from collections.abc import Callable
+
+MAX_MESSAGE_CHARACTERS = 2_000
 
 
 def printable(text: str) -> str:
@@ -15,11 +17,14 @@ def several(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
-MAX_MESSAGE_CHARACTERS = 2_000
+def storable(text: str) -> str:
+    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
+    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return kept.encode(errors="replace").decode()
 
 
-def _described(describe: Callable[[], str]) -> str:
-    """A storable text, whatever users' values do to our description of it: a job must always be settled."""
+def storable_or_withheld(describe: Callable[[], str]) -> str:
+    """A storable description, whatever users' code does while it is made: a job must always be settled."""
     try:
         return storable(describe())
     except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
@@ -28,14 +33,8 @@ def _described(describe: Callable[[], str]) -> str:
 
 def name_of(error: BaseException) -> str:
     """The exception's class, storable whatever it is called."""
-    return _described(lambda: _type_name(type(error)))
+    return storable_or_withheld(lambda: _class_name(type(error)))
 
 
-def _type_name(kind: type[BaseException]) -> str:
+def _class_name(kind: type[BaseException]) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def storable(text: str) -> str:
-    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
-    kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return kept.encode(errors="replace").decode()

@@ -8,16 +8,12 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from sqlalchemy.sql.elements import ClauseElement
 
-from outboxq.codec.entities import (
-    entity_mapper,
-    entity_state,
-    primary_key_of,
-)
+from outboxq.codec.entities import entity_mapper, entity_state, primary_key_of
 from outboxq.errors import ArgumentError, ConfigError, PayloadError
 
 MAX_ARGS_BYTES = 256 * 1024
@@ -49,9 +45,17 @@ def _decode_foreign(annotation: type[object], value: object) -> object:
     return validate(value)
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign)
-_canonical_encoder = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorted")
-_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign)
+_CANONICAL_ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorted")
+
+
+def json_decoder(stored: Any) -> msgspec.json.Decoder[Any]:
+    """Reads what JSON holds of a type, Pydantic models among them.
+
+    Raises:
+        TypeError: JSON cannot hold it.
+    """
+    return msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
 
 
 def is_expression(value: object) -> bool:
@@ -69,7 +73,7 @@ def encode_value(name: str, value: object) -> bytes:
     if state is not None:
         value = primary_key_of(value)
     try:
-        data = _encoder.encode(value)
+        data = ENCODER.encode(value)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"argument {name!r} holds a lone surrogate, which UTF-8 cannot encode") from error
     except NotImplementedError as error:
@@ -86,12 +90,12 @@ def encode_value(name: str, value: object) -> bytes:
 
 
 def _refusal_of(error: Exception) -> str:
-    own = error.__traceback__ is not None and error.__traceback__.tb_next is None
-    return (
-        str(error)
-        if own
-        else f"refused by {type(error).__name__} (its text is withheld, because it may quote the value)"
-    )
+    is_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    return str(error) if is_own else _withheld(error)
+
+
+def _withheld(error: BaseException) -> str:
+    return f"refused by {type(error).__name__} (its text is withheld, because it may quote the value)"
 
 
 def _floats(value: object) -> Iterator[float]:
@@ -133,7 +137,7 @@ def fingerprint(payload: object) -> bytes:
         return hashlib.sha256(payload).digest()
     # For its refusals; the order of its keys is that of the dict.
     encode_value("payload", payload)
-    return hashlib.sha256(_canonical_encoder.encode(payload)).digest()
+    return hashlib.sha256(_CANONICAL_ENCODER.encode(payload)).digest()
 
 
 def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]:
@@ -146,7 +150,7 @@ def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]
         raise ConfigError(f"{what}: an entity cannot be its result: return its key, or what you need of it")
     try:
         stored = typing.Any if annotation is object else annotation
-        return msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
+        return json_decoder(stored)
     except TypeError as error:
         raise ConfigError(f"{what}: {error}") from error
 
@@ -160,16 +164,14 @@ def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -
     try:
         return decoder.decode(text.encode())
     except ValueError as error:
-        raise PayloadError(f"{what} does not fit its type: {_problem(error)}") from None
+        raise PayloadError(f"{what} does not fit its type: {problem_of(error)}") from None
 
 
-def _problem(error: ValueError) -> str:
+def problem_of(error: ValueError) -> str:
     """Why a value does not fit; never in words that quote it, as those of enums and of users' validators do."""
     # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause.
     if error.__cause__ is None and _QUOTES_NOTHING.match(str(error)):
         return str(error)
     if error.__cause__ is None and str(error).startswith("Invalid enum value"):
         return "it is not one of the values that the annotation allows"
-    return (
-        f"refused by {type(error.__cause__ or error).__name__} (its text is withheld, because it may quote the value)"
-    )
+    return _withheld(error.__cause__ or error)

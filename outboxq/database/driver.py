@@ -23,7 +23,6 @@ from psycopg.generators import execute
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import await_only
 
 # How long a connection that only asks and listens waits for an answer.
@@ -54,7 +53,7 @@ class ScriptResult(NamedTuple):
 
 def dbapi_connection(connection: Connection) -> Any:
     """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
-    # Not by its own property: a relay's connection watches who takes the driver's from it.
+    # Not by its own property: a relay's connection notes each time that the driver's is taken from it.
     proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
     return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
@@ -68,7 +67,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
     below = dbapi_connection(connection)
     if isinstance(below, _DRIVERS):
         return below
-    # An async adapter names what it wraps; the pool's `driver_connection` is gone where a connection was detached.
+    # An async adapter names what it wraps; the pool's `driver_connection` is gone once a connection is detached.
     driver = getattr(below, "driver_connection", below)
     if not isinstance(driver, _DRIVERS):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
@@ -78,8 +77,8 @@ def driver_connection(connection: Connection) -> DriverConnection:
 def run_script(connection: Connection, script: str) -> list[ScriptResult]:
     """Send `script`, one or more statements without parameters, as one simple query.
 
-    PostgreSQL stops at the first statement that fails, and nothing after it is executed. Where the driver is to begin
-    a transaction, BEGIN goes in front of it.
+    PostgreSQL stops at the first statement that fails, and nothing after it is executed. If the driver is to begin a
+    transaction, BEGIN goes in front of it.
 
     Raises:
         psycopg.Error: the first failure.
@@ -182,7 +181,7 @@ def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptR
 def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
     """Run statements on a connection of a thread of its own; as texts the rows of the one that returns rows.
 
-    Never waits for ever, as libpq's own call would: a connection may have nobody behind it any more.
+    Never waits for ever, as libpq's own call would: the other end of a connection may be gone.
 
     Raises:
         psycopg.Error: one failed, and those behind it were not executed.
@@ -224,7 +223,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
-    """Wait until one of these can be read; False where none could within `seconds`."""
+    """Wait until one of these can be read; False if none could within `seconds`."""
     # Not select(): it refuses file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         for file in files:
@@ -233,7 +232,7 @@ def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
 
 
 def pause(connection: Connection, seconds: float) -> None:
-    """Let time pass, for other tasks too where the connection is an async one."""
+    """Let time pass, for other tasks too if the connection is an async one."""
     if isinstance(driver_connection(connection), psycopg.AsyncConnection):
         await_only(asyncio.sleep(seconds))
     else:
@@ -304,7 +303,7 @@ def give_up(connection: Connection) -> None:
 
 
 def _lock(driver: "psycopg.Connection[Any]") -> bool:
-    """End what is under way, and take the driver's lock; False where an unfinished COPY or stream has it."""
+    """End what is under way, and take the driver's lock; False if an unfinished COPY or stream has it."""
     if driver.lock.acquire(blocking=False):
         return True
     _end_socket(driver)
@@ -317,7 +316,7 @@ def _lock(driver: "psycopg.Connection[Any]") -> bool:
 
 
 async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """As `_lock`."""
+    """The same on an async connection, on which only a task can be at work."""
     if driver.lock.locked():
         _end_socket(driver)
     with suppress(TimeoutError):
@@ -339,9 +338,3 @@ def _is_waited_on(driver: DriverConnection) -> bool:
                 return True
             found = found.f_back
     return False
-
-
-def sqlstate_of(error: BaseException) -> str | None:
-    """The SQLSTATE of a database error, raised by the driver or through SQLAlchemy, else None."""
-    original = error.orig if isinstance(error, DBAPIError) else error
-    return original.sqlstate if isinstance(original, psycopg.Error) else None

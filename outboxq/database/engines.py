@@ -84,26 +84,29 @@ def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bo
     Raises:
         ConfigError: not a PostgreSQL URL.
     """
-    parsed = psycopg_url(url)
-    arguments = connect_arguments(parsed, application_name)
-    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
-    engine = create_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
-    _do_without_options_where_refused(engine, parsed)
+    parsed, options = _engine_options(url, application_name, pooled)
+    engine = create_engine(parsed, **options)
+    _do_without_options_if_refused(engine, parsed)
     return engine
 
 
 def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> AsyncEngine:
-    """As `make_engine`.
+    """The same as an async engine.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
     """
-    parsed = psycopg_url(url)
-    arguments = connect_arguments(parsed, application_name)
-    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
-    engine = create_async_engine(parsed, hide_parameters=True, connect_args=arguments, **_DIALECT, **pool)
-    _do_without_options_where_refused(engine.sync_engine, parsed)
+    parsed, options = _engine_options(url, application_name, pooled)
+    engine = create_async_engine(parsed, **options)
+    _do_without_options_if_refused(engine.sync_engine, parsed)
     return engine
+
+
+def _engine_options(url: str | URL, application_name: str, pooled: bool) -> tuple[URL, dict[str, Any]]:
+    parsed = psycopg_url(url)
+    pool: dict[str, Any] = _POOLED if pooled else {"poolclass": NullPool}
+    arguments = connect_arguments(parsed, application_name)
+    return parsed, {"hide_parameters": True, "connect_args": arguments, **_DIALECT, **pool}
 
 
 def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engines:
@@ -112,16 +115,13 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
     Raises:
         ConfigError: a driver other than psycopg, or two async engines.
     """
+    if isinstance(given, AsyncEngine) and async_engine is not None:
+        raise ConfigError("Relay(...) got two async engines: give the sync one first, then async_engine=...")
     if isinstance(given, str | URL):
-        engines = Engines(
-            make_engine(given, application_name=RELAY_NAME),
-            async_engine or make_async_engine(given, application_name=RELAY_NAME),
-            owns_sync=True,
-            owns_asynchronous=async_engine is None,
-        )
+        made = async_engine or make_async_engine(given, application_name=RELAY_NAME)
+        sync = make_engine(given, application_name=RELAY_NAME)
+        engines = Engines(sync, made, owns_sync=True, owns_asynchronous=async_engine is None)
     elif isinstance(given, AsyncEngine):
-        if async_engine is not None:
-            raise ConfigError("Relay(...) got two async engines: give the sync one first, then async_engine=...")
         engines = Engines(None, given, owns_sync=False, owns_asynchronous=False)
     else:
         engines = Engines(given, async_engine, owns_sync=False, owns_asynchronous=False)
@@ -171,8 +171,8 @@ def _given_options(url: URL) -> str:
     return (defaults.get(b"options") or b"").decode()
 
 
-def _do_without_options_where_refused(engine: Engine, url: URL) -> None:
-    """Connect without our startup options where a pooler or an old server refuses them; the user's own stay."""
+def _do_without_options_if_refused(engine: Engine, url: URL) -> None:
+    """Connect without our startup options if a pooler or an old server refuses them; the user's own stay."""
     refused = threading.Event()
 
     def connect(dialect: Dialect, _record: object, arguments: list[str], parameters: dict[str, Any]) -> object:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 import psycopg
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outboxq.database.driver import sqlstate_of
-from outboxq.errors import ConfigError
+from outboxq.errors import ConfigError, SchemaError
 
-# What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
-# hold a host, a user or a value.
+_SQLSTATE = re.compile(r"[0-9A-Z]{5}")
+_UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
+# What a server, a pooler or libpq says when it lets no connection in. Only these words are repeated: the rest of the
+# text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
     "too many connections",
     "too many clients",
@@ -32,8 +33,6 @@ _OUTAGE_REASONS = (
     "No route to host",
     "Network is unreachable",
 )
-
-
 # What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
 # the words are left out.
 _REFUSALS = {
@@ -45,6 +44,27 @@ _REFUSALS = {
     "role is not permitted to log in": r"is not permitted to log in",
     "permission denied for database": r"permission denied for database",
 }
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """The SQLSTATE of an error of SQLAlchemy's, psycopg's, psycopg2's or asyncpg's; None for any other."""
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    try:
+        sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    except BaseException:  # noqa: BLE001  # users' code, as a property
+        return None
+    # Users' errors may call something else so.
+    return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
+
+
+def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
+    """What to raise from an error of a statement on our tables alone; None if it says something else."""
+    if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
+        return None
+    return SchemaError(
+        "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
+        "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
+    )
 
 
 class NoConnection(Exception):

@@ -8,23 +8,23 @@ none of the next job's. And the guard knows whether something of a handler's may
 then the slot starts its next job on another connection.
 """
 
-import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from itertools import islice
 from threading import get_ident
 from typing import Any, Protocol
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, ExceptionContext, NestedTransaction, PoolProxiedConnection, event
+from sqlalchemy import Connection, ExceptionContext, event
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
-from outboxq.database.driver import driver_connection, run_script, transaction_status
+from outboxq.database.driver import driver_connection, transaction_status
+from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
 from outboxq.database.session_state import NOTHING, left_by
-from outboxq.database.sql_words import first_word, leading_words
+from outboxq.database.sql_words import refused_verb
+from outboxq.database.watched_connection import WatchedConnection, watched_cursor
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 # What SQLAlchemy keeps in a connection that is closed for good, and in no transaction.
@@ -38,80 +38,10 @@ _CLOSED = {
 # SQLAlchemy asks whether it is true, and makes it so with each listener that is put on a connection.
 _HEARD_BY_US: Any = "outboxq"
 _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
-_TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
-
-
-class Savepoint(NestedTransaction):
-    """A running job's own.
-
-    `is_released`: what lies behind it stands, and it cannot be gone back to any more.
-    """
-
-    __slots__ = ("is_released",)
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self.is_released = False
-
-    @property
-    def name(self) -> str:
-        """What the server calls it."""
-        return self._savepoint
-
-    def undo(self) -> None:
-        """Go back to it, also where SQLAlchemy has been told to.
-
-        It says that it has also where nothing could be sent, and rows may have come behind it by the driver's cursor.
-
-        Raises:
-            psycopg.Error, SQLAlchemyError: it is not there.
-        """
-        if self.is_active:
-            self.rollback()
-        else:
-            run_script(self.connection, f"ROLLBACK TO SAVEPOINT {self.name}")
-
-    def _do_commit(self) -> None:
-        super()._do_commit()
-        self.is_released = True
-
-
-class _Seal(Savepoint):
-    """A savepoint that is there already, and that the certificate releases: neither costs a statement.
-
-    It shows no name that a handler could use to forge it.
-    """
-
-    __slots__ = ("_seal",)
-
-    def __init__(self, connection: Connection, seal: str) -> None:
-        # As SQLAlchemy's own, but for the SAVEPOINT.
-        self.connection = connection
-        self.is_active = True
-        self.is_released = False
-        self._savepoint = "outboxq_sealed"
-        self._seal = seal
-        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
-        connection._nested_transaction = self  # noqa: SLF001  # and leaves again
-
-    @property
-    def name(self) -> str:
-        return self._seal
-
-    def _close_impl(self, deactivate_from_connection: bool, warn_already_deactive: bool) -> None:
-        self._savepoint = self._seal
-        super()._close_impl(deactivate_from_connection, warn_already_deactive)
-
-    def _do_commit(self) -> None:
-        if not self.is_active:
-            super()._do_commit()
-        self.is_active = False
-        self._deactivate_from_connection()
-        self.is_released = True
 
 
 class Watcher(Protocol):
-    """Callbacks for everything that anybody sends on the connection through SQLAlchemy, or may send beside it.
+    """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent beside it.
 
     The relay's own scripts (`run_script`) are not told of.
     """
@@ -125,62 +55,12 @@ class Watcher(Protocol):
         ...
 
 
-class _Watched(Connection):
-    """A connection that says when the driver's own is taken from it, also by way of a result.
-
-    `outboxq_guard` is None once it was lent and taken back.
-    """
-
-    outboxq_guard: "Guard | None"
-
-    @property
-    def connection(self) -> PoolProxiedConnection:
-        if self.outboxq_guard is not None:
-            self.outboxq_guard.hands_out()
-        return super().connection
-
-
-def _watched(factory: type[Any], guard: "Guard") -> type[Any]:
-    """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
-
-    class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
-        @property
-        def connection(self) -> object:
-            if guard.is_handlers_turn and not _is_asked_by_driver():
-                guard.hands_out()
-            return super().connection
-
-        def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-            guard.sends(query)
-            return super().execute(query, *args, **kwargs)
-
-        def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-            guard.sends(query)
-            return super().executemany(query, *args, **kwargs)
-
-        def stream(self, *args: Any, **kwargs: Any) -> Any:
-            guard.sends(None)
-            return super().stream(*args, **kwargs)
-
-        def copy(self, *args: Any, **kwargs: Any) -> Any:
-            guard.sends(None)
-            return super().copy(*args, **kwargs)
-
-    return Watched
-
-
-def _is_asked_by_driver() -> bool:
-    # It asks its cursors for their connection too, for the types that it adapts.
-    caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
-    return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")
-
-
 class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
     `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
-    the connection instead of its session. `watcher` is told of every statement before it is sent, and of who takes
-    the driver's connection. `thread`: whose it is.
+    the connection instead of its session. `watcher` is told of every statement before it is sent, and when the
+    driver's connection is taken. `thread` is the one that it belongs to.
 
     Args:
         harmless: Functions that are known to leave nothing on the connection. Others add to it.
@@ -209,18 +89,17 @@ class Guard:
         self._options = connection.get_execution_options()
         # Its events and its transaction are tied to the object: another one could not stand in for it.
         self._class = type(connection)
-        connection.__class__ = _Watched
+        connection.__class__ = WatchedConnection
         connection.__dict__["outboxq_guard"] = self
         driver: Any = driver_connection(connection)
         self._factories = driver.cursor_factory, driver.server_cursor_factory
-        driver.cursor_factory = _watched(driver.cursor_factory, self)
-        driver.server_cursor_factory = _watched(driver.server_cursor_factory, self)
+        driver.cursor_factory = watched_cursor(driver.cursor_factory, self)
+        driver.server_cursor_factory = watched_cursor(driver.server_cursor_factory, self)
         # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
         self._driver = driver
         self._through = {name: getattr(driver, name) for name in _FACTORIES}
-        event.listen(connection, "before_cursor_execute", self._before_execute)
-        event.listen(connection, "commit", self._before_commit)
-        event.listen(connection, "rollback", self._before_rollback)
+        for name, listener in self._listeners():
+            event.listen(connection, name, listener)
         connection.__dict__["_has_events"] = _HEARD_BY_US
 
     def remove(self) -> None:
@@ -229,20 +108,24 @@ class Guard:
         del self._connection.__dict__["outboxq_guard"]
         driver: Any = driver_connection(self._connection)
         driver.cursor_factory, driver.server_cursor_factory = self._factories
-        event.remove(self._connection, "before_cursor_execute", self._before_execute)
-        event.remove(self._connection, "commit", self._before_commit)
-        event.remove(self._connection, "rollback", self._before_rollback)
+        for name, listener in self._listeners():
+            event.remove(self._connection, name, listener)
         self._connection.__dict__["_has_events"] = True
 
-    def begin_savepoint(self, seal: str | None) -> None:
+    def _listeners(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        yield "before_cursor_execute", self._before_execute
+        yield "commit", self._before_commit
+        yield "rollback", self._before_rollback
+
+    def begin_savepoint(self, claimed: str | None) -> None:
         """Begin the running job's own savepoint.
 
         Args:
-            seal: The name of one that is there already, and stands for it: nothing is sent.
+            claimed: The name of the claim's own, which is there already and stands for it: nothing is sent.
         """
         # A handler before may have left one of its own open: they would become a chain, for as long as claims follow.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
-        self.savepoint = Savepoint(self._connection) if seal is None else _Seal(self._connection, seal)
+        self.savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
 
     def lend(self) -> Connection:
         """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
@@ -322,7 +205,7 @@ class Guard:
         self._announced = statement
 
     def _admit(self, statement: str, savepoint: Savepoint) -> None:
-        verb = _refused_verb(statement)
+        verb = refused_verb(statement)
         if verb:
             raise TransactionVerbRefused(
                 f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
@@ -370,7 +253,7 @@ class Guard:
         return (self.on_first_use is not None or not self._lent) and self.left is None
 
     def let_go(self) -> None:
-        """No handler runs any more."""
+        """Note that no handler runs any more."""
         self.savepoint = self.on_first_use = self.watcher = None
 
 
@@ -411,30 +294,3 @@ def _looked_at(statement: str, context: ExecutionContext | None) -> str:
     # Sent in pieces. Defaults that are read before an INSERT have its context too.
     is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and statement.startswith("INSERT ")
     return compiled.string if is_piece else statement
-
-
-def may_end_transaction(statement: str) -> bool:
-    """Whether there may be a transaction verb in a statement that was let through.
-
-    The server takes several statements at once where they come without parameters. One by one nothing but a verb ends
-    a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
-    begin with its verb may have one behind a comment that only the server can read.
-    """
-    return ";" in statement or not statement.lstrip()[:1].isalpha()
-
-
-def is_savepoint_verb(statement: str) -> bool:
-    """Whether it is about a savepoint, as SQLAlchemy's own transactions send it."""
-    return statement.startswith(("SAVEPOINT ", "RELEASE SAVEPOINT ", "ROLLBACK TO SAVEPOINT "))
-
-
-def _refused_verb(statement: str) -> str | None:
-    # Each statement passes here, and nearly all of them end at once.
-    verb = first_word(statement)
-    if verb not in _TRANSACTION_VERBS:
-        return None
-    following = tuple(islice(leading_words(statement), 1, 3))
-    if verb in ("START", "PREPARE"):
-        return f"{verb} TRANSACTION" if following[:1] == ("TRANSACTION",) else None
-    # ROLLBACK TO and the savepoint verbs stay allowed: SQLAlchemy's begin_nested() sends them.
-    return None if verb == "ROLLBACK" and "TO" in following else verb

@@ -1,20 +1,18 @@
-"""The sessions that callers bring: which they are, where they lead, and the ones that cannot hold anything of ours."""
+"""The sessions that callers bring: which database they lead to, and which of them cannot hold rows of ours."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.database.shards import shard_of_rows
-from outboxq.errors import EnqueueError, SchemaError
+from outboxq.errors import EnqueueError
 from outboxq.tables import JobRow, job_mapper
 from outboxq.tables import metadata as ours
-
-_UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 
 AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
 
@@ -43,12 +41,12 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
     """Where the session's own rows of the outbox and the inbox go; None if a ShardedSession has to choose. No I/O.
 
     Raises:
-        EnqueueError: nowhere, to another database than PostgreSQL, or where none of the session's own rows go.
+        EnqueueError: nowhere, to another database than PostgreSQL, or to one that none of the session's own rows go to.
     """
     if isinstance(session, ShardedSession):
         return None
     try:
-        # A handler's session begins its transaction where it is asked for its bind.
+        # A handler's session begins its transaction when it is asked for its bind.
         bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
     except UnboundExecutionError as error:
         raise EnqueueError(
@@ -131,7 +129,7 @@ def refuse_autocommit(connection: Connection) -> None:
     Raises:
         EnqueueError: it does.
     """
-    # By the class's own property: a relay's connection counts who takes the driver's from it.
+    # By the class's own property: a relay's connection notes each time that the driver's is taken from it.
     below = Connection.connection.__get__(connection).dbapi_connection
     # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
     if getattr(below, "autocommit", False):
@@ -143,21 +141,4 @@ def autocommit_error() -> EnqueueError:
     return EnqueueError(
         "this session is in AUTOCOMMIT: what is written here would not be one with your rows. "
         "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"
-    )
-
-
-def sqlstate_of(error: BaseException | None) -> str | None:
-    """What PostgreSQL calls an error, by any driver; SQLAlchemy's wrapper will do too."""
-    original: object = error.orig if isinstance(error, DBAPIError) else error
-    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    return sqlstate if isinstance(sqlstate, str) else None
-
-
-def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
-    """What to raise from an error of a statement on our tables alone; None where they are there."""
-    if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
-        return None
-    return SchemaError(
-        "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
-        "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
     )

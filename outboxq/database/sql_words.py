@@ -1,4 +1,6 @@
-"""The words that an SQL text begins with, and its code without literals, as PostgreSQL's lexer reads them.
+"""The words that an SQL text begins with, its transaction verb, and its code without literals.
+
+They are found as PostgreSQL's lexer reads them.
 
 Every character is looked at a bounded number of times: a pattern with a choice of ways through the same white space
 takes time that doubles with each blank.
@@ -6,6 +8,7 @@ takes time that doubles with each blank.
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 # Possessive (`*+`): what was passed over is never tried in another way. A line comment ends at a carriage return too.
 _BLANKS = re.compile(r"(?:[ \t\n\r\f\v]++|--[^\n\r]*+)*+")
@@ -17,6 +20,8 @@ _OPENING = re.compile(
     r"""'|"|(?<![\w$])[eE]'|--[^\n\r]*+|/\*|(?<![\w$])\$(?:[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_\x80-\U0010ffff]*+)?\$"""
 )
 _ESCAPED = re.compile(r"(?:[^'\\]++|\\.)*+'?", re.DOTALL)
+
+_TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
 
 def first_word(sql: str) -> str:
@@ -33,6 +38,29 @@ def leading_words(sql: str) -> Iterator[str]:
         at = word.end()
 
 
+def may_end_transaction(statement: str) -> bool:
+    """Whether there may be a transaction verb in a statement that was let through.
+
+    The server takes several statements at once if they come without parameters. One by one nothing but a verb ends
+    a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
+    begin with its verb may have one behind a comment that only the server can read.
+    """
+    return ";" in statement or not statement.lstrip()[:1].isalpha()
+
+
+def refused_verb(statement: str) -> str | None:
+    """The transaction verb that a statement begins with, if a handler may not send it; else None."""
+    # Each statement passes here, and nearly all of them end at once.
+    verb = first_word(statement)
+    if verb not in _TRANSACTION_VERBS:
+        return None
+    following = tuple(islice(leading_words(statement), 1, 3))
+    if verb in ("START", "PREPARE"):
+        return f"{verb} TRANSACTION" if following[:1] == ("TRANSACTION",) else None
+    # ROLLBACK TO and the savepoint verbs stay allowed: SQLAlchemy's begin_nested() sends them.
+    return None if verb == "ROLLBACK" and "TO" in following else verb
+
+
 def without_literals(sql: str) -> str:
     """A statement with a blank in the place of each literal, quoted name and comment."""
     kept, at = [], 0
@@ -43,7 +71,7 @@ def without_literals(sql: str) -> str:
 
 
 def _end_of(opening: re.Match[str], sql: str) -> int:
-    """Where it ends that begins here; two quotes within a literal are the end of one and the beginning of another."""
+    """The end of what begins here; two quotes within a literal are the end of one and the beginning of another."""
     mark = opening.group()
     if mark == "/*":
         return _comment_end(sql, opening.start())
@@ -66,7 +94,7 @@ def _skip_blanks(sql: str, at: int) -> int:
 
 
 def _comment_end(sql: str, at: int) -> int:
-    """Where the comment that begins here ends: comments nest. One that is not closed reaches to the end."""
+    """The end of the comment that begins here: comments nest. One that is not closed reaches to the end."""
     depth = 0
     for edge in _COMMENT_EDGE.finditer(sql, at):
         depth += 1 if edge.group() == "/*" else -1

@@ -30,7 +30,7 @@ def psycopg_url(url: str | URL) -> URL:
 
 
 def host_names(url: URL) -> tuple[str, ...]:
-    """The hosts that a URL of `psycopg_url` names; none where libpq's default is meant."""
+    """The hosts that a URL of `psycopg_url` names; none if libpq's default is meant."""
     given = url.query.get("host") or url.host or ()
     return tuple(given.split(",")) if isinstance(given, str) else given
 
@@ -66,7 +66,7 @@ def _join_hosts(url: URL) -> URL:
 
 
 def _host_and_port(given: str) -> tuple[str, str]:
-    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory`; the port is "" where libpq's default is meant."""
+    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory`; the port is "" if libpq's default is meant."""
     host, bracket, rest = given.partition("]") if given.startswith("[") else ("", "", given)
     name, colon, port = rest.rpartition(":")
     if not colon:

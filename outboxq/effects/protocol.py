@@ -19,7 +19,7 @@ from outboxq.clock import clock
 from outboxq.codec.entities import entity_state
 from outboxq.codec.text import name_of, storable
 from outboxq.codec.values import MAX_ARGS_BYTES, decode_stored, encode_value
-from outboxq.database.sessions import sqlstate_of
+from outboxq.database.errors import sqlstate_of
 from outboxq.effects.request import ErrorClass, Request, provider_key
 from outboxq.errors import (
     ArgumentError,

@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.database.sessions import explain_missing_tables
+from outboxq.database.errors import explain_missing_tables
 from outboxq.effects.lock_keeper import LockKeeper, Transaction
 from outboxq.effects.protocol import Call, LockExpiry, LookUp, LookUpCall, Pause, Step, Steps, Transact, once
 from outboxq.effects.request import Classify, Request, make_request

@@ -13,7 +13,8 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.database.driver import is_lost, run_script, sqlstate_of
+from outboxq.database.driver import is_lost, run_script
+from outboxq.database.errors import sqlstate_of
 from outboxq.events import JobSetAside
 from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row
 from outboxq.statements.claim import ClaimScript, clear_marks

@@ -12,8 +12,8 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import sqlstate_of, transaction_status
-from outboxq.database.errors import QUERY_CANCELED
+from outboxq.database.driver import transaction_status
+from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
 from outboxq.errors import EffectInProgress, HandlerTimedOut, TransactionEndedByHandler
 from outboxq.execution.containment import AttemptSavepoint
 from outboxq.execution.errors import TransactionEscaped

@@ -8,14 +8,15 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 from uuid import UUID
 
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.database.driver import ScriptResult, is_lost, run_script, sqlstate_of
-from outboxq.job import Job, read_job
+from outboxq.database.driver import ScriptResult, is_lost, run_script
+from outboxq.database.errors import sqlstate_of
+from outboxq.job import Job
 from outboxq.statements import claim as statements
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
 from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
@@ -254,9 +255,9 @@ def _inner(savepoint: str) -> str:
     return f"{savepoint}_inner"
 
 
-def _in_order(rows: Iterable[tuple[object, ...]]) -> tuple[Job, ...]:
+def _in_order(rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
     # The columns of RETURNED, in order, and the token.
-    jobs = [read_job(row[1:_END_OF_JOB]) for row in rows]
+    jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]
     # RETURNING has no order.
     jobs.sort(key=lambda job: (-job.priority, job.seq))
     return tuple(jobs)

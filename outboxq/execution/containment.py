@@ -7,8 +7,10 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import driver_connection, is_lost, run_script, sqlstate_of, transaction_status
-from outboxq.database.guard import Guard, Savepoint
+from outboxq.database.driver import driver_connection, is_lost, run_script, transaction_status
+from outboxq.database.errors import sqlstate_of
+from outboxq.database.guard import Guard
+from outboxq.database.job_savepoint import Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped

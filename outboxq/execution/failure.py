@@ -21,7 +21,8 @@ import msgspec
 import psycopg
 from sqlalchemy.exc import StatementError
 
-from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, _described, _type_name, storable
+from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
+from outboxq.database.errors import sqlstate_of
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Retry
@@ -37,7 +38,6 @@ _KEPT_FRAMES = 5
 # In the place of a text of a handler with messages="withheld".
 WITHHELD = "message withheld"
 
-_SQLSTATE = re.compile("[0-9A-Z]{5}")
 TRANSIENT = ("40001", "40P01")
 # Its texts quote the offending value.
 _DATA_EXCEPTION = "22"
@@ -92,17 +92,17 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
     original = _original(error)
     record = ErrorRecord(
         attempt=job.attempt,
-        type=_described(lambda: _type_name(type(original))),
-        message=_described(lambda: _message(error, job.args)),
+        type=name_of(original),
+        message=storable_or_withheld(lambda: _message(error, job.args)),
         where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
     )
-    sqlstate = _sqlstate(original)
+    sqlstate = sqlstate_of(original)
     return Failed(record, sqlstate in TRANSIENT, isinstance(original, PermanentError), sqlstate)
 
 
 def describe_reason(reason: object, job: Job) -> str:
     """The redacted reason of a handler that asked for a retry, a dead letter or to discard `job`."""
-    return _described(lambda: redact(_text_of(reason), job.args))
+    return storable_or_withheld(lambda: redact(_text_of(reason), job.args))
 
 
 def redact(message: str, args: str) -> str:
@@ -172,7 +172,7 @@ def _message(error: BaseException, args: str) -> str:
 
 def _foreign_message(error: BaseException, args: str) -> str:
     original = _original(error)
-    sqlstate = _sqlstate(original)
+    sqlstate = sqlstate_of(original)
     if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
         return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
     if isinstance(original, psycopg.Error):
@@ -195,7 +195,7 @@ def _without_quoted_rows(error: BaseException, args: str) -> str:
 
 def _quoting_texts(error: BaseException) -> Iterator[str]:
     for inner in _chain(error):
-        if (_sqlstate(inner) or "").startswith(_DATA_EXCEPTION):
+        if (sqlstate_of(inner) or "").startswith(_DATA_EXCEPTION):
             primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
             if primary:
                 yield primary
@@ -212,16 +212,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _original(error: BaseException) -> BaseException:
     return error.orig if isinstance(error, StatementError) and error.orig is not None else error
-
-
-def _sqlstate(error: BaseException) -> str | None:
-    """As psycopg, psycopg2 and asyncpg call it."""
-    try:
-        sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    except BaseException:  # noqa: BLE001  # users' code, as a property
-        return None
-    # Users' errors may call something else so.
-    return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
 def _text_of(value: object) -> str:

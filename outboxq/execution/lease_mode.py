@@ -19,7 +19,8 @@ import psycopg
 from sqlalchemy import Connection
 
 from outboxq.clock import clock
-from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script, sqlstate_of
+from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script
+from outboxq.database.errors import sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.claim import Claimed, ClaimRequest

@@ -9,7 +9,8 @@ from datetime import timedelta
 from sqlalchemy import Connection, Delete, Insert, Update
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.database.driver import run_script, sqlstate_of
+from outboxq.database.driver import run_script
+from outboxq.database.errors import sqlstate_of
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.execution.failure import ErrorRecord, kept_errors
 from outboxq.job import Job

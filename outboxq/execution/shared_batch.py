@@ -18,8 +18,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.guard import may_end_transaction
-from outboxq.database.sql_words import first_word
+from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
 from outboxq.execution.batch_state import BatchState
@@ -36,11 +35,11 @@ from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.handlers.handler import AnyHandler
-from outboxq.handlers.set_based import row_write
+from outboxq.handlers.row_writes import row_write
 from outboxq.handlers.table_facts import RowWrite, TableFacts
 from outboxq.job import Job
 from outboxq.new_job import NewJob
-from outboxq.outbox.session import holds_only_jobs, take_jobs
+from outboxq.outbox.pending import holds_only_jobs, take_jobs
 from outboxq.outcomes import Done
 
 

@@ -13,9 +13,10 @@ from sqlalchemy import Connection, Update
 from sqlalchemy.orm.exc import StaleDataError
 
 from outboxq.handlers.deferred import Write
-from outboxq.handlers.set_based import FactsOf, Row, Statement, executions
+from outboxq.handlers.row_writes import Statement
+from outboxq.handlers.set_based import FactsOf, Row, executions
 from outboxq.new_job import NewJob
-from outboxq.outbox.session import QUEUES_ANNOUNCED, insert_all, queues_of
+from outboxq.outbox.insert import QUEUES_ANNOUNCED, insert_all, queues_of
 
 # The oid of a table, and a primary key.
 RowId: TypeAlias = tuple[int, tuple[object, ...]]

@@ -1,31 +1,37 @@
-"""How a batch handler is called: with one job, by the way of every handler, or with many."""
+"""How a batch handler is called: with one job, as every other handler, or with many."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 from outboxq.errors import RegistryError
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
 from outboxq.handlers.returned import Returned
 from outboxq.outcomes import Outcome
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def called_with_one(function: Callable[..., Any], arguments: type[Any], returned: Returned) -> Callable[..., Any]:
+
+def called_with_one(
+    function: Callable[..., Any], arguments: Callable[..., object], returned: Returned
+) -> Callable[..., Any]:
     """A handler of one job, as the executor calls it, that calls `function` with a batch of one."""
+    together = called_with_many(function, returned)
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, **values: object) -> Outcome:
-            items = [BatchItem(arguments(**values), ctx.job)]
-            return returned.outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), 1)[0]
+            outcomes: Sequence[Outcome] = await together(ctx, [BatchItem(arguments(**values), ctx.job)])
+            return outcomes[0]
 
         return run_async
 
     @wraps(function)
     def run(ctx: Context[Any], /, **values: object) -> Outcome:
-        items = [BatchItem(arguments(**values), ctx.job)]
-        return returned.outcomes(function(BatchContext(ctx.state, ctx.session), items), 1)[0]
+        outcomes: Sequence[Outcome] = together(ctx, [BatchItem(arguments(**values), ctx.job)])
+        return outcomes[0]
 
     return run
 
@@ -36,8 +42,7 @@ def called_with_many(function: Callable[..., Any], returned: Returned) -> Callab
 
         @wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, items: Sequence[BatchItem[Any]]) -> Sequence[Outcome]:
-            running: Awaitable[object] = function(AsyncBatchContext(ctx.state, ctx.session), items)
-            return returned.outcomes(await running, len(items))
+            return returned.outcomes(await function(AsyncBatchContext(ctx.state, ctx.session), items), len(items))
 
         return run_async
 
@@ -48,10 +53,14 @@ def called_with_many(function: Callable[..., Any], returned: Returned) -> Callab
     return run
 
 
-class Arguments:
-    """The arguments of a class, as if a handler took them after its context: what a `Signature` is built from."""
+class Arguments(Generic[P, T]):
+    """The class of a batch handler's arguments, as if a handler took its fields: what a `Signature` is built from.
 
-    def __init__(self, arguments: type[Any]) -> None:
+    Raises:
+        RegistryError: not a class, or one whose arguments cannot be seen.
+    """
+
+    def __init__(self, arguments: Callable[P, T]) -> None:
         if not isinstance(arguments, type):
             raise RegistryError(
                 f"a batch handler names the class of its arguments, such as a dataclass, got {arguments!r}"
@@ -68,6 +77,7 @@ class Arguments:
         context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
         keyword_only = [parameter for parameter in typed if parameter.kind is parameter.KEYWORD_ONLY]
         others = [parameter for parameter in typed if parameter.kind is not parameter.KEYWORD_ONLY]
+        self.type = arguments
         self.__signature__ = inspect.Signature([context, *others, *keyword_only])
         self.__module__ = arguments.__module__
         self.__qualname__ = arguments.__qualname__
@@ -77,7 +87,7 @@ class Arguments:
 
 
 def _hints(arguments: type[Any]) -> dict[str, object]:
-    """The types of a class's fields, and of its `__init__`; nothing where a name cannot be found yet."""
+    """The types of a class's fields, and of its `__init__` that can be found yet."""
     hints: dict[str, object] = {}
     for source in (arguments, arguments.__init__):
         try:

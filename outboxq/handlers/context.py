@@ -10,18 +10,20 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
+from outboxq.database.sessions import plain_session
 from outboxq.effects.protocol import LookUp
 from outboxq.effects.request import Classify
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
-from outboxq.handlers.set_based import Statement
+from outboxq.handlers.row_writes import Statement
 from outboxq.job import Job
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 S = TypeVar("S", default=Any)
 T = TypeVar("T")
-C = TypeVar("C", EffectRunner, AsyncEffectRunner)
+SessionType = TypeVar("SessionType", bound=OutboxSession | AsyncOutboxSession)
+Runner = TypeVar("Runner", EffectRunner, AsyncEffectRunner)
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
@@ -43,9 +45,11 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 @dataclass(frozen=True)
-class _JobContext(Generic[S]):
+class _JobContext(Generic[SessionType, Runner, S]):
     job: Job
     state: S
+    session: SessionType = field(repr=False)
+    permit: EffectAccess[Runner] | None = field(default=None, repr=False)
 
     @functools.cached_property
     def log(self) -> JobLogger:
@@ -57,29 +61,16 @@ class _JobContext(Generic[S]):
         """The strings that the producer stored next to the arguments."""
         return msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
 
-
-@dataclass(frozen=True)
-class Context(_JobContext[S]):
-    """What a sync handler receives first.
-
-    `session` writes in the transaction that removed the job: its rows commit with the job's disappearance, or not at
-    all. Its `commit()` commits nothing, and its `rollback()` fails the attempt. `state` is what the registry's lifespan
-    yielded.
-    """
-
-    session: OutboxSession = field(repr=False)
-    permit: EffectAccess[EffectRunner] | None = field(default=None, repr=False)
-
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent after the handler's flush and before COMMIT, together with its equals.
 
-        Does no I/O. In a shared batch equal statements that follow one another, of one job or of several, are sent as
-        one, with the parameters of all; the order is always that of the jobs. A savepoint of the handler's that is
-        rolled back takes nothing back.
+        Does no I/O, and is not awaited. In a shared batch equal statements that follow one another, of one job or of
+        several, are sent as one, with the parameters of all; the order is always that of the jobs. If the handler
+        rolls a savepoint of its own back, the statement is sent all the same.
 
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
-                `bindparam()` where values go.
+                `bindparam()` for values.
             parameters: For one execution of it.
 
         Raises:
@@ -88,7 +79,24 @@ class Context(_JobContext[S]):
         self._keep(checked_write(statement, parameters))
 
     def _keep(self, write: Write) -> None:
-        defer(self.session, write)
+        defer(plain_session(self.session, "ctx.defer"), write)
+
+    def _permitted(self) -> EffectAccess[Runner]:
+        if self.permit is None:
+            raise EffectRefused(
+                "this context was made without a database for effects: see outboxq.testing.sync_context"
+            )
+        return self.permit
+
+
+@dataclass(frozen=True)
+class Context(_JobContext[OutboxSession, EffectRunner, S]):
+    """What a sync handler receives first.
+
+    `session` writes in the transaction that removed the job: its rows commit with the job's disappearance, or not at
+    all. Its `commit()` commits nothing, and its `rollback()` fails the attempt. `state` is what the registry's lifespan
+    yielded.
+    """
 
     def once(
         self,
@@ -113,27 +121,24 @@ class Context(_JobContext[S]):
             scope: A stable name for this sort of call, such as "stripe-charge".
             key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
             call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
-                What it returns must be something that JSON can hold. It may raise `CallNotApplied` (surely nothing
-                happened: called again later) or `CallRefused` (refused for good: recorded). After any other error
-                nobody knows whether it was applied.
-            already_applied: Asks the other side what became of an earlier call that did not come back: returns
-                `Applied(result)`, `NotApplied()` or `Unknown()`.
+                Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
+                `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
+            already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
             ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
                 (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
-            provider_remembers: How long the other side honours a provider key, from the first call on: until then it is
-                called again with the same key, where nobody knows.
+            provider_remembers: How long the other side honours a provider key, from the first call on: until then a
+                call whose outcome is unknown is made again with the same key.
             payload: The content of the request. The same key with another content is refused.
             returns: The type of the result, by default what `call` is declared to return, else JSON's own types.
-            classify: Sorts the errors of `call`, such as those of a client library, into "retryable" (surely not
-                applied), "final" and "ambiguous".
+            classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
 
         Raises:
             EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
             EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
-            EffectUnknown: nobody can know whether it was applied; an operator decides.
-            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: see there.
+            EffectUnknown: whether it was applied cannot be known; an operator decides.
+            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
         """
-        permit = _permitted(self.permit)
+        permit = self._permitted()
         request = permit.request(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
@@ -141,18 +146,8 @@ class Context(_JobContext[S]):
 
 
 @dataclass(frozen=True)
-class AsyncContext(_JobContext[S]):
-    """What an async handler receives first. See `Context`."""
-
-    session: AsyncOutboxSession = field(repr=False)
-    permit: EffectAccess[AsyncEffectRunner] | None = field(default=None, repr=False)
-
-    def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Have a Core statement sent before COMMIT. Not a coroutine: it does no I/O. See `Context.defer`."""
-        self._keep(checked_write(statement, parameters))
-
-    def _keep(self, write: Write) -> None:
-        defer(self.session.sync_session, write)
+class AsyncContext(_JobContext[AsyncOutboxSession, AsyncEffectRunner, S]):
+    """What an async handler receives first: the same as a sync one, with an async session."""
 
     async def once(
         self,
@@ -167,8 +162,8 @@ class AsyncContext(_JobContext[S]):
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> T:
-        """Call the other side once for this key. See `Context.once`."""
-        permit = _permitted(self.permit)
+        """Call the other side once for this key, as `Context.once` does, with functions that are awaited."""
+        permit = self._permitted()
         request = permit.request(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
@@ -184,28 +179,19 @@ class BatchItem(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _BatchContext(Generic[S]):
-    state: S
-
-
-@dataclass(frozen=True)
-class BatchContext(_BatchContext[S]):
+class BatchContext(Generic[S]):
     """What a sync batch handler receives first.
 
     `session` writes in the transaction that removed the jobs: its rows commit with their disappearance, or not at all.
     """
 
+    state: S
     session: OutboxSession
 
 
 @dataclass(frozen=True)
-class AsyncBatchContext(_BatchContext[S]):
-    """What an async batch handler receives first. See `BatchContext`."""
+class AsyncBatchContext(Generic[S]):
+    """What an async batch handler receives first: the same with an async session."""
 
+    state: S
     session: AsyncOutboxSession
-
-
-def _permitted(permit: EffectAccess[C] | None) -> EffectAccess[C]:
-    if permit is None:
-        raise EffectRefused("this context was made without a database for effects: see outboxq.testing.sync_context")
-    return permit

@@ -14,14 +14,14 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.codec.entities import entity_state
 from outboxq.codec.values import PLAIN, is_expression
-from outboxq.database.guard import may_end_transaction
 from outboxq.database.session_state import NOTHING, left_by
-from outboxq.database.sql_words import first_word
+from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
-from outboxq.handlers.set_based import Statement, only_writes, single_executions
+from outboxq.handlers.row_writes import Statement, only_writes
+from outboxq.handlers.set_based import single_executions
 from outboxq.outbox.session import OutboxSession
 
-# Attributes of a session: its `info` is the user's, who may clear it.
+# Attributes of a session: its `info` belongs to users, and may be cleared.
 _WAITING = "_outboxq_deferred"
 _FAILED = "_outboxq_deferred_failed"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
@@ -106,7 +106,7 @@ def _before_commit(session: Session) -> None:
 
 
 def _send(connection: Connection, writes: list[Write]) -> None:
-    # Each row by its own execution: nobody tries again with fewer.
+    # Each row by its own execution: no run with fewer rows follows a failure.
     for _, some in groupby(writes, lambda write: (id(write.statement), write.parameters.keys())):
         alike = list(some)
         for statement, rows in single_executions(alike[0].statement, [write.parameters for write in alike]):
@@ -142,11 +142,11 @@ def _check_writes(statement: Statement) -> None:
     if isinstance(statement, TextClause):
         if first_word(statement.text) not in _WRITING_VERBS:
             raise DeferError(
-                "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: nobody would read "
-                "what another one returns, so execute it in the handler"
+                "ctx.defer takes a text() that begins with INSERT, UPDATE, DELETE, MERGE or WITH: what "
+                "another one returns would not be read, so execute it in the handler"
             )
     elif statement.exported_columns:
-        raise DeferError("ctx.defer takes no statement with RETURNING: nobody would read its rows")
+        raise DeferError("ctx.defer takes no statement with RETURNING: its rows would not be read")
 
 
 def _checked_parameters(parameters: object) -> dict[str, object]:

@@ -10,18 +10,15 @@ from typing import TypeAlias, TypeVar
 from outboxq.backoff import Backoff
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
-from outboxq.handlers.handler import (
-    DEFAULT_GROUP_SIZE,
+from outboxq.handlers.batch_handler import Arguments
+from outboxq.handlers.handler import AnyHandler, BatchHandler, BatchHandlerDecorator, Flavour, HandlerDecorator
+from outboxq.handlers.options import (
+    DEFAULT_MAX_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
-    AnyHandler,
-    BatchHandler,
-    BatchHandlerDecorator,
     ClaimMode,
-    Flavour,
-    HandlerDecorator,
+    HandlerOptions,
     Messages,
-    check_claim,
-    check_messages,
+    check_choice,
 )
 from outboxq.handlers.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
 from outboxq.inbox import Inbox
@@ -41,7 +38,7 @@ class Jobs:
     Args:
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
             process before the first job; what it yields is `ctx.state`.
-        messages: Of handlers that do not say it themselves. See `handler`.
+        messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
 
     Raises:
         RegistryError: messages that are neither "redacted" nor "withheld".
@@ -49,7 +46,8 @@ class Jobs:
 
     def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
         self.lifespan = lifespan
-        self._messages: Messages = check_messages(messages)
+        check_choice("messages", messages, Messages)
+        self._messages: Messages = messages
         self._handlers: dict[str, AnyHandler] = {}
         self._windows: dict[tuple[Owner, str], Window] = {}
 
@@ -69,44 +67,34 @@ class Jobs:
 
         Args:
             kind: The stored name, by default the function's. Give one before you rename the function.
-            queue: Where its jobs wait. A queue holds sync handlers or async ones.
+            queue: Where its jobs wait. A queue holds handlers of one flavour, sync or async, and of one claim mode.
             aliases: Earlier names whose jobs this handler still runs.
             retry: When a failed job runs again, and how often.
             claim: "transaction": the handler runs in the transaction that removed the job. "lease": the claim is
                 committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
-                lost; for handlers that are long or reach outside the database. A queue holds handlers of one mode.
+                lost; for handlers that are long or reach outside the database.
             timeout_seconds: The deadline of one attempt. A statement, then the handler, is cancelled; what cannot be
                 cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline.
-            batchable: The handler does nothing but write rows through its session, and defer statements. The jobs of
-                such kinds that are claimed together then share a session and one flush, and are run once more, each by
-                itself, where anything goes wrong.
-            messages: What is stored and logged of the text of an error, and of the reason of an outcome. "redacted":
-                the text, with every argument's value replaced by the argument's name; what the handler makes of a
-                value, such as a slice of it, stays. "withheld": nothing of it; the error's type and SQLSTATE, and where
-                it was raised, stay. By default as the registry says.
+            batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
+                that are claimed together share a session and one flush; if anything goes wrong each runs once more.
+            messages: What is stored and logged of the text of an error or of an outcome's reason; by default as the
+                registry says. "redacted": the text, with each argument's value replaced by its name; what the handler
+                makes of a value, such as a slice of it, stays. "withheld": the error's type, place and SQLSTATE alone.
 
         Raises:
-            RegistryError: the kind or an alias is taken, an unknown claim mode, a timeout that is not positive,
-                batchable under a lease, or unknown messages.
+            RegistryError: the kind or an alias is taken, or an option is out of its range.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        return HandlerDecorator(
-            self.add,
-            kind,
-            queue,
-            aliases,
-            retry or Backoff(),
-            claim,
-            timeout_seconds,
-            batchable,
-            messages or self._messages,
+        options = HandlerOptions(
+            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, batchable
         )
+        return HandlerDecorator(self.add, kind, options)
 
     def batch_handler(
         self,
         arguments: Callable[P, T],
         *,
-        max_size: int = DEFAULT_GROUP_SIZE,
+        max_size: int = DEFAULT_MAX_SIZE,
         kind: str | None = None,
         queue: str = "default",
         aliases: Iterable[str] = (),
@@ -117,8 +105,8 @@ class Jobs:
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that is given many jobs at a time: for set-based SQL.
 
-        It returns None where all are done, or the outcome of each, in their order; the rows of those that are not done
-        are its own affair. Where it raises, nothing of it stands, and it is called for each job alone.
+        It returns None if all are done, or the outcome of each, in their order; the rows of those that are not done
+        are its own affair. If it raises, all of its rows are undone, and it is called for each job alone.
 
         Args:
             arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
@@ -127,32 +115,27 @@ class Jobs:
             claim: "transaction", the only one so far.
 
         Raises:
-            RegistryError: the kind or an alias is taken, a lease, a size out of its range, or a class whose arguments
+            RegistryError: the kind or an alias is taken, an option is out of its range, or the arguments of the class
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        if check_claim(claim) == "lease":
+        check_choice("claim", claim, ClaimMode)
+        if claim == "lease":
             raise RegistryError(
                 'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
                 "jobs one by one to a handler of their own"
             )
-        return BatchHandlerDecorator(
-            self.add,
-            arguments,
-            kind,
-            queue,
-            aliases,
-            retry or Backoff(),
-            max_size,
-            timeout_seconds,
-            messages or self._messages,
+        declared = Arguments(arguments)
+        options = HandlerOptions(
+            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, max_size=max_size
         )
+        return BatchHandlerDecorator(self.add, kind, options, declared)
 
     def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
 
-        A relay refuses to start where a handler may still retry when its effects are forgotten. A scope that nobody
-        declares is remembered for 30 days, or a day longer than any handler of the registry may retry.
+        A relay refuses to start if a handler may still retry when its effects are forgotten. A scope that is not
+        declared is remembered for 30 days, or a day longer than any handler of the registry may retry.
 
         Args:
             retention: From the moment that a result is recorded, 1 second to 10 years.
@@ -167,7 +150,7 @@ class Jobs:
         return name
 
     def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
-        """Make an inbox whose window is held against the retries of the handlers that accept with it. See `scope`.
+        """Make an inbox that a relay checks as it checks a `scope`: no retry may outlive what it remembers.
 
         Args:
             consumer: A name that never changes, of 1 to 63 bytes.
@@ -193,7 +176,7 @@ class Jobs:
         """
         for name in (handler.kind, *handler.aliases):
             taken = self._handlers.get(name)
-            # The same handler comes twice where two included registries include a third.
+            # The same handler comes twice if two included registries include a third.
             if taken is not None and taken is not handler:
                 raise RegistryError(
                     f"kind {name!r} is registered twice: by {_where(taken)} and by {_where(handler)}. "
@@ -230,19 +213,7 @@ class Jobs:
         firsts: dict[str, AnyHandler] = {}
         for handler in dict.fromkeys(self._handlers.values()):
             handler.signature()
-            first = firsts.setdefault(handler.queue, handler)
-            if first.flavour != handler.flavour:
-                raise RegistryError(
-                    f"queue {handler.queue!r} has {first.flavour} handlers ({first.kind}) and {handler.flavour} ones "
-                    f"({handler.kind}): put one flavour into a queue of its own, "
-                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.flavour!r})"
-                )
-            if first.claim != handler.claim:
-                raise RegistryError(
-                    f"queue {handler.queue!r} has handlers with claim={first.claim!r} ({first.kind}) and with "
-                    f"claim={handler.claim!r} ({handler.kind}): put one mode into a queue of its own, "
-                    f"such as @jobs.handler(queue={handler.queue + '-' + handler.claim!r}, claim={handler.claim!r})"
-                )
+            _check_same_queue(firsts.setdefault(handler.queue, handler), handler)
         horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
         check_windows(self._windows.values(), horizons)
         return Registry(
@@ -271,22 +242,15 @@ class Registry:
         return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
 
     def timeout_seconds(self, queue: str) -> float | None:
-        """The longest deadline of a queue's handlers; None where one has none."""
+        """The longest deadline of a queue's handlers; None if one has none."""
         timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
         finite = [seconds for seconds in timeouts if seconds is not None]
         return max(finite) if len(finite) == len(timeouts) else None
 
     def batch_size(self, queue: str, configured: int) -> int:
         """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
-        return max(
-            configured,
-            *(
-                handler.max_size
-                for handler in self.handlers.values()
-                if handler.queue == queue and isinstance(handler, BatchHandler)
-            ),
-            1,
-        )
+        batched = (handler for handler in self.handlers.values() if isinstance(handler, BatchHandler))
+        return max(configured, 1, *(handler.max_size for handler in batched if handler.queue == queue))
 
     def find(self, kind: str) -> AnyHandler:
         """The handler of a kind.
@@ -305,7 +269,7 @@ class Registry:
         return self.default_retention if declared is None else declared.retention
 
     def may_call(self, scope: str, kind: str) -> bool:
-        """Whether the handler of this kind may use the scope: it is named where the scope is declared, or nobody is.
+        """Whether the handler of this kind may use the scope: its declaration names this kind, or no kinds at all.
 
         Raises:
             UnknownKind: none is registered.
@@ -314,7 +278,7 @@ class Registry:
         return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)
 
     def retry_horizon(self, kind: str, max_attempts: int | None = None) -> timedelta:
-        """How long after the start of its first attempt a job of this kind may still run. See `Backoff.horizon`.
+        """How long after the start of its first attempt a job of this kind may still run, at most.
 
         Args:
             max_attempts: The job's own; None for its handler's.
@@ -323,6 +287,22 @@ class Registry:
             UnknownKind: none is registered.
         """
         return self.find(kind).retry_horizon(max_attempts)
+
+
+def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:
+    """Refuse two handlers that cannot share a queue."""
+    if first.flavour != other.flavour:
+        raise RegistryError(
+            f"queue {other.queue!r} has {first.flavour} handlers ({first.kind}) and {other.flavour} ones "
+            f"({other.kind}): put one flavour into a queue of its own, "
+            f"such as @jobs.handler(queue={other.queue + '-' + other.flavour!r})"
+        )
+    if first.claim != other.claim:
+        raise RegistryError(
+            f"queue {other.queue!r} has handlers with claim={first.claim!r} ({first.kind}) and with "
+            f"claim={other.claim!r} ({other.kind}): put one mode into a queue of its own, "
+            f"such as @jobs.handler(queue={other.queue + '-' + other.claim!r}, claim={other.claim!r})"
+        )
 
 
 def _where(handler: AnyHandler) -> str:

@@ -81,7 +81,7 @@ def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) 
 
 
 def default_retention(horizons: Iterable[timedelta]) -> timedelta:
-    """How long a scope that nobody declared is remembered: never shorter than a handler may retry."""
+    """How long an undeclared scope is remembered: never shorter than a handler may retry."""
     return max(DEFAULT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import check_retention
-from outboxq.database.sessions import explain_missing_tables
+from outboxq.database.errors import explain_missing_tables
 from outboxq.effects.api import DEFAULT_LEASE_SECONDS
 from outboxq.effects.protocol import LockExpiry
 from outboxq.effects.protocol import claim as claim

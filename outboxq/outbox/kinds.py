@@ -11,7 +11,7 @@ from outboxq.codec.parameters import Signature
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, encode_value, join_object
 from outboxq.errors import ArgumentError
 from outboxq.names import check_name
-from outboxq.new_job import Envelope, NewJob, check_size
+from outboxq.new_job import JobEnvelope, NewJob, check_size
 from outboxq.outcomes import MAX_DELAY
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ class JobKind(Generic[P]):
         return f"<{type(self).__name__} {self.kind!r} in queue {self.queue!r}>"
 
     def signature(self) -> Signature | None:
-        """The handler's signature; None where the handler lives in another service."""
+        """The handler's signature; None if the handler lives in another service."""
         return None
 
     def options(
@@ -96,7 +96,7 @@ class JobKind(Generic[P]):
             changes |= {"delay": delay, "run_at": run_at}
         return _KindWithOptions(self, replace(self.job_options, **changes))  # type: ignore[arg-type]  # checked by JobOptions
 
-    def job(self, /, *args: P.args, **kwargs: P.kwargs) -> "NewJob":
+    def job(self, /, *args: P.args, **kwargs: P.kwargs) -> NewJob:
         """A job for `add_jobs`, its arguments checked and encoded now.
 
         Raises:
@@ -115,21 +115,21 @@ class JobKind(Generic[P]):
         encode = encode_value if signature is None else signature.encode
         return self._new(join_object({n: encode(n, v) for n, v in values.items() if n not in pending}), pending or None)
 
-    def _new(self, args: str, pending: Mapping[str, object] | None = None) -> "NewJob":
-        # Headers are those of the call.
-        envelope = self._seal() if self.job_options.headers else self._envelope
+    def _new(self, args: str, pending: Mapping[str, object] | None = None) -> NewJob:
+        # The headers are a mapping of the caller's: read anew for each job.
+        envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)
         return NewJob(envelope, args, pending)
 
     @functools.cached_property
-    def _envelope(self) -> "Envelope":
-        return self._seal()
+    def _envelope(self) -> JobEnvelope:
+        return self._new_envelope()
 
-    def _seal(self) -> "Envelope":
+    def _new_envelope(self) -> JobEnvelope:
         options = self.job_options
         headers = encode_headers(options.headers) if options.headers else "{}"
-        return Envelope(
+        return JobEnvelope(
             self.kind, self.queue, headers, options.priority, options.max_attempts, options.run_at, options.delay
         )
 

@@ -1,76 +1,25 @@
-"""Enqueue: a job becomes a row in the caller's own transaction.
+"""Enqueue: a job becomes a row in the caller's own transaction, by the flush of the caller's session."""
 
-The jobs of a flush are one pending object in the caller's unit of work, so that savepoints, rollbacks and autoflush are
-SQLAlchemy's: opening a savepoint flushes it, rolling one back expunges it. The flush begins with one INSERT for 1,000
-jobs, before hooks of users see the object. Only a job that waits for the primary key of a pending entity is kept aside,
-and inserted right after the flush that gives its key.
+from collections.abc import Iterable
 
-What was added in a transaction or savepoint is remembered for as long as that stands: a COMMIT without any of it is
-refused.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import count, islice
-from typing import Literal, TypeAlias
-from weakref import WeakKeyDictionary
-
-from sqlalchemy import Connection, Insert, event
-from sqlalchemy.engine import ExceptionContext, ExecutionContext
+from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session, SessionTransaction, UOWTransaction, object_session
+from sqlalchemy.orm import Session, object_session
 
+from outboxq.clock import uuid7s
 from outboxq.database.sessions import (
     AnySession,
     autocommit_error,
-    explain_missing_tables,
     is_autocommit_by_default,
     outbox_bind,
     plain_session,
     refuse_autocommit,
-    transaction_connection,
     type_name,
 )
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.job import uuid7s
 from outboxq.new_job import JobHandle, NewJob
 from outboxq.outbox.kinds import JobKind, P
-from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
-from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
-from outboxq.tables import JobRow, job, job_mapper, mapped_schema
-
-# Attributes of a session: its `info` is the user's, who may clear it.
-_BATCH = "_outboxq_batch"
-_WAITING = "_outboxq_waiting"
-_CONNECTION = "outboxq.connection"
-# Tells batches apart in their session's identity map.
-_numbers = count(1)
-# The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
-# Past that, one notification wakes them all.
-QUEUES_ANNOUNCED = 64
-# Whom new jobs wake.
-Wakes: TypeAlias = Literal["by queue", "all", "nobody"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A job that needs the keys of entities that are not flushed yet, and the transaction that it was added in."""
-
-    id: str
-    job: NewJob
-    transaction: SessionTransaction | None
-
-
-@dataclass(slots=True)
-class _Added:
-    """What was added in one transaction or savepoint, and the queues of what was inserted."""
-
-    batches: list[JobRow] = field(default_factory=list)
-    queues: set[str] = field(default_factory=set)
-
-
-# With its transaction goes what was rolled back: there is nothing to clean up.
-_added: WeakKeyDictionary[SessionTransaction, _Added] = WeakKeyDictionary()
+from outboxq.outbox.pending import add_pending, pending_batch
 
 
 class OutboxSession(Session):
@@ -79,12 +28,12 @@ class OutboxSession(Session):
     def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
         """Add a job to this unit of work: it exists if and only if this transaction commits.
 
-        Does no I/O. See `outboxq.add_job`.
+        Does no I/O. Raises what `outboxq.add_job` raises.
         """
         return add_job(self, kind, *args, **kwargs)
 
     def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`. See `add_job`."""
+        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
         return add_jobs(self, jobs)
 
 
@@ -96,12 +45,12 @@ class AsyncOutboxSession(AsyncSession):
     def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
         """Add a job to this unit of work: it exists if and only if this transaction commits.
 
-        Not a coroutine: nothing is sent before the flush. See `outboxq.add_job`.
+        Not a coroutine: nothing is sent before the flush. Raises what `outboxq.add_job` raises.
         """
         return add_job(self, kind, *args, **kwargs)
 
     def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`. See `add_job`."""
+        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
         return add_jobs(self, jobs)
 
 
@@ -136,16 +85,14 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
 
 
 def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
-    batch = _pending_batch(session)
+    batch = pending_batch(session)
     if batch is None:
-        _prepare(session)
+        _refuse_autocommit(session)
     for new in jobs:
         if not isinstance(new, NewJob) or new.pending:
             _check(session, new)
     named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))
-    ready = _set_aside(session, named) if any(new.pending for new in jobs) else named
-    if ready:
-        _append(session, batch, ready)
+    add_pending(session, batch, named)
     return [JobHandle(job_id, new.envelope.kind, new.envelope.queue) for job_id, new in named.items()]
 
 
@@ -160,238 +107,10 @@ def _check(session: Session, new: NewJob) -> None:
             )
 
 
-def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
-    """Keep what needs a key until after the flush that gives it; returns the others, complete."""
-    # First: it may refuse, and then none is added.
-    ready = {job_id: new.complete() for job_id, new in named.items() if not new.pending_entities()}
-    for job_id, new in named.items():
-        if job_id not in ready:
-            _wait_for_keys(session, job_id, new)
-    return ready
-
-
-def _pending_batch(session: Session) -> JobRow | None:
-    """What the session's next flush will insert, as far as it was added in a transaction that still stands."""
-    batch: JobRow | None = vars(session).get(_BATCH)
-    if batch is None or batch.jobs is None or object_session(batch) is not session:
-        return None
-    return batch
-
-
-def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) -> None:
-    if batch is None:
-        job_mapper()
-        batch = JobRow(next(_numbers), _flush_batch)
-        session.add(batch)
-        vars(session)[_BATCH] = batch
-        _remember(session, batch)
-    assert batch.jobs is not None
-    batch.jobs.update(jobs)
-
-
-def _remember(session: Session, batch: JobRow) -> None:
-    added = _added.setdefault(next(_transactions(session)), _Added())
-    # Of a long transaction with many flushes only what is still to be written.
-    added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
-
-
-def _transactions(session: Session) -> Iterator[SessionTransaction]:
-    """The session's savepoints and its transaction, as far as they stand, the innermost first."""
-    transaction = session.get_nested_transaction() or session.get_transaction()
-    while transaction is not None:
-        yield transaction
-        transaction = transaction.parent
-
-
-def _unwritten(session: Session) -> list[JobRow]:
-    """What was added in the session's transaction and not rolled back, as far as it is not in the table yet."""
-    added = filter(None, map(_added.get, _transactions(session)))
-    return [batch for each in added for batch in each.batches if batch.jobs is not None]
-
-
-def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
-    _watch_for_keys(session)
-    # A pending entity is in a session whose transaction has begun.
-    transaction = session.get_nested_transaction() or session.get_transaction()
-    vars(session).setdefault(_WAITING, []).append(_Waiting(job_id, new, transaction))
-
-
-def _prepare(session: Session) -> None:
+def _refuse_autocommit(session: Session) -> None:
     """Refuse what can be seen without I/O, and look again at each flush."""
     bind = outbox_bind(session)
     if isinstance(bind, Connection):
         refuse_autocommit(bind)
     elif bind is not None and is_autocommit_by_default(session, bind):
         raise autocommit_error()
-
-
-def _watch_for_keys(session: Session) -> None:
-    # Only where a job waits: listening costs more than the rest of add_job.
-    if not event.contains(session, "after_flush_postexec", _after_flush):
-        event.listen(session, "after_flush_postexec", _after_flush)
-        event.listen(session, "before_commit", _before_commit)
-        event.listen(session, "after_transaction_end", _after_transaction_end)
-
-
-def _before_flush(session: Session, context: UOWTransaction, _instances: object) -> None:
-    batch = _pending_batch(session)
-    if batch is None and not vars(session).get(_WAITING):
-        return
-    connection = transaction_connection(session)
-    # Before any row of the flush, the business rows' included: they would be committed without their jobs.
-    refuse_autocommit(connection)
-    context.attributes[_CONNECTION] = connection
-    if batch is not None:
-        Session.expunge(session, batch)
-        _write(session, connection, batch)
-
-
-def _flush_batch(connection: Connection, batch: JobRow) -> None:
-    """Write what was added after `_before_flush`, by a hook of that flush."""
-    session = object_session(batch)
-    assert session is not None
-    refuse_autocommit(connection)
-    _write(session, connection, batch)
-
-
-def _write(session: Session, connection: Connection, batch: JobRow) -> None:
-    if batch not in _unwritten(session):
-        raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
-    # What is added from here on, by an event of this flush, is for the next one.
-    vars(session)[_BATCH] = None
-    _insert(session, connection, batch.jobs or {})
-    # Last: what an error has kept out of the table is missed at the commit.
-    batch.jobs = None
-
-
-def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    # On the dialect: engine.execution_options() makes engines for a moment, which share it.
-    if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
-        event.listen(connection.dialect, "handle_error", _explain_missing_tables)
-    if session.twophase:
-        # PREPARE TRANSACTION refuses a transaction that has notified.
-        insert_all(connection, jobs, wakes="nobody")
-    else:
-        insert_all(connection, jobs, wakes="all" if _are_too_many(session, jobs) else "by queue")
-
-
-def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
-    """Insert jobs by their ids, in their order.
-
-    Args:
-        wakes: Which relays that sleep are woken: those of the jobs' queues, all of them, which takes no locks, or
-            nobody: the jobs are found when relays poll.
-    """
-    if wakes == "by queue":
-        _insert_in_parts(connection, jobs)
-        return
-    # A rolled back savepoint takes the setting with it.
-    was = connection.execute(SILENCE).scalar_one()
-    _insert_in_parts(connection, jobs)
-    connection.execute(NOTIFY_AS_BEFORE, {"was": was})
-    if wakes == "all" and was != "off":
-        connection.execute(NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
-
-
-def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    rest = iter(jobs.items())
-    while some := dict(islice(rest, JOBS_PER_INSERT)):
-        connection.execute(*insert_jobs(some))
-
-
-def holds_only_jobs(session: Session) -> bool:
-    """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
-    new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
-    if _BATCH not in vars(session) and _WAITING not in vars(session):
-        return new == 0
-    batch = _pending_batch(session)
-    is_whole = all(each is batch for each in _unwritten(session))
-    return is_whole and not vars(session).get(_WAITING) and new == (batch is not None)
-
-
-def take_jobs(session: Session) -> Mapping[str, NewJob]:
-    """Take the jobs of the session's next flush out of it, to be inserted by `insert_all` in the same transaction."""
-    batch = _pending_batch(session)
-    if batch is None:
-        return {}
-    jobs, batch.jobs = batch.jobs or {}, None
-    Session.expunge(session, batch)
-    vars(session)[_BATCH] = None
-    return jobs
-
-
-def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:
-    """Whether, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
-    *_, root = _transactions(session)
-    queues = _added.setdefault(root, _Added()).queues
-    queues.update(queues_of(jobs))
-    return len(queues) > QUEUES_ANNOUNCED
-
-
-def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
-    """The queues of new jobs."""
-    return {envelope.queue for envelope in {new.envelope for new in jobs.values()}}
-
-
-def _after_flush(session: Session, context: UOWTransaction) -> None:
-    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
-    ready = {item.id: item for item in waiting if _has_keys(session, item)}
-    if not ready:
-        return
-    vars(session)[_WAITING] = [item for item in waiting if item.id not in ready]
-    # A hook of this flush may have added the first that waits.
-    connection = context.attributes.get(_CONNECTION) or transaction_connection(session)
-    _insert(session, connection, {job_id: item.job.complete() for job_id, item in ready.items()})
-
-
-def _has_keys(session: Session, item: _Waiting) -> bool:
-    return not item.job.pending_entities() and all(
-        object_session(entity) is session for entity in (item.job.pending or {}).values()
-    )
-
-
-def _refuse_to_lose_jobs(session: Session) -> None:
-    """Refuse to commit without a job that left the session unwritten. What is still pending, the commit flushes."""
-    lost = [batch.jobs or {} for batch in _unwritten(session) if object_session(batch) is not session]
-    if lost:
-        count, kinds = sum(map(len, lost)), {new.kind for jobs in lost for new in jobs.values()}
-        raise EnqueueError(
-            f"{count} {'job' if count == 1 else 'jobs'} ({', '.join(map(repr, sorted(kinds)))}) left this session "
-            "before being written, by expunge(), expunge_all() or a flush that failed, and would be lost: roll back"
-        )
-
-
-# For all sessions at once: listening to each costs more than its jobs. Ahead of hooks that were there before, which
-# would meet an object of ours.
-event.listen(Session, "before_flush", _before_flush, insert=True)
-event.listen(Session, "before_commit", _refuse_to_lose_jobs, insert=True)
-
-
-def _before_commit(session: Session) -> None:
-    """Refuse to commit without a job whose entity left the session: it would vanish without a word."""
-    if not vars(session).get(_WAITING):
-        return
-    session.flush()
-    for item in vars(session)[_WAITING]:
-        names = ", ".join(repr(name) for name in item.job.pending or ())
-        raise EnqueueError(
-            f"a job {item.job.kind!r} waits for the primary key of argument {names}, which left this session before it "
-            "was flushed: keep the entity in the session, or roll back"
-        )
-
-
-def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
-    # What a transaction or a savepoint leaves waiting was rolled back with it: committing either flushes first.
-    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
-    vars(session)[_WAITING] = [item for item in waiting if item.transaction is not transaction]
-
-
-def _explain_missing_tables(context: ExceptionContext) -> None:
-    missing = explain_missing_tables(context.original_exception)
-    if missing is not None and _inserts_jobs(context.execution_context):
-        raise missing from context.original_exception
-
-
-def _inserts_jobs(context: ExecutionContext | None) -> bool:
-    statement = context.compiled.statement if context is not None and context.compiled is not None else None
-    return isinstance(statement, Insert) and statement.table is job

@@ -8,8 +8,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import sqlstate_of
-from outboxq.database.errors import QUERY_CANCELED
+from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
 from outboxq.execution.aside import is_of_a_row, set_aside_first
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.claim import ClaimRequest, forgive

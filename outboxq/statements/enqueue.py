@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.types import TypeEngine
 
-from outboxq.new_job import Envelope, NewJob
+from outboxq.new_job import JobEnvelope, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
@@ -98,7 +98,7 @@ _INSERT_ALIKE = _insert(_OWN, _COMMON)
 _INSERT_MIXED = _insert({**_OWN, **_COMMON}, {})
 
 
-def _common_texts(envelope: Envelope) -> dict[str, str | None]:
+def _common_texts(envelope: JobEnvelope) -> dict[str, str | None]:
     """In the order of `_COMMON`."""
     return {
         "queue": envelope.queue,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import overload
+from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, event, select
@@ -16,6 +17,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.clock import uuid7s
 from outboxq.codec.values import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.database.driver import run_script
@@ -34,7 +36,7 @@ from outboxq.fault_points import FaultPoint as FaultPoint
 from outboxq.fault_points import fault_action as fault_action
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
-from outboxq.job import Job, uuid7
+from outboxq.job import Job
 from outboxq.new_job import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
@@ -239,4 +241,4 @@ def _retention(_scope: str) -> timedelta:
 
 def _unit_test_job() -> Job:
     now = datetime.now(UTC)
-    return Job(uuid7(), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)
+    return Job(UUID(uuid7s(1)[0]), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)

@@ -3,8 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from outboxq.database.guard import _refused_verb
-from outboxq.database.sql_words import first_word, leading_words, without_literals
+from outboxq.database.sql_words import first_word, leading_words, refused_verb, without_literals
 from outboxq.errors import DeferError
 from outboxq.handlers.deferred import checked_write
 from tests.support.growth import LINEAR, growth
@@ -74,7 +73,7 @@ def test_the_words_end_at_the_first_thing_that_is_none() -> None:
 )
 def test_a_transaction_verb_is_found_behind_and_between_comments(sql: str, verb: str | None) -> None:
     """What ends the relay's transaction is refused however it is spelled; savepoints are the handler's own."""
-    assert _refused_verb(sql) == verb
+    assert refused_verb(sql) == verb
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_tags_that_are_never_closed_are_found_in_linear_time() -> None:
 def test_a_text_is_read_in_linear_time(unit: str, end: str) -> None:
     """Whatever lies before the verb: 32 times the text takes about 32 times as long, and not for ever."""
     assert growth(first_word, lambda size: unit * size + end, 300) < LINEAR
-    assert growth(_refused_verb, lambda size: f"PREPARE {unit * size} {end}", 300) < LINEAR
+    assert growth(refused_verb, lambda size: f"PREPARE {unit * size} {end}", 300) < LINEAR
 
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)

@@ -171,7 +171,7 @@ def test_a_job_that_is_given_back_has_another_token(
 
 
 def held_job(job_id: object, token: int) -> Job:
-    rest = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "lease_token")), None)
+    rest = dict.fromkeys((name for name in Job.__struct_fields__ if name not in ("id", "lease_token")), None)
     return Job(id=job_id, lease_token=token, **rest)
 
 

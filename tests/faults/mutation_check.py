@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "the one notification for more queues than a transaction has locks for",
-        "outboxq/outbox/session.py",
+        "outboxq/outbox/insert.py",
         '    if wakes == "all" and was != "off":\n',
         "    if False:\n",
         ("tests/relay/test_wake.py",),
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "the schema that a statement names itself",
-        "outboxq/handlers/set_based.py",
+        "outboxq/handlers/row_writes.py",
         'return "schema_translate_map" in statement.get_execution_options()',
         "return False",
         (
@@ -520,7 +520,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cursor of the driver's that is not looked at",
-        "outboxq/database/guard.py",
+        "outboxq/database/watched_connection.py",
         "            guard.sends(query)\n            return super().execute(",
         "            return super().execute(",
         (

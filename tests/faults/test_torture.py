@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 
 from outboxq.errors import ConfigError
-from outboxq.job import uuid7
 from outboxq.torture import TortureOptions
 from outboxq.torture.faults import plan_run, plan_transactions
 from outboxq.torture.history import CREATE, RULES, check_history
@@ -56,7 +55,7 @@ def enqueued(
     token: int | None = None,
 ) -> UUID:
     """A job whose producer was told `outcome`, and what became of it."""
-    job_id = uuid7()
+    job_id = uuid4()
     values = {"id": job_id, "attempt": attempt, "crashes": crashes, "token": token, "outcome": outcome}
     for _ in range(outcome is not None):
         put(connection, "torture.enqueue (job_id, outcome) VALUES (:id, :outcome)", values)

@@ -22,7 +22,7 @@ from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.write_buffer import WriteBuffer, _Deferred
 from outboxq.handlers import deferred, set_based, table_facts
 from outboxq.handlers.table_facts import TableFacts
-from outboxq.outbox.session import insert_all
+from outboxq.outbox.insert import insert_all
 
 Planting: TypeAlias = Callable[[], AbstractContextManager[object]]
 

@@ -47,7 +47,7 @@ def console() -> Iterator[io.StringIO]:
 
 
 def job(kind: str) -> Job:
-    rest = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "queue", "kind", "attempt")), None)
+    rest = dict.fromkeys(set(Job.__struct_fields__) - {"id", "queue", "kind", "attempt"})
     return Job(id=UUID(int=7), queue="q", kind=kind, attempt=1, **rest)  # type: ignore[arg-type]  # the rest is not logged
 
 

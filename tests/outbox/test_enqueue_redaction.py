@@ -3,10 +3,10 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID
 
+import msgspec
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
@@ -120,5 +120,5 @@ def test_a_failed_flush_leaves_no_value(database: Database, work: Callable[[Sess
 
 def test_a_job_that_is_logged_as_json_shows_no_arguments() -> None:
     """What cannot be serialized is shown by its repr; a tuple would be shown value by value."""
-    job = replace(JOB, args=f'{{"secret": "{SECRET}"}}', headers=f'{{"secret": "{SECRET}"}}')
+    job = msgspec.structs.replace(JOB, args=f'{{"secret": "{SECRET}"}}', headers=f'{{"secret": "{SECRET}"}}')
     assert SECRET not in json.dumps({"job": job}, default=repr)

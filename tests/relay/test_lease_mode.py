@@ -610,7 +610,7 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
         if analyzed == "after":
             connection.exec_driver_sql("ANALYZE outboxq.job")
         ids = connection.exec_driver_sql("SELECT id FROM outboxq.job LIMIT 2000").scalars().all()
-    empty = dict.fromkeys((name for name in Job.__slots__ if name not in ("id", "lease_token")), None)
+    empty = dict.fromkeys((name for name in Job.__struct_fields__ if name not in ("id", "lease_token")), None)
     jobs = tuple(Job(id=job_id, lease_token=1, **empty) for job_id in ids)
     script = Unsettled(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).script("outboxq")
     settings, *statements = script.split("WITH oq_held")

@@ -15,7 +15,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup, external
 from outboxq.events import JobDone, RelayStarted
-from outboxq.outbox.session import QUEUES_ANNOUNCED
+from outboxq.outbox.insert import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
 from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.listener import IdleSlot, Listener

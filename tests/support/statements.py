@@ -7,18 +7,18 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import FunctionType, ModuleType
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import ClauseElement, Executable, Select, TextClause
 from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
 from outboxq.job import Job
-from outboxq.new_job import Envelope, NewJob
+from outboxq.new_job import JobEnvelope, NewJob
 from outboxq.statements.aside import WAITS
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
@@ -31,9 +31,9 @@ DIALECT = psycopg.dialect()
 _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
-_LEASED = replace(_JOB, lease_token=3)
-_NEW = NewJob(Envelope("send", "mail", "{}", 0, None, None, None), "{}", None)
-_LATER = NewJob(Envelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
+_LEASED = msgspec.structs.replace(_JOB, lease_token=3)
+_NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
+_LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 
 # What is given at the first and at the second call, by the parameter's name, else by its annotation.
 _SAMPLES: Mapping[str, tuple[object, object]] = {

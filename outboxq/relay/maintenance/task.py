@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from psycopg.pq.abc import PGconn
 
-from outboxq.database.driver import DriverConnection, sqlstate_of
+from outboxq.database.driver import DriverConnection
+from outboxq.database.errors import sqlstate_of
 from outboxq.events import Emitter, Event
 
 logger = logging.getLogger("outboxq.chores")

@@ -1,0 +1,67 @@
+"""Insert: jobs become rows in the caller's transaction, and sleeping relays are told of them."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Literal, TypeAlias
+
+from sqlalchemy import Connection, Insert, event
+from sqlalchemy.engine import ExceptionContext, ExecutionContext
+
+from outboxq.database.errors import explain_missing_tables
+from outboxq.new_job import NewJob
+from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
+from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
+from outboxq.tables import job, mapped_schema
+
+# The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
+# Past that, one notification wakes them all.
+QUEUES_ANNOUNCED = 64
+# Which relays new jobs wake.
+Wakes: TypeAlias = Literal["by queue", "all", "none"]
+
+
+def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
+    """Insert jobs by their ids, in their order.
+
+    Args:
+        wakes: Which sleeping relays are woken: those of the jobs' queues; all of them, which takes no locks; or
+            none, so that the jobs are found when relays poll.
+    """
+    if wakes == "by queue":
+        _insert_in_parts(connection, jobs)
+        return
+    # A rolled back savepoint takes the setting with it.
+    was = connection.execute(SILENCE).scalar_one()
+    _insert_in_parts(connection, jobs)
+    connection.execute(NOTIFY_AS_BEFORE, {"was": was})
+    if wakes == "all" and was != "off":
+        connection.execute(NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
+
+
+def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
+    rest = iter(jobs.items())
+    while some := dict(islice(rest, JOBS_PER_INSERT)):
+        connection.execute(*insert_jobs(some))
+
+
+def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
+    """The queues of new jobs."""
+    return {envelope.queue for envelope in {new.envelope for new in jobs.values()}}
+
+
+def explain_errors_of(connection: Connection) -> None:
+    """From now on name what an INSERT of jobs lacks if the tables are missing."""
+    # On the dialect: engine.execution_options() makes engines for a moment, which share it.
+    if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
+        event.listen(connection.dialect, "handle_error", _explain_missing_tables)
+
+
+def _explain_missing_tables(context: ExceptionContext) -> None:
+    missing = explain_missing_tables(context.original_exception)
+    if missing is not None and _inserts_jobs(context.execution_context):
+        raise missing from context.original_exception
+
+
+def _inserts_jobs(context: ExecutionContext | None) -> bool:
+    statement = context.compiled.statement if context is not None and context.compiled is not None else None
+    return isinstance(statement, Insert) and statement.table is job

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from outboxq.codec.entities import Locked as Locked
     from outboxq.config import RelayConfig as RelayConfig
     from outboxq.config import SlotGroup as SlotGroup
-    from outboxq.effects.api import Applied as Applied
     from outboxq.effects.api import AsyncEffects as AsyncEffects
     from outboxq.effects.api import Effects as Effects
-    from outboxq.effects.api import NotApplied as NotApplied
-    from outboxq.effects.api import Unknown as Unknown
+    from outboxq.effects.request import Applied as Applied
+    from outboxq.effects.request import NotApplied as NotApplied
+    from outboxq.effects.request import Unknown as Unknown
     from outboxq.errors import CallNotApplied as CallNotApplied
     from outboxq.errors import CallRefused as CallRefused
     from outboxq.errors import OutboxqError as OutboxqError
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Acceptance": "inbox",
     "AcceptedBatch": "inbox",
-    "Applied": "effects.api",
+    "Applied": "effects.request",
     "AsyncBatchContext": "handlers.context",
     "AsyncContext": "handlers.context",
     "AsyncEffects": "effects.api",
@@ -81,7 +81,7 @@ _HOMES = {
     "Jobs": "handlers.registry",
     "Locked": "codec.entities",
     "NewJob": "new_job",
-    "NotApplied": "effects.api",
+    "NotApplied": "effects.request",
     "OutboxSession": "outbox.session",
     "OutboxqError": "errors",
     "Outcome": "outcomes",
@@ -92,7 +92,7 @@ _HOMES = {
     "Retry": "outcomes",
     "SlotGroup": "config",
     "Snooze": "outcomes",
-    "Unknown": "effects.api",
+    "Unknown": "effects.request",
     "add_job": "outbox.session",
     "add_jobs": "outbox.session",
     "external": "outbox.kinds",

@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.database.sessions import explain_missing_tables, outbox_connection, sqlstate_of, type_name
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.database.sessions import explain_missing_tables, outbox_connection, type_name
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.names import check_key
 from outboxq.new_job import JobHandle, NewJob
@@ -37,7 +38,6 @@ Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 MAX_CONSUMER_BYTES = 63
 MAX_BATCH_MESSAGES = 10_000
 
-_LOCK_NOT_AVAILABLE = "55P03"
 # The second sees what the first waited for; a third is for a message that was forgotten between the two.
 _ROUNDS = 5
 
@@ -212,7 +212,7 @@ class Inbox:
                 accepted = self._accept(connection, given)
                 connection.execute(statements.set_lock_timeout(before))
         except DBAPIError as error:
-            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 return Acceptance.IN_PROGRESS
             raise
         return Acceptance.ACCEPTED if accepted else Acceptance.DUPLICATE

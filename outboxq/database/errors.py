@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psycopg
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.errors import ConfigError
+
+# Of the role's lock_timeout, or of a claim's.
+LOCK_NOT_AVAILABLE = "55P03"
+# A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
+_TRANSIENT = ("25006", LOCK_NOT_AVAILABLE, "40001", "40P01")
 
 # What a server, a pooler or libpq says when nobody gets in. Only these words are repeated: the rest of the text may
 # hold a host, a user or a value.
@@ -80,3 +86,24 @@ def is_refused(error: BaseException) -> bool:
 
 def _refusal(error: BaseException) -> str | None:
     return next((words for words, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """What PostgreSQL calls an error, by any driver; SQLAlchemy's wrapper will do too."""
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    return sqlstate if isinstance(sqlstate, str) else None
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same transaction may succeed later, by any driver.
+
+    The server is gone, going, starting or full, its pool is, or it ended the transaction for the sake of others.
+    """
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError | PoolTimeout)
+    sqlstate = sqlstate_of(error)
+    if sqlstate is None:
+        # What a driver refuses for its data, it refuses before it sends it.
+        return error.connection_invalidated or not isinstance(error, DataError)
+    return error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate in _TRANSIENT

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Session, scoped_session
 
+from outboxq.database.errors import sqlstate_of
 from outboxq.database.shards import shard_of_rows
 from outboxq.errors import EnqueueError, SchemaError
 from outboxq.tables import JobRow, job_mapper
@@ -144,13 +145,6 @@ def autocommit_error() -> EnqueueError:
         "this session is in AUTOCOMMIT: what is written here would not be one with your rows. "
         "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"
     )
-
-
-def sqlstate_of(error: BaseException | None) -> str | None:
-    """What PostgreSQL calls an error, by any driver; SQLAlchemy's wrapper will do too."""
-    original: object = error.orig if isinstance(error, DBAPIError) else error
-    sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    return sqlstate if isinstance(sqlstate, str) else None
 
 
 def explain_missing_tables(error: BaseException | None) -> SchemaError | None:

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import check_schema
-from outboxq.database.sessions import sqlstate_of
+from outboxq.database.errors import sqlstate_of
 from outboxq.effects.lock_keeper import Transaction
 from outboxq.errors import ConfigError
 from outboxq.tables import SCHEMA

@@ -10,8 +10,7 @@ from typing import Any, Generic, cast
 import msgspec
 from typing_extensions import TypeVar
 
-from outboxq.effects.protocol import LookUp
-from outboxq.effects.request import Classify
+from outboxq.effects.request import Classify, LookUp, OnceOptions
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
@@ -68,7 +67,7 @@ class Context(_JobContext[S]):
     """
 
     session: OutboxSession = field(repr=False)
-    permit: EffectAccess[EffectRunner] | None = field(default=None, repr=False)
+    effect_access: EffectAccess[EffectRunner] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent after the handler's flush and before COMMIT, together with its equals.
@@ -133,11 +132,11 @@ class Context(_JobContext[S]):
             EffectUnknown: nobody can know whether it was applied; an operator decides.
             EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: see there.
         """
-        permit = _permitted(self.permit)
-        request = permit.request(
+        access = _granted(self.effect_access)
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", permit.caller.run(request, call, already_applied))
+        return cast("T", access.runner.run(access.request(options), options))
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class AsyncContext(_JobContext[S]):
     """What an async handler receives first. See `Context`."""
 
     session: AsyncOutboxSession = field(repr=False)
-    permit: EffectAccess[AsyncEffectRunner] | None = field(default=None, repr=False)
+    effect_access: EffectAccess[AsyncEffectRunner] | None = field(default=None, repr=False)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent before COMMIT. Not a coroutine: it does no I/O. See `Context.defer`."""
@@ -168,11 +167,11 @@ class AsyncContext(_JobContext[S]):
         classify: Classify | None = None,
     ) -> T:
         """Call the other side once for this key. See `Context.once`."""
-        permit = _permitted(self.permit)
-        request = permit.request(
+        access = _granted(self.effect_access)
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", await permit.caller.run(request, call, already_applied))
+        return cast("T", await access.runner.run(access.request(options), options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ class AsyncBatchContext(_BatchContext[S]):
     session: AsyncOutboxSession
 
 
-def _permitted(permit: EffectAccess[C] | None) -> EffectAccess[C]:
-    if permit is None:
+def _granted(access: EffectAccess[C] | None) -> EffectAccess[C]:
+    if access is None:
         raise EffectRefused("this context was made without a database for effects: see outboxq.testing.sync_context")
-    return permit
+    return access

@@ -1,7 +1,7 @@
 """What an endpoint is given: the key it serves, and a way to record its response in its own transaction."""
 
 import logging
-from collections.abc import Awaitable, MutableMapping
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, overload
 
@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, scoped_session
 from outboxq.database.sessions import outbox_connection, plain_session
 from outboxq.effects.request import Request
 from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
-from outboxq.http.keys import Scope
+from outboxq.http.asgi import MutableScope, Scope
 from outboxq.http.responses import Answer, ResponseLike, encode_answer
 from outboxq.statements import http as statements
 from outboxq.tables import SCHEMA
@@ -114,9 +114,7 @@ class Idempotency:
             )
         request = self.claimed.request
         result, error = encode_answer(answer, self.claimed.max_response_bytes)
-        statement = statements.record_with_rows(
-            request.scope, request.key, request.token, result=result, error=error, keep=request.retention
-        )
+        statement = statements.record_with_rows(request.lock, result=result, error=error, keep=request.retention)
         options = {"schema_translate_map": {SCHEMA: self.claimed.schema}}
         connection = outbox_connection(session, "record")
         if connection.execute(statement, execution_options=options).first() is None:
@@ -132,7 +130,7 @@ class Idempotency:
             self.recorded = None
 
 
-def put_idempotency(scope: MutableMapping[str, Any], idempotency: Idempotency) -> Idempotency:
+def put_idempotency(scope: MutableScope, idempotency: Idempotency) -> Idempotency:
     """Give it to the application."""
     # Into the server's own dict: middleware outside of ours reads what the router leaves there.
     scope[_IN_SCOPE] = idempotency

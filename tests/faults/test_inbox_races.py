@@ -18,7 +18,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from outboxq.database.sessions import sqlstate_of
+from outboxq.database.errors import sqlstate_of
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy

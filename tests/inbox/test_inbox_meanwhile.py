@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from outboxq.codec.values import fingerprint
-from outboxq.database.sessions import sqlstate_of
+from outboxq.database.errors import sqlstate_of
 from outboxq.errors import MessageConflict
 from outboxq.inbox import Acceptance, AcceptedBatch
 from outboxq.postgres import Database

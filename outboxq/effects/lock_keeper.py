@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection
 
 from outboxq.clock import clock
 from outboxq.effects.protocol import LockExpiry
-from outboxq.effects.request import Request
 from outboxq.statements import effects as statements
 
 logger = logging.getLogger("outboxq.effects")
@@ -66,12 +65,12 @@ class LockKeeper:
 
     def _extend(self, due: list[LockExpiry]) -> None:
         begun = clock()
-        committed: list[list[LockExpiry]] = []
+        executed: list[LockExpiry] = []
         extended: set[LockExpiry] = set()
         try:
-            self._transact(lambda connection: committed.append(_extend_all(connection, due)))
+            self._transact(lambda connection: executed.extend(_extend_all(connection, due)))
             # Only now: what was extended and not committed is not extended.
-            extended.update(*committed)
+            extended.update(executed)
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
         with self._changed:
@@ -84,8 +83,8 @@ class LockKeeper:
 
 def _extend_all(connection: Connection, due: list[LockExpiry]) -> list[LockExpiry]:
     """Those whose lock was still ours."""
-    return [expiry for expiry in due if connection.execute(_extension(expiry.request)).first() is not None]
-
-
-def _extension(request: Request) -> Executable:
-    return statements.extend(request.lock, request.lease)
+    return [
+        expiry
+        for expiry in due
+        if connection.execute(statements.extend(expiry.request.lock, expiry.request.lease)).first() is not None
+    ]

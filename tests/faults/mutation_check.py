@@ -350,8 +350,8 @@ MUTANTS = (
     Mutant(
         "the connections that are kept for records",
         "outboxq/effects/transactions.py",
-        "        with self._transaction(self._pools.records if settles else self._pools.claims) as connection:\n",
-        "        with self._transaction(self._pools.claims) as connection:\n",
+        "        with (self._records if settles else self._claims).transaction() as connection:\n",
+        "        with self._claims.transaction() as connection:\n",
         ("tests/faults/test_once_crowded.py",),
     ),
     Mutant(

@@ -191,7 +191,7 @@ def test_requests_that_wait_for_a_claim_cost_no_other_request_its_lease(
             await reached.wait()
             transactions = middleware._transactions
             assert isinstance(transactions, AsyncEngineTransactions)
-            async with AsyncEngine(transactions._pools.claims.engine).connect() as taken:
+            async with AsyncEngine(transactions._transactions._claims.engine).connect() as taken:
                 await taken.execute(text("SELECT 1"))
                 before = stored(engine)
                 # Later than the first lease: it was extended meanwhile, and more than once.

@@ -43,7 +43,7 @@ _ROUNDS = 5
 
 
 class Acceptance(Enum):
-    """What `try_accept` found; true only where the message was accepted."""
+    """What `try_accept` found; true only if the message was accepted."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -133,7 +133,7 @@ class Inbox:
     def try_accept(
         self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
     ) -> Acceptance | Unawaited[Acceptance]:
-        """As `accept`, without waiting for another transaction: IN_PROGRESS where one is accepting the same message.
+        """Accept a message without waiting: IN_PROGRESS if another transaction is accepting the same one.
 
         That one may still roll back: let the sender deliver again.
         """
@@ -246,7 +246,7 @@ class Inbox:
 def _on(session: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T]) -> T | Unawaited[T]:
     plain = session() if isinstance(session, scoped_session | async_scoped_session) else session
     if isinstance(plain, AsyncSession | AsyncConnection):
-        # Made at once, so that Python warns of one that nobody awaits.
+        # Made at once, so that Python warns of one that is never awaited.
         return Unawaited(plain.run_sync(work))
     return work(plain)
 

@@ -59,7 +59,7 @@ class Recorded:
         event.remove(self.session, "after_soft_rollback", self._after_rollback)
 
     def _after_commit(self, session: Session) -> None:
-        # The release of a savepoint is told too, and so is the commit() of a session in somebody else's transaction.
+        # The release of a savepoint is told too, and so is the commit() of a session in another's transaction.
         if not session.in_nested_transaction() and not self.connection.in_transaction():
             self.is_committed = True
 
@@ -71,7 +71,7 @@ class Recorded:
 class Idempotency:
     """The idempotency of one request, as its endpoint sees it.
 
-    `key`: as the client sent it; None where the request is not guarded. Then `record` does nothing.
+    `key`: as the client sent it; None if the request is not guarded; then `record` does nothing.
     """
 
     key: str | None = None

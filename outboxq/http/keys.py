@@ -57,7 +57,7 @@ def effect_scope(scope: Scope) -> str:
 def effect_key(principal: str | None, key: str) -> str:
     """Principal and key as `effect.key`, which two different pairs never share.
 
-    A key holds no space, so that what comes before the last one is the principal; none at all is nobody.
+    A key holds no space, so that what comes before the last one is the principal; without a space there is none.
     """
     if principal is None:
         return key
@@ -87,10 +87,10 @@ def by_authorization(*, secret: str | bytes) -> Principal: ...
 
 
 def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | None = None) -> str | Principal | None:
-    """A principal for every value of the Authorization header, of which a hash is stored; nobody without one.
+    """A principal for every value of the Authorization header, of which a hash is stored; None without one.
 
     For credentials that stay the same between a request and its retry. The plain `by_authorization` stores their
-    SHA-256: right for API keys, which nobody can guess. Passwords (Basic) can be guessed until one has the hash
+    SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed until one has the hash
     that is stored: `by_authorization(secret=...)` stores an HMAC instead, which means nothing without the secret.
 
     Args:

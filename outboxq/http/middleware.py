@@ -47,7 +47,7 @@ _LARGEST_BYTES = 64 * 1024 * 1024
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
 # As RFC 3986 has it, as far as the Link header that it goes into must be sure of it.
 _URL = re.compile(r"[!#-;=?-~]+")
-# Ways to answer past `send`, which is where we record.
+# Ways to answer past `send`, at which we record.
 _BYPASSES = ("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers")
 
 
@@ -61,10 +61,10 @@ class IdempotencyMiddleware:
         principal: Whose key it is: `by_authorization`, `nobody`, or a function of the ASGI scope.
         methods: Requests of other methods pass through.
         required: Whether a request without the header is refused.
-        in_transaction: Whether the endpoint records its response in its own transaction: see `Idempotency.record`.
+        in_transaction: Whether the endpoint records its response in its own transaction, by `Idempotency.record`.
         retention: How long a response is replayed, from 1 second to 10 years.
         lease_seconds: How long a key stays a request's own after its process has died, 0.5 to 3600.
-        max_request_bytes: A larger body is not guarded, and refused where the key is required.
+        max_request_bytes: A larger body is not guarded, and refused if the key is required.
         max_response_bytes: A larger response, or a stream, passes through; it is executed once, and not replayed.
         released_statuses: Responses after which a retry is executed, because they say that nothing was done.
         documentation: The URL of what your API's documentation says of idempotency keys, for our error responses.

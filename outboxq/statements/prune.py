@@ -1,6 +1,6 @@
 """Pruning: deleting what has expired from the inbox and from the effects, a batch at a time.
 
-Sent as text on the pruner's own connection. A batch is a transaction: `begin`, one deletion, `commit`. Should the
+Sent as text on the pruner's own connection. A batch is a transaction: `BEGIN`, one deletion, COMMIT. Should the
 process die, or the answer to COMMIT be lost, the next round deletes what is left.
 """
 
@@ -8,10 +8,10 @@ from typing import LiteralString
 
 from psycopg import sql
 
-# asynchronous: a deletion that a crash undoes is made again, and nobody waits for a standby.
+# asynchronous: a deletion that a crash undoes is made again, and no standby is waited for.
 # lock_timeout: rows are never waited for, but the table may be locked by a migration.
 # enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
-_BEGIN = """\
+BEGIN = """\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
 SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
@@ -32,21 +32,6 @@ WITH expired AS MATERIALIZED (
 SELECT pg_catalog.count(*) FROM deleted"""
 
 
-def begin() -> str:
-    """Begin a batch."""
-    return _BEGIN
-
-
-def commit() -> str:
-    """End a batch."""
-    return "COMMIT"
-
-
-def rollback() -> str:
-    """Give up a batch that failed."""
-    return "ROLLBACK"
-
-
 def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` messages that have expired, but for the oldest `skip` of them; one row, with their number.
 
@@ -57,9 +42,12 @@ def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
 
 
 def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
-    """As `delete_messages`, for effects: never one that may be under way, or whose outcome nobody knows.
+    """Delete up to `limit` effects that have expired, but for the oldest `skip`; one row, with their number.
 
-    Index: effect_expires, from its start; the primary key. Locks: as there; one that is claimed anew at this moment is
+    Never one that may be under way, or whose outcome is unknown.
+
+    Index: effect_expires, from its start; the primary key. Locks: the rows, skipping those that
+    another transaction holds; one that is claimed anew at this moment is
     passed over, and has no expiry any more.
     """
     # The table's own check allows neither an expiry.

@@ -1,10 +1,11 @@
 """The sessions that callers bring: which they are, where they lead, and the ones that cannot hold anything of ours."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Session, scoped_session
@@ -17,7 +18,9 @@ from outboxq.tables import metadata as ours
 
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 
-AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
+SyncSession: TypeAlias = Session | scoped_session[Any]
+AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+AnySession: TypeAlias = SyncSession | AnAsyncSession
 
 
 def plain_session(session: AnySession, what: str) -> Session:
@@ -155,3 +158,19 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
         "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
         "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
     )
+
+
+@contextmanager
+def missing_tables_explained() -> Iterator[None]:
+    """For statements on our tables alone.
+
+    Raises:
+        SchemaError: instead of the database's error, if they are missing.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        missing = explain_missing_tables(error)
+        if missing is None:
+            raise
+        raise missing from error

@@ -12,9 +12,8 @@ from typing import Any, Generic, NoReturn, TypeVar, assert_never, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 
-from outboxq.database.sessions import explain_missing_tables
+from outboxq.database.sessions import missing_tables_explained
 from outboxq.effects.lock_keeper import LockKeeper, Transaction
 from outboxq.effects.protocol import LockExpiry, once
 from outboxq.effects.request import OnceOptions, Request, make_request
@@ -207,13 +206,8 @@ def check_lease(seconds: float) -> float:
 
 
 def _read_deployment(connection: Connection) -> UUID:
-    try:
+    with missing_tables_explained():
         found: UUID = connection.execute(select_deployment()).scalar_one()
-    except DBAPIError as error:
-        missing = explain_missing_tables(error)
-        if missing is None:
-            raise
-        raise missing from error
     return found
 
 

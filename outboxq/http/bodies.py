@@ -24,20 +24,15 @@ class TooLarge:
     goes_on: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The client left before its request was whole."""
-
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | TooLarge | Gone:
-    """Read the request's body, and no further than the cap."""
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | TooLarge | None:
+    """Read the request's body, and no further than the cap; None if the client left before it was whole."""
     if (declared_bytes(scope["headers"]) or 0) > max_bytes:
         return TooLarge(b"", goes_on=True)
     data = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return Gone()
+            return None
         data += message.get("body", b"")
         goes_on = bool(message.get("more_body", False))
         if len(data) > max_bytes:

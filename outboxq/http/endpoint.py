@@ -3,22 +3,19 @@
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, overload
+from typing import overload
 
 from sqlalchemy import Connection, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 
-from outboxq.database.sessions import outbox_connection, plain_session
+from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection, plain_session
 from outboxq.effects.request import Request
 from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
 from outboxq.http.asgi import MutableScope, Scope
 from outboxq.http.responses import Answer, ResponseLike, encode_answer
 from outboxq.statements import http as statements
 from outboxq.tables import SCHEMA
-
-SyncSession: TypeAlias = Session | scoped_session[Any]
-AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
 logger = logging.getLogger("outboxq.http")
 

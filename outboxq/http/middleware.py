@@ -27,7 +27,7 @@ from outboxq.effects.transactions import async_transactions, schema_of
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http import problems
 from outboxq.http.asgi import AsgiApp, Message, MutableScope, Receive, Scope, Send, header_values, was_not_routed
-from outboxq.http.bodies import Gone, TooLarge, Whole, given_back, given_whole, read_body
+from outboxq.http.bodies import TooLarge, Whole, given_back, given_whole, read_body
 from outboxq.http.endpoint import Claimed, Idempotency, is_guarded, put_idempotency
 from outboxq.http.keys import Principal, effect_key, effect_scope, read_key, request_fingerprint
 from outboxq.http.problems import ProblemAnswers
@@ -154,7 +154,6 @@ class IdempotencyMiddleware:
                 return await too_large.send_to(send)
             idempotency.key = None
             return await self._app(scope, given_back(body, receive), _marking(send))
-        assert isinstance(body, Gone)
         return None
 
     async def _guarded(

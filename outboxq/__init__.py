@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from outboxq.backoff import Backoff
     from outboxq.codec.entities import Locked
     from outboxq.config import RelayConfig, SlotGroup
-    from outboxq.effects.api import Applied, AsyncEffects, Effects, NotApplied, Unknown
+    from outboxq.effects.api import AsyncEffects, Effects
+    from outboxq.effects.request import Applied, NotApplied, Unknown
     from outboxq.errors import CallNotApplied, CallRefused, OutboxqError, PermanentError
     from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
     from outboxq.handlers.handler import BatchHandler, Handler
@@ -32,7 +33,8 @@ _MODULES = {
     "backoff": "Backoff",
     "codec.entities": "Locked",
     "config": "RelayConfig SlotGroup",
-    "effects.api": "Applied AsyncEffects Effects NotApplied Unknown",
+    "effects.api": "AsyncEffects Effects",
+    "effects.request": "Applied NotApplied Unknown",
     "errors": "CallNotApplied CallRefused OutboxqError PermanentError",
     "handlers.context": "AsyncBatchContext AsyncContext BatchContext BatchItem Context",
     "handlers.handler": "BatchHandler Handler",

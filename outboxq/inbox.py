@@ -19,8 +19,8 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.database.errors import explain_missing_tables, sqlstate_of
-from outboxq.database.sessions import outbox_connection, type_name
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
+from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection, type_name
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.names import check_key
 from outboxq.new_job import JobHandle, NewJob
@@ -29,16 +29,13 @@ from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 
 T = TypeVar("T")
-SyncTarget: TypeAlias = Session | scoped_session[Any] | Connection
-AsyncTarget: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
-SyncSession: TypeAlias = Session | scoped_session[Any]
-AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+SyncTarget: TypeAlias = SyncSession | Connection
+AsyncTarget: TypeAlias = AnAsyncSession | AsyncConnection
 Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 
 MAX_CONSUMER_BYTES = 63
 MAX_BATCH_MESSAGES = 10_000
 
-_LOCK_NOT_AVAILABLE = "55P03"
 # The second sees what the first waited for; a third is for a message that was forgotten between the two.
 _ROUNDS = 5
 
@@ -213,7 +210,7 @@ class Inbox:
                 accepted = self._accept(connection, given)
                 connection.execute(statements.set_lock_timeout(before))
         except DBAPIError as error:
-            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 return Acceptance.IN_PROGRESS
             raise
         return Acceptance.ACCEPTED if accepted else Acceptance.DUPLICATE
@@ -224,11 +221,8 @@ class Inbox:
         asked = {message_id: digest for message_id, digest in given.items() if message_id not in conflicts}
         outcomes: dict[str, Outcome] = dict.fromkeys(conflicts, "conflict")
         outcomes |= self._outcomes(connection, asked)
-        return AcceptedBatch(
-            accepted=tuple(message_id for message_id in given if outcomes[message_id] == "accepted"),
-            duplicates=tuple(message_id for message_id in given if outcomes[message_id] == "duplicate"),
-            conflicts=tuple(message_id for message_id in given if outcomes[message_id] == "conflict"),
-        )
+        wanted: tuple[Outcome, ...] = ("accepted", "duplicate", "conflict")
+        return AcceptedBatch(*(tuple(id_ for id_ in given if outcomes[id_] == outcome) for outcome in wanted))
 
     def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
         """What became of each; one statement, and another one for those that it had to wait for."""
@@ -237,7 +231,9 @@ class Inbox:
             asked = {message_id: digest for message_id, digest in given.items() if message_id not in outcomes}
             if not asked:
                 return outcomes
-            rows = _execute(connection, statements.accept_parameters(self.consumer, asked, self.retention))
+            parameters = statements.accept_parameters(self.consumer, asked, self.retention)
+            with missing_tables_explained():
+                rows = connection.execute(statements.accept_messages(), parameters).all()
             outcomes |= {message_id: outcome for message_id, outcome in rows if outcome != "unseen"}
         raise SchemaError(
             "messages are in the inbox, but this role cannot see them: does a row security policy hide rows of it?"
@@ -280,14 +276,3 @@ def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
 def _pair(item: object) -> tuple[Any, object]:
     # Whatever else it is, check_key refuses it.
     return item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-
-
-def _execute(connection: Connection, parameters: dict[str, object]) -> list[tuple[str, Outcome]]:
-    try:
-        rows = connection.execute(statements.accept_messages(), parameters)
-        return [(message_id, outcome) for message_id, outcome in rows]
-    except DBAPIError as error:
-        missing = explain_missing_tables(error)
-        if missing is None:
-            raise
-        raise missing from error

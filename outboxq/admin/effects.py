@@ -1,4 +1,4 @@
-"""Effects, for operators: what was called, what it came to, and deciding what nobody could know.
+"""Effects, for operators: what was called, what it came to, and settling those with an unknown outcome.
 
 Every function is one look or one change in the caller's transaction, and none waits for a row lock.
 """
@@ -19,7 +19,7 @@ from outboxq.statements import effect_admin as statements
 from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
 
-# What a caller reads where it asks for the result of a call that an operator has vouched for.
+# What a caller reads that asks for the result of a call that an operator has vouched for.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"
 _NOT_APPLIED = "resolved as not applied by an operator"
 
@@ -29,7 +29,7 @@ class EffectRecord:
     """A call to the outside, and what is known of it.
 
     `in_doubt`: an earlier call may have been applied. `provider_key`: what the other side was given as idempotency key.
-    `locked_until`: while it is `started`, nobody else calls before. `expires_at`: when it may be forgotten.
+    `locked_until`: while it is `started`, no other caller calls before. `expires_at`: when it may be forgotten.
     """
 
     scope: str
@@ -160,5 +160,4 @@ def _check_json(text: str) -> str:
 
 
 def _record_of(row: Row[Any]) -> EffectRecord:
-    named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
-    return EffectRecord(*(named[name] for name in statements.SUMMARY_COLUMNS))
+    return EffectRecord(*row[: len(statements.SUMMARY_COLUMNS)])

@@ -20,7 +20,7 @@ from outboxq.statements.inbox import MessageFilter as MessageFilter
 class Message:
     """A message that was accepted, and until when it is remembered at least.
 
-    `fingerprint` is the SHA-256 of its content in hex, or None where it was accepted without one.
+    `fingerprint` is the SHA-256 of its content in hex, or None if it was accepted without one.
     """
 
     consumer: str

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psycopg
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.errors import ConfigError, SchemaError
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
+# Of the role's lock_timeout, or of a claim's.
+LOCK_NOT_AVAILABLE = "55P03"
+# A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
+_TRANSIENT = ("25006", LOCK_NOT_AVAILABLE, "40001", "40P01")
 # What a server, a pooler or libpq says when it lets no connection in. Only these words are repeated: the rest of the
 # text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
@@ -65,6 +70,22 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
         "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
         "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
     )
+
+
+@contextmanager
+def missing_tables_explained() -> Iterator[None]:
+    """For statements on our tables alone.
+
+    Raises:
+        SchemaError: instead of the database's error, if they are missing.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        missing = explain_missing_tables(error)
+        if missing is None:
+            raise
+        raise missing from error
 
 
 class NoConnection(Exception):
@@ -123,3 +144,17 @@ def describe_error(error: BaseException) -> str:
     original: object = error.orig if isinstance(error, DBAPIError) else error
     reason = sqlstate_of(error) or (outage_reason(error) if isinstance(error, DBAPIError | psycopg.Error) else None)
     return f"{type(original).__name__}{f' ({reason})' if reason else ''}"
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same transaction may succeed later, by any driver.
+
+    The server is gone, going, starting or full, its pool is, or it ended the transaction for the sake of others.
+    """
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError | PoolTimeout)
+    sqlstate = sqlstate_of(error)
+    if sqlstate is None:
+        # What a driver refuses for its data, it refuses before it sends it.
+        return error.connection_invalidated or not isinstance(error, DataError)
+    return error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate in _TRANSIENT

@@ -14,7 +14,9 @@ from outboxq.errors import EnqueueError
 from outboxq.tables import JobRow, job_mapper
 from outboxq.tables import metadata as ours
 
-AnySession: TypeAlias = "Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]"
+SyncSession: TypeAlias = Session | scoped_session[Any]
+AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+AnySession: TypeAlias = SyncSession | AnAsyncSession
 
 
 def plain_session(session: AnySession, what: str) -> Session:

@@ -8,18 +8,12 @@ from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.effects.protocol import Applied as Applied
-from outboxq.effects.protocol import LookUp
-from outboxq.effects.protocol import NotApplied as NotApplied
-from outboxq.effects.protocol import Unknown as Unknown
-from outboxq.effects.request import Classify
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.effects.request import Classify, LookUp, OnceOptions
+from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.effects.transactions import EngineTransactions, async_transactions, schema_of
 from outboxq.errors import ConfigError
 
 T = TypeVar("T")
-
-DEFAULT_LEASE_SECONDS = 30.0
 
 
 class Effects:
@@ -44,7 +38,7 @@ class Effects:
             raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
         window = check_retention(retention)
         self._transactions = EngineTransactions(engine, schema_of(engine, schema))
-        self._permit = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
+        self._access = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     def once(
         self,
@@ -59,12 +53,14 @@ class Effects:
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> T:
-        """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
-        permit = self._permit
-        request = permit.request(
+        """Call the other side once for this key; later callers get the recorded result.
+
+        `Context.once` explains the arguments and the errors.
+        """
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", permit.caller.run(request, call, already_applied))
+        return cast("T", self._access.runner.run(self._access.request(options), options))
 
     def dispose(self) -> None:
         """Close the pool."""
@@ -72,7 +68,7 @@ class Effects:
 
 
 class AsyncEffects:
-    """As `Effects`, awaited.
+    """Calls to the outside that count once, in an event loop: `await AsyncEffects(engine).once(...)`.
 
     Args:
         engine: An async engine, or a sync one, whose transactions then run in threads.
@@ -88,7 +84,7 @@ class AsyncEffects:
     ) -> None:
         window = check_retention(retention)
         self._transactions = async_transactions(engine, schema)
-        self._permit = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
+        self._access = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     async def once(
         self,
@@ -103,12 +99,14 @@ class AsyncEffects:
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> T:
-        """Call the other side once for this key; later callers get the recorded result. See `Context.once`."""
-        permit = self._permit
-        request = permit.request(
+        """Call the other side once for this key; later callers get the recorded result.
+
+        `Context.once` explains the arguments and the errors.
+        """
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", await permit.caller.run(request, call, already_applied))
+        return cast("T", await self._access.runner.run(self._access.request(options), options))
 
     async def dispose(self) -> None:
         """Close the pool."""

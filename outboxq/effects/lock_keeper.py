@@ -1,7 +1,7 @@
-"""The locks on calls that are under way: kept by a thread of their own for as long as the calls take.
+"""The locks on calls that are under way: extended by a thread for as long as the calls take.
 
-A short call costs nothing here but an entry in a dict: the thread does something only for calls that have lasted for a
-third of their lock, and ends when nothing is held any more.
+A short call costs only an entry in a dict: the thread extends the locks of calls that have lasted for a third of
+their lock, and ends when nothing is held any more.
 """
 
 import logging
@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection
 
 from outboxq.clock import clock
 from outboxq.effects.protocol import LockExpiry
-from outboxq.effects.request import Request
 from outboxq.statements import effects as statements
 
 logger = logging.getLogger("outboxq.effects")
@@ -37,11 +36,11 @@ class LockKeeper:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def keeping(self, hold: LockExpiry) -> Iterator[None]:
+    def keeping(self, expiry: LockExpiry) -> Iterator[None]:
         """Within the block, the lock is extended."""
         with self._changed:
-            self._held[hold] = clock() + self._beat_seconds
-            # Also where it is another process's: threads do not survive a fork.
+            self._held[expiry] = clock() + self._beat_seconds
+            # Also if it is another process's: threads do not survive a fork.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
                 self._thread.start()
@@ -49,7 +48,7 @@ class LockKeeper:
             yield
         finally:
             with self._changed:
-                del self._held[hold]
+                del self._held[expiry]
 
     def _run(self) -> None:
         while True:
@@ -58,7 +57,7 @@ class LockKeeper:
                     # Under the same lock as the look: a call that begins now starts another thread.
                     self._thread = None
                     return
-                due = [hold for hold, due_at in self._held.items() if due_at <= clock()]
+                due = [expiry for expiry, due_at in self._held.items() if due_at <= clock()]
                 if not due:
                     self._changed.wait(max(min(self._held.values()) - clock(), 0.0))
                     continue
@@ -66,26 +65,26 @@ class LockKeeper:
 
     def _extend(self, due: list[LockExpiry]) -> None:
         begun = clock()
-        committed: list[list[LockExpiry]] = []
+        executed: list[LockExpiry] = []
         extended: set[LockExpiry] = set()
         try:
-            self._transact(lambda connection: committed.append(_extend_all(connection, due)))
+            self._transact(lambda connection: executed.extend(_extend_all(connection, due)))
             # Only now: what was extended and not committed is not extended.
-            extended.update(*committed)
+            extended.update(executed)
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
         with self._changed:
-            for hold in due:
-                if hold in extended:
-                    hold.renew(begun)
-                if hold in self._held:
-                    self._held[hold] = begun + self._beat_seconds
+            for expiry in due:
+                if expiry in extended:
+                    expiry.renew(begun)
+                if expiry in self._held:
+                    self._held[expiry] = begun + self._beat_seconds
 
 
 def _extend_all(connection: Connection, due: list[LockExpiry]) -> list[LockExpiry]:
     """Those whose lock was still ours."""
-    return [hold for hold in due if connection.execute(_extension(hold.request)).first() is not None]
-
-
-def _extension(request: Request) -> Executable:
-    return statements.extend(request.scope, request.key, request.token, request.lease)
+    return [
+        expiry
+        for expiry in due
+        if connection.execute(statements.extend(expiry.request.lock, expiry.request.lease)).first() is not None
+    ]

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from uuid import UUID, uuid4, uuid5
 
 import msgspec
@@ -13,9 +13,47 @@ from outboxq.codec.signature import resolve_return
 from outboxq.codec.values import build_decoder, fingerprint
 from outboxq.errors import ConfigError
 from outboxq.names import MAX_SCOPE_BYTES, check_key
+from outboxq.statements.effects import EffectLock
+
+T = TypeVar("T")
 
 ErrorClass: TypeAlias = Literal["retryable", "final", "ambiguous"]
 Classify: TypeAlias = Callable[[Exception], ErrorClass]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Generic[T]):
+    """A look-up's answer: the call was applied, and this is what it came to."""
+
+    result: T
+
+
+@dataclass(frozen=True, slots=True)
+class NotApplied:
+    """A look-up's answer: the call was not applied, and never will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A look-up's answer: the other side cannot tell."""
+
+
+LookUp: TypeAlias = Applied[T] | NotApplied | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class OnceOptions:
+    """The arguments of `once`, as its caller gave them."""
+
+    scope: str
+    key: str
+    call: Callable[[str], Any]
+    already_applied: Callable[[str], Any] | None = None
+    ask_first: bool = False
+    provider_remembers: timedelta | None = None
+    payload: object = None
+    returns: object = None
+    classify: Classify | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +66,8 @@ class Request:
     lease: timedelta
     retention: timedelta
     provider_remembers: timedelta | None = None
-    asks: bool = False
-    asks_first: bool = False
+    can_look_up: bool = False
+    looks_up_first: bool = False
     returns: object = None
     classify: Classify | None = None
     token: UUID = field(default_factory=uuid4)
@@ -39,57 +77,52 @@ class Request:
         """Reads a stored result."""
         return build_decoder(f"effect {self.scope!r}", object if self.returns is None else self.returns)
 
+    @functools.cached_property
+    def lock(self) -> EffectLock:
+        """The lock that this request's claim takes."""
+        return EffectLock(self.scope, self.key, self.token)
 
-def make_request(
-    scope: str,
-    key: str,
-    call: Callable[[str], object],
-    *,
-    payload: object,
-    asks: bool,
-    asks_first: bool,
-    provider_remembers: timedelta | None,
-    returns: object,
-    classify: Classify | None,
-    lease: timedelta,
-    retention: timedelta,
-) -> Request:
+    def is_key_remembered(self, since_seconds: float) -> bool:
+        """Whether the other side still knows the key, so that a second call with it is no second effect."""
+        return self.provider_remembers is not None and since_seconds < self.provider_remembers.total_seconds()
+
+
+def make_request(options: OnceOptions, *, lease: timedelta, retention: timedelta) -> Request:
     """Check what a caller gave, before anything is called.
 
     Raises:
         InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
     """
-    if not callable(call):
-        raise ConfigError(f"once(call=...) takes a function of the provider key, got {type(call).__name__}")
-    if provider_remembers is not None and (
-        not isinstance(provider_remembers, timedelta) or provider_remembers <= timedelta(0)
-    ):
-        raise ConfigError(
-            "provider_remembers takes how long the other side honours a key, such as timedelta(hours=24), or None "
-            f"where it does not, got {provider_remembers!r}"
-        )
+    _check_options(options)
     request = Request(
-        scope=check_key("scope", scope, MAX_SCOPE_BYTES),
-        key=check_key("key", key),
-        fingerprint=None if payload is None else fingerprint(payload),
+        scope=check_key("scope", options.scope, MAX_SCOPE_BYTES),
+        key=check_key("key", options.key),
+        fingerprint=None if options.payload is None else fingerprint(options.payload),
         lease=lease,
         retention=retention,
-        provider_remembers=provider_remembers,
-        asks=asks,
-        asks_first=_check_asks_first(asks_first, asks=asks),
-        returns=resolve_return(call) if returns is None else returns,
-        classify=classify,
+        provider_remembers=options.provider_remembers,
+        can_look_up=options.already_applied is not None,
+        looks_up_first=options.ask_first,
+        returns=resolve_return(options.call) if options.returns is None else options.returns,
+        classify=options.classify,
     )
     request.decoder  # noqa: B018  # refuses a type that cannot be read, before the call
     return request
 
 
-def _check_asks_first(given: object, *, asks: bool) -> bool:
-    if not isinstance(given, bool):
-        raise ConfigError(f"ask_first takes True or False, got {type(given).__name__}")
-    if given and not asks:
+def _check_options(options: OnceOptions) -> None:
+    call, remembers, ask_first = options.call, options.provider_remembers, options.ask_first
+    if not callable(call):
+        raise ConfigError(f"once(call=...) takes a function of the provider key, got {type(call).__name__}")
+    if remembers is not None and (not isinstance(remembers, timedelta) or remembers <= timedelta(0)):
+        raise ConfigError(
+            "provider_remembers takes how long the other side honours a key, such as timedelta(hours=24), or None "
+            f"where it does not, got {remembers!r}"
+        )
+    if not isinstance(ask_first, bool):
+        raise ConfigError(f"ask_first takes True or False, got {type(ask_first).__name__}")
+    if ask_first and options.already_applied is None:
         raise ConfigError("ask_first=True takes a look-up too: give already_applied=..., which is what is asked")
-    return given
 
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:

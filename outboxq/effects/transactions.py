@@ -5,9 +5,9 @@ A caller that holds one of its engine's connections cannot starve them, because 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -22,43 +22,16 @@ from outboxq.tables import SCHEMA
 
 T = TypeVar("T")
 
-# Connections that nobody has used for so long are closed.
+# Connections that were not used for so long are closed.
 LINGER_SECONDS = 5.0
 _KEEPER_ANSWER_SECONDS = 30.0
 _READ_ONLY = "25006"
 
 
-class Transactions(Protocol):
-    """Where the short transactions of sync callers run."""
-
-    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """Run `work` in a transaction of its own, committed when it returns.
-
-        `settles`: on a connection that no claim can use up.
-        """
-        ...
-
-    def keeper_transaction(self) -> Transaction:
-        """The same for the thread that keeps the locks."""
-        ...
-
-
-class AsyncTransactions(Protocol):
-    """Where the short transactions of async callers run."""
-
-    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """As `Transactions.run`."""
-        ...
-
-    def keeper_transaction(self) -> Transaction:
-        """The same for the thread that keeps the locks; called in the event loop."""
-        ...
-
-
 class _Pool:
     """A pool beside an engine's, which is closed now and then; what is in use then is closed when it comes back.
 
-    SQLAlchemy would leave that one open in the old pool, where nobody looks any more.
+    SQLAlchemy would leave that one open in the old pool, which is not looked at any more.
     """
 
     def __init__(self, engine: Engine, schema: str) -> None:
@@ -71,126 +44,97 @@ class _Pool:
         options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self._schema}}
         return beside(self._model).execution_options(**options)
 
-    def is_current(self, engine: Engine) -> bool:
-        """Whether connections of this engine may be kept. Asked behind the return of one."""
-        return engine is self.engine and not self._is_over
-
-    def renew(self) -> Engine:
-        """Begin a new pool; the old one is to be closed after that."""
-        old, self.engine = self.engine, self._make()
-        return old
-
-    def end(self) -> Engine:
-        """Keep nothing from now on; the pool is to be closed after that."""
-        self._is_over = True
-        return self.engine
-
-
-class _Pools(NamedTuple):
-    """Three: claims that wait for a row must cost neither the locks of calls that are under way, nor their records."""
-
-    claims: _Pool
-    records: _Pool
-    keeper: _Pool
-
-    @classmethod
-    def beside(cls, engine: Engine, schema: str) -> Self:
-        """One after another opens its first connection when it is needed."""
-        return cls(*(_Pool(engine, schema) for _ in cls._fields))
-
-
-class EngineTransactions:
-    """Connections from pools beside the given engine's: a caller that holds one of that engine's cannot starve us."""
-
-    def __init__(self, engine: Engine, schema: str) -> None:
-        self._pools = _Pools.beside(engine, schema)
-        self._used_at: float | None = None
-
-    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """See `Transactions`."""
-        with self._transaction(self._pools.records if settles else self._pools.claims) as connection:
-            return _unless_standby(connection, work)
-
-    def keeper_transaction(self) -> Transaction:
-        """From any thread."""
-        return self._keep
-
-    def _keep(self, work: Callable[[Connection], T]) -> T:
-        with self._transaction(self._pools.keeper) as connection:
-            return work(connection)
-
     @contextmanager
-    def _transaction(self, pool: _Pool) -> Iterator[Connection]:
-        self._used_at = time.monotonic()
-        engine = pool.engine
+    def transaction(self) -> Iterator[Connection]:
+        """A transaction on one of its connections, committed at the end of the block."""
+        engine = self.engine
         try:
             with engine.begin() as connection:
                 yield connection
         finally:
             # Only now: closing the pool closes idle connections, and this one was in use until it was returned.
-            if not pool.is_current(engine):
+            if engine is not self.engine or self._is_over:
                 engine.pool.dispose()
+
+    def renew(self) -> None:
+        """Begin a new pool, and close the old one after that."""
+        old, self.engine = self.engine, self._make()
+        old.pool.dispose()
+
+    def end(self) -> None:
+        """Keep nothing from now on, and close the pool after that."""
+        self._is_over = True
+        self.engine.pool.dispose()
+
+
+class EngineTransactions:
+    """Connections from pools beside the given engine's: a caller that holds one of that engine's cannot starve us.
+
+    Three: claims that wait for a row must cost neither the locks of calls that are under way, nor their records. Each
+    opens its first connection when it is needed.
+    """
+
+    def __init__(self, engine: Engine, schema: str) -> None:
+        self.pools = self._claims, self._records, self._keeper = tuple(_Pool(engine, schema) for _ in range(3))
+        self._used_at: float | None = None
+
+    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
+        """Run `work` in a transaction of its own, committed when it returns.
+
+        `settles`: on a connection that no claim can use up.
+        """
+        self._used_at = time.monotonic()
+        with (self._records if settles else self._claims).transaction() as connection:
+            return _unless_standby(connection, work)
+
+    def keeper_transaction(self) -> Transaction:
+        """The same for the thread that keeps the locks; from any thread."""
+        return self._keep
+
+    def _keep(self, work: Callable[[Connection], T]) -> T:
+        self._used_at = time.monotonic()
+        with self._keeper.transaction() as connection:
+            return work(connection)
 
     def trim(self) -> None:
         """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
-            for pool in self._pools:
-                pool.renew().pool.dispose()
+            for pool in self.pools:
+                pool.renew()
 
     def dispose(self) -> None:
         """Close the pools, and whatever comes back later."""
-        for pool in self._pools:
-            pool.end().pool.dispose()
+        for pool in self.pools:
+            pool.end()
 
 
 class AsyncEngineTransactions:
-    """As `EngineTransactions`, for an event loop."""
+    """Connections from pools beside an async engine's, in its event loop."""
 
     def __init__(self, engine: AsyncEngine, schema: str) -> None:
         self.was_used = False
-        self._used_at: float | None = None
-        self._pools = _Pools.beside(engine.sync_engine, schema)
+        self._transactions = EngineTransactions(engine.sync_engine, schema)
 
     async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """See `AsyncTransactions`."""
+        """Run `work` in a transaction of its own, committed when it returns."""
         self.was_used = True
-        async with self._transaction(self._pools.records if settles else self._pools.claims) as connection:
-            return await connection.run_sync(_unless_standby, work)
-
-    async def _keep(self, work: Callable[[Connection], T]) -> T:
-        async with self._transaction(self._pools.keeper) as connection:
-            return await connection.run_sync(work)
-
-    @asynccontextmanager
-    async def _transaction(self, pool: _Pool) -> AsyncIterator[AsyncConnection]:
-        self._used_at = time.monotonic()
-        engine = pool.engine
-        try:
-            async with AsyncEngine(engine).begin() as connection:
-                yield connection
-        finally:
-            if not pool.is_current(engine):
-                await greenlet_spawn(engine.pool.dispose)
+        return await greenlet_spawn(lambda: self._transactions.run(work, settles=settles))
 
     async def trim(self) -> None:
-        """Close the connections that were not used for a while."""
-        if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
-            self._used_at = None
-            for pool in self._pools:
-                await greenlet_spawn(pool.renew().pool.dispose)
+        """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
+        await greenlet_spawn(self._transactions.trim)
 
     async def dispose(self) -> None:
         """Close the pools, and whatever comes back later."""
-        for pool in self._pools:
-            await greenlet_spawn(pool.end().pool.dispose)
+        await greenlet_spawn(self._transactions.dispose)
 
     def keeper_transaction(self) -> Transaction:
         """Through the caller's event loop: one that is blocked cannot keep its locks."""
-        loop = asyncio.get_running_loop()
+        loop, keep = asyncio.get_running_loop(), self._transactions.keeper_transaction()
 
         def transact(work: Callable[[Connection], object]) -> object:
-            return asyncio.run_coroutine_threadsafe(self._keep(work), loop).result(_KEEPER_ANSWER_SECONDS)
+            return asyncio.run_coroutine_threadsafe(greenlet_spawn(keep, work), loop).result(_KEEPER_ANSWER_SECONDS)
 
         return transact
 
@@ -206,7 +150,7 @@ class ThreadTransactions:
         await asyncio.to_thread(self._transactions.dispose)
 
     async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """See `AsyncTransactions`."""
+        """Run `work` in a transaction of its own, in a thread."""
         return await asyncio.to_thread(self._transactions.run, work, settles=settles)
 
     def keeper_transaction(self) -> Transaction:
@@ -226,36 +170,40 @@ class SavepointTransactions:
         self._connection = connection
 
     def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
-        """See `Transactions`."""
+        """Run `work` in a savepoint of its own."""
         connection = self._connection()
         with connection.begin_nested():
             return work(connection)
 
     def keeper_transaction(self) -> Transaction:
-        """None: the connection is the test's own, and nobody else sees these rows."""
+        """Does nothing: the connection is the test's own, and no other sees these rows."""
         return lambda _: None
 
 
 class AsyncSavepointTransactions:
-    """As `SavepointTransactions`."""
+    """Savepoints in a transaction of an event loop that is rolled back in the end."""
 
     def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
         self._connection = connection
 
     async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
-        """See `AsyncTransactions`."""
+        """Run `work` in a savepoint of its own."""
         connection = await self._connection()
         async with connection.begin_nested():
             return await connection.run_sync(work)
 
     def keeper_transaction(self) -> Transaction:
-        """None: see `SavepointTransactions`."""
+        """Does nothing: no other connection sees these rows."""
         return lambda _: None
+
+
+Transactions: TypeAlias = EngineTransactions | SavepointTransactions
+AsyncTransactions: TypeAlias = AsyncEngineTransactions | ThreadTransactions | AsyncSavepointTransactions
 
 
 def async_transactions(
     engine: AsyncEngine | Engine, schema: str | None
-) -> "AsyncEngineTransactions | ThreadTransactions":
+) -> AsyncEngineTransactions | ThreadTransactions:
     """The short transactions of async callers on this engine.
 
     Raises:

@@ -54,9 +54,9 @@ class _OpeningContext(Context[Any]):
             self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
-    def permit(self) -> EffectAccess[EffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: EffectAccess[EffectRunner] | None = self.__dict__["_run"].permit()
-        return permit
+    def effect_access(self) -> EffectAccess[EffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        access: EffectAccess[EffectRunner] | None = self.__dict__["_run"].permit()
+        return access
 
     @functools.cached_property
     def session(self) -> OutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
@@ -78,9 +78,9 @@ class _OpeningAsyncContext(AsyncContext[Any]):
             self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
-    def permit(self) -> EffectAccess[AsyncEffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        permit: EffectAccess[AsyncEffectRunner] | None = self.__dict__["_run"].permit()
-        return permit
+    def effect_access(self) -> EffectAccess[AsyncEffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        access: EffectAccess[AsyncEffectRunner] | None = self.__dict__["_run"].permit()
+        return access
 
     @functools.cached_property
     def session(self) -> AsyncOutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later

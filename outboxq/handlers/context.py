@@ -11,8 +11,7 @@ import msgspec
 from typing_extensions import TypeVar
 
 from outboxq.database.sessions import plain_session
-from outboxq.effects.protocol import LookUp
-from outboxq.effects.request import Classify
+from outboxq.effects.request import Classify, LookUp, OnceOptions
 from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
@@ -49,7 +48,7 @@ class _JobContext(Generic[SessionType, Runner, S]):
     job: Job
     state: S
     session: SessionType = field(repr=False)
-    permit: EffectAccess[Runner] | None = field(default=None, repr=False)
+    effect_access: EffectAccess[Runner] | None = field(default=None, repr=False)
 
     @functools.cached_property
     def log(self) -> JobLogger:
@@ -81,12 +80,12 @@ class _JobContext(Generic[SessionType, Runner, S]):
     def _keep(self, write: Write) -> None:
         defer(plain_session(self.session, "ctx.defer"), write)
 
-    def _permitted(self) -> EffectAccess[Runner]:
-        if self.permit is None:
+    def _granted(self) -> EffectAccess[Runner]:
+        if self.effect_access is None:
             raise EffectRefused(
                 "this context was made without a database for effects: see outboxq.testing.sync_context"
             )
-        return self.permit
+        return self.effect_access
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,11 @@ class Context(_JobContext[OutboxSession, EffectRunner, S]):
             EffectUnknown: whether it was applied cannot be known; an operator decides.
             EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
         """
-        permit = self._permitted()
-        request = permit.request(
+        access = self._granted()
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", permit.caller.run(request, call, already_applied))
+        return cast("T", access.runner.run(access.request(options), options))
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,11 @@ class AsyncContext(_JobContext[AsyncOutboxSession, AsyncEffectRunner, S]):
         classify: Classify | None = None,
     ) -> T:
         """Call the other side once for this key, as `Context.once` does, with functions that are awaited."""
-        permit = self._permitted()
-        request = permit.request(
+        access = self._granted()
+        options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", await permit.caller.run(request, call, already_applied))
+        return cast("T", await access.runner.run(access.request(options), options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,12 @@
-"""Request bodies: read to be compared, then given to the application as if nobody had."""
+"""Request bodies: read to be compared, then given to the application as if they had not been read."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from outboxq.http.keys import Scope, header_values
-
-_ENOUGH_DIGITS = 19
-
-Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+from outboxq.http.asgi import Receive, Scope, declared_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +24,15 @@ class TooLarge:
     goes_on: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The client left before its request was whole."""
-
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | TooLarge | Gone:
-    """Read the request's body, and no further than the cap."""
-    if _declared_bytes(scope) > max_bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | TooLarge | None:
+    """Read the request's body, and no further than the cap; None if the client left before it was whole."""
+    if (declared_bytes(scope["headers"]) or 0) > max_bytes:
         return TooLarge(b"", goes_on=True)
     data = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return Gone()
+            return None
         data += message.get("body", b"")
         goes_on = bool(message.get("more_body", False))
         if len(data) > max_bytes:
@@ -87,11 +78,3 @@ def given_back(read: TooLarge, receive: Receive) -> Receive:
 
 def _message(body: bytes, *, goes_on: bool) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": goes_on}
-
-
-def _declared_bytes(scope: Scope) -> int:
-    values = header_values(scope, b"content-length")
-    if len(values) != 1 or not values[0].isdigit():
-        return 0
-    # Python refuses to read thousands of digits; as many as these are over any cap.
-    return int(values[0].lstrip(b"0")[:_ENOUGH_DIGITS] or b"0")

@@ -1,24 +1,21 @@
 """What an endpoint is given: the key it serves, and a way to record its response in its own transaction."""
 
 import logging
-from collections.abc import Awaitable, MutableMapping
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, overload
+from typing import overload
 
 from sqlalchemy import Connection, event
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 
-from outboxq.database.sessions import outbox_connection, plain_session
+from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection, plain_session
 from outboxq.effects.request import Request
 from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
-from outboxq.http.keys import Scope
+from outboxq.http.asgi import MutableScope, Scope
 from outboxq.http.responses import Answer, ResponseLike, encode_answer
 from outboxq.statements import http as statements
 from outboxq.tables import SCHEMA
-
-SyncSession: TypeAlias = Session | scoped_session[Any]
-AnAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
 logger = logging.getLogger("outboxq.http")
 
@@ -59,7 +56,7 @@ class Recorded:
         event.remove(self.session, "after_soft_rollback", self._after_rollback)
 
     def _after_commit(self, session: Session) -> None:
-        # The release of a savepoint is told too, and so is the commit() of a session in somebody else's transaction.
+        # The release of a savepoint is told too, and so is the commit() of a session in another's transaction.
         if not session.in_nested_transaction() and not self.connection.in_transaction():
             self.is_committed = True
 
@@ -71,7 +68,7 @@ class Recorded:
 class Idempotency:
     """The idempotency of one request, as its endpoint sees it.
 
-    `key`: as the client sent it; None where the request is not guarded. Then `record` does nothing.
+    `key`: as the client sent it; None if the request is not guarded; then `record` does nothing.
     """
 
     key: str | None = None
@@ -114,9 +111,7 @@ class Idempotency:
             )
         request = self.claimed.request
         result, error = encode_answer(answer, self.claimed.max_response_bytes)
-        statement = statements.record_with_rows(
-            request.scope, request.key, request.token, result=result, error=error, keep=request.retention
-        )
+        statement = statements.record_with_rows(request.lock, result=result, error=error, keep=request.retention)
         options = {"schema_translate_map": {SCHEMA: self.claimed.schema}}
         connection = outbox_connection(session, "record")
         if connection.execute(statement, execution_options=options).first() is None:
@@ -132,7 +127,7 @@ class Idempotency:
             self.recorded = None
 
 
-def put_idempotency(scope: MutableMapping[str, Any], idempotency: Idempotency) -> Idempotency:
+def put_idempotency(scope: MutableScope, idempotency: Idempotency) -> Idempotency:
     """Give it to the application."""
     # Into the server's own dict: middleware outside of ours reads what the router leaves there.
     scope[_IN_SCOPE] = idempotency

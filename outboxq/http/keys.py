@@ -3,15 +3,14 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, overload
+from collections.abc import Callable
+from typing import TypeAlias, overload
 from urllib.parse import quote
 
 from outboxq.errors import ConfigError, InvalidKey
+from outboxq.http.asgi import Scope, header_values
 from outboxq.names import MAX_KEY_BYTES, MAX_SCOPE_BYTES, check_key
 
-# As ASGI has them: https://asgi.readthedocs.io/en/latest/specs/www.html
-Scope: TypeAlias = Mapping[str, Any]
 Principal: TypeAlias = Callable[[Scope], str | None]
 
 MAX_KEY_CHARACTERS = 255
@@ -23,11 +22,6 @@ _QUOTED = re.compile(rb'"((?:[\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _BARE = re.compile(rb"[\x21\x23-\x2b\x2d-\x7e]*")
 _ESCAPED = re.compile(rb'\\(["\\])')
 _HASHED = "sha256:"
-
-
-def header_values(scope: Scope, name: bytes) -> list[bytes]:
-    """The values of every header of this name, which is in lower case."""
-    return [value for given, value in scope["headers"] if given.lower() == name]
 
 
 def read_key(values: list[bytes]) -> str:
@@ -63,7 +57,7 @@ def effect_scope(scope: Scope) -> str:
 def effect_key(principal: str | None, key: str) -> str:
     """Principal and key as `effect.key`, which two different pairs never share.
 
-    A key holds no space, so that what comes before the last one is the principal; none at all is nobody.
+    A key holds no space, so that what comes before the last one is the principal; without a space there is none.
     """
     if principal is None:
         return key
@@ -74,7 +68,7 @@ def effect_key(principal: str | None, key: str) -> str:
 
 def request_fingerprint(scope: Scope, body: bytes) -> bytes:
     """32 bytes that stand for what is asked: query string, media type and body."""
-    content_type = b",".join(header_values(scope, b"content-type"))
+    content_type = b",".join(header_values(scope["headers"], b"content-type"))
     # Without its parameters: they are spelled in many ways, and the body has what they say of it.
     media_type = content_type.split(b";", 1)[0].strip().lower()
     digest = hashlib.sha256()
@@ -93,10 +87,10 @@ def by_authorization(*, secret: str | bytes) -> Principal: ...
 
 
 def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | None = None) -> str | Principal | None:
-    """A principal for every value of the Authorization header, of which a hash is stored; nobody without one.
+    """A principal for every value of the Authorization header, of which a hash is stored; None without one.
 
     For credentials that stay the same between a request and its retry. The plain `by_authorization` stores their
-    SHA-256: right for API keys, which nobody can guess. Passwords (Basic) can be guessed until one has the hash
+    SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed until one has the hash
     that is stored: `by_authorization(secret=...)` stores an HMAC instead, which means nothing without the secret.
 
     Args:
@@ -112,7 +106,7 @@ def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | Non
 
 
 def _authorization_digest(scope: Scope, digest: Callable[[bytes], str]) -> str | None:
-    values = header_values(scope, b"authorization")
+    values = header_values(scope["headers"], b"authorization")
     return digest(b"\n".join(values)) if values else None
 
 

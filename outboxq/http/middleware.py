@@ -1,51 +1,40 @@
 """The Idempotency-Key header for any ASGI application: claim, run, record, answer; or replay.
 
 A guarded request is an effect whose scope is its route, and whose key is its principal with the client's key. Two short
-transactions surround the application; where the endpoint records in its own transaction, the second one is its own.
+transactions surround the application; if the endpoint records in its own transaction, the second one is its own.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import check_retention
-from outboxq.database.errors import explain_missing_tables
-from outboxq.effects.api import DEFAULT_LEASE_SECONDS
-from outboxq.effects.protocol import LockExpiry
-from outboxq.effects.protocol import claim as claim
-from outboxq.effects.protocol import is_database_unavailable as is_database_unavailable
+from outboxq.database.errors import explain_missing_tables, is_transient
+from outboxq.effects.protocol import LockExpiry, claim
 from outboxq.effects.request import Request
-from outboxq.effects.runners import AsyncEffectRunner
+from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner
+from outboxq.effects.shielding import UncancelledWrites
 from outboxq.effects.transactions import async_transactions, schema_of
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
-from outboxq.http.bodies import Gone, Receive, TooLarge, Whole, given_back, given_whole, read_body
+from outboxq.http import problems
+from outboxq.http.asgi import AsgiApp, Message, MutableScope, Receive, Scope, Send, header_values, was_not_routed
+from outboxq.http.bodies import TooLarge, Whole, given_back, given_whole, read_body
 from outboxq.http.endpoint import Claimed, Idempotency, is_guarded, put_idempotency
-from outboxq.http.keys import (
-    Principal,
-    Scope,
-    effect_key,
-    effect_scope,
-    header_values,
-    read_key,
-    request_fingerprint,
-)
-from outboxq.http.response_recorder import ResponseRecorder, Send
-from outboxq.http.responses import KEY_IGNORED, Answer, Problems
-from outboxq.http.routing import was_not_routed
-from outboxq.http.settlement import RecordingGuard, RequestSettlement, standing_answer
-from outboxq.http.shielding import UncancelledWrites
+from outboxq.http.keys import Principal, effect_key, effect_scope, read_key, request_fingerprint
+from outboxq.http.problems import ProblemAnswers
+from outboxq.http.response_recorder import ResponseRecorder
+from outboxq.http.responses import KEY_IGNORED, Answer
+from outboxq.http.settlement import RequestSettlement, TransactionSettlement, standing_answer
 from outboxq.statements.effects import EffectState
 
-AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 Predicate: TypeAlias = Callable[[Scope], bool]
 
 logger = logging.getLogger("outboxq.http")
@@ -57,21 +46,8 @@ _LARGEST_BYTES = 64 * 1024 * 1024
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
 # As RFC 3986 has it, as far as the Link header that it goes into must be sure of it.
 _URL = re.compile(r"[!#-;=?-~]+")
-# Ways to answer past `send`, which is where we record.
+# Ways to answer past `send`, at which we record.
 _BYPASSES = ("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers")
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    principal: Principal
-    methods: frozenset[str]
-    required: Predicate
-    in_transaction: Predicate
-    retention: timedelta
-    max_request_bytes: int
-    max_response_bytes: int
-    released: frozenset[int]
-    schema: str
 
 
 class IdempotencyMiddleware:
@@ -84,10 +60,10 @@ class IdempotencyMiddleware:
         principal: Whose key it is: `by_authorization`, `nobody`, or a function of the ASGI scope.
         methods: Requests of other methods pass through.
         required: Whether a request without the header is refused.
-        in_transaction: Whether the endpoint records its response in its own transaction: see `Idempotency.record`.
+        in_transaction: Whether the endpoint records its response in its own transaction, by `Idempotency.record`.
         retention: How long a response is replayed, from 1 second to 10 years.
         lease_seconds: How long a key stays a request's own after its process has died, 0.5 to 3600.
-        max_request_bytes: A larger body is not guarded, and refused where the key is required.
+        max_request_bytes: A larger body is not guarded, and refused if the key is required.
         max_response_bytes: A larger response, or a stream, passes through; it is executed once, and not replayed.
         released_statuses: Responses after which a retry is executed, because they say that nothing was done.
         documentation: The URL of what your API's documentation says of idempotency keys, for our error responses.
@@ -116,25 +92,23 @@ class IdempotencyMiddleware:
     ) -> None:
         if not callable(principal):
             raise ConfigError(f"principal takes a function of the ASGI scope, got {type(principal).__name__}")
-        self._transactions = async_transactions(engine, schema)
-        self._settings = _Settings(
-            principal=principal,
-            methods=_check_methods(methods),
-            required=_predicate(required),
-            in_transaction=_predicate(in_transaction),
-            retention=check_retention(retention),
-            max_request_bytes=_check_bytes("max_request_bytes", max_request_bytes),
-            max_response_bytes=_check_bytes("max_response_bytes", max_response_bytes),
-            released=frozenset(released_statuses),
-            schema=schema_of(engine.sync_engine if isinstance(engine, AsyncEngine) else engine, schema),
-        )
         self._app = app
-        self._caller = AsyncEffectRunner(self._transactions, lease_seconds)
-        self._problems = Problems(_check_documentation(documentation))
-        self._undisturbed = UncancelledWrites()
+        self._principal = principal
+        self._methods = _check_methods(methods)
+        self._is_required = _predicate(required)
+        self._is_in_transaction = _predicate(in_transaction)
+        self._retention = check_retention(retention)
+        self._max_request_bytes = _check_bytes("max_request_bytes", max_request_bytes)
+        self._max_response_bytes = _check_bytes("max_response_bytes", max_response_bytes)
+        self._released = frozenset(released_statuses)
+        self._answers = ProblemAnswers(_check_documentation(documentation))
+        self._transactions = async_transactions(engine, schema)
+        self._schema = schema_of(engine.sync_engine if isinstance(engine, AsyncEngine) else engine, schema)
+        self._runner = AsyncEffectRunner(self._transactions, lease_seconds)
+        self._writes = UncancelledWrites()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """See ASGI."""
+    async def __call__(self, scope: MutableScope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection; only HTTP requests are guarded."""
         if scope["type"] == "http":
             await self._take(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -143,7 +117,7 @@ class IdempotencyMiddleware:
             await self._app(scope, receive, send)
 
     def _disposing(self, send: Send) -> Send:
-        async def send_disposing(message: MutableMapping[str, Any]) -> None:
+        async def send_disposing(message: Message) -> None:
             # Before it is sent: the server may end the event loop at once.
             if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await self._transactions.dispose()
@@ -151,148 +125,133 @@ class IdempotencyMiddleware:
 
         return send_disposing
 
-    async def _take(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _take(self, scope: MutableScope, receive: Receive, send: Send) -> None:
         if is_guarded(scope):
             # By another one of us, further out: two would wait for each other.
             return await self._app(scope, receive, send)
         idempotency = put_idempotency(scope, Idempotency())
-        if scope["method"] not in self._settings.methods:
+        if scope["method"] not in self._methods:
             return await self._app(scope, receive, send)
-        is_required = self._settings.required(scope)
-        given = header_values(scope, b"idempotency-key")
+        is_required = self._is_required(scope)
+        given = header_values(scope["headers"], b"idempotency-key")
         if not given:
             if is_required:
-                return await _answer(self._problems.missing(), send)
+                return await self._answers.answer(problems.MISSING).send_to(send)
             return await self._app(scope, receive, send)
         try:
             idempotency.key = read_key(given)
         except InvalidKey as error:
-            return await _answer(self._problems.malformed(str(error)), send)
-        body = await read_body(scope, receive, self._settings.max_request_bytes)
+            why = str(error)
+            malformed = self._answers.answer(problems.MALFORMED, why=f"{why[:1].upper()}{why[1:]}")
+            return await malformed.send_to(send)
+        body = await read_body(scope, receive, self._max_request_bytes)
         if isinstance(body, Whole):
             return await self._guarded(scope, idempotency, body, receive, send)
         if isinstance(body, TooLarge):
-            return await self._too_large(scope, idempotency, body, receive, send, is_required=is_required)
-        assert isinstance(body, Gone)
+            if is_required:
+                too_large = self._answers.answer(problems.TOO_LARGE, max_bytes=self._max_request_bytes)
+                return await too_large.send_to(send)
+            idempotency.key = None
+            return await self._app(scope, given_back(body, receive), _marking(send))
         return None
 
-    async def _too_large(
-        self,
-        scope: MutableMapping[str, Any],
-        idempotency: Idempotency,
-        body: TooLarge,
-        receive: Receive,
-        send: Send,
-        *,
-        is_required: bool,
-    ) -> None:
-        if is_required:
-            return await _answer(self._problems.too_large(self._settings.max_request_bytes), send)
-        idempotency.key = None
-        return await self._app(scope, given_back(body, receive), _marking(send))
-
     async def _guarded(
-        self, scope: MutableMapping[str, Any], idempotency: Idempotency, body: Whole, receive: Receive, send: Send
+        self, scope: MutableScope, idempotency: Idempotency, body: Whole, receive: Receive, send: Send
     ) -> None:
         request = self._request(scope, str(idempotency.key), body)
-        idempotency.claimed = Claimed(
-            request, self._settings.schema, self._settings.max_response_bytes, self._settings.in_transaction(scope)
-        )
-        guard = self._guard(request, idempotency, partial(was_not_routed, scope))
-        hold = LockExpiry(request)
-        with self._caller.keeping(hold):
+        in_transaction = self._is_in_transaction(scope)
+        idempotency.claimed = Claimed(request, self._schema, self._max_response_bytes, in_transaction)
+        settlement = self._settlement(request, idempotency, partial(was_not_routed, scope))
+        expiry = LockExpiry(request)
+        with self._runner.keeping(expiry):
             try:
-                seen = await self._claim(request, hold, guard)
+                state = await self._claim(request, expiry, settlement)
             except (SQLAlchemyError, OSError) as error:
-                return await _answer(self._unavailable(error, guard), send)
-            if not seen.claimed:
-                return await _answer(standing_answer(seen, self._problems), send)
-            if seen.in_doubt and not idempotency.claimed.in_transaction:
-                return await _answer(await self._undisturbed.run(guard.refuse_takeover()), send)
+                return await self._unavailable(error, settlement).send_to(send)
+            if not state.claimed:
+                return await standing_answer(state, self._answers).send_to(send)
+            if state.in_doubt and not in_transaction:
+                refusal = await self._writes.run(settlement.refuse_takeover())
+                return await refusal.send_to(send)
             try:
                 async with given_whole(body, receive) as receive_again:
-                    await self._execute(scope, receive_again, send, guard)
+                    await self._execute(scope, receive_again, send, settlement)
             finally:
                 idempotency.forget()
 
-    def _unavailable(self, error: SQLAlchemyError | OSError, guard: RequestSettlement) -> Answer:
-        """The answer where the database cannot be reached; any other error is raised."""
+    def _unavailable(self, error: SQLAlchemyError | OSError, settlement: RequestSettlement) -> Answer:
+        """The answer if the database cannot be reached; any other error is raised."""
         missing = explain_missing_tables(error)
         if missing is not None:
             raise missing from error
-        if not is_database_unavailable(error):
+        if not is_transient(error):
             raise error
         # The claim may have been committed all the same.
-        self._undisturbed.start(guard.give_back())
+        self._writes.start(settlement.release())
         logger.warning("idempotency keys cannot be checked", extra={"error_type": type(error).__name__})
-        return self._problems.unavailable()
+        return self._answers.answer(problems.UNAVAILABLE)
 
-    async def _claim(self, request: Request, hold: LockExpiry, guard: RequestSettlement) -> EffectState:
-        claiming = self._undisturbed.start(self._claim_in_time(request, hold))
+    async def _claim(self, request: Request, expiry: LockExpiry, settlement: RequestSettlement) -> EffectState:
+        claiming = self._writes.start(self._claim_in_time(request, expiry))
         try:
-            return await self._undisturbed.wait(claiming)
+            return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            self._undisturbed.start(_give_back(claiming, guard))
+            self._writes.start(_release(claiming, settlement))
             raise
 
-    async def _claim_in_time(self, request: Request, hold: LockExpiry) -> EffectState:
-        deployment = await self._caller.deployment()
+    async def _claim_in_time(self, request: Request, expiry: LockExpiry) -> EffectState:
+        deployment = await self._runner.deployment()
         while True:
-            seen = await self._caller.drive(claim(request, hold, deployment))
+            state = await self._runner.drive(claim(request, expiry, deployment))
             # A process that stood still until here for longer than its lease may have been taken over: claim again.
-            if not seen.claimed or hold.lasts:
-                return seen
+            if not state.claimed or expiry.is_ahead:
+                return state
 
-    async def _execute(
-        self, scope: MutableMapping[str, Any], receive: Receive, send: Send, guard: RequestSettlement
-    ) -> None:
-        exchange = ResponseRecorder(guard, send, self._settings.max_response_bytes, self._undisturbed)
+    async def _execute(self, scope: MutableScope, receive: Receive, send: Send, settlement: RequestSettlement) -> None:
+        recorder = ResponseRecorder(settlement, send, self._writes)
         _close_bypasses(scope)
         try:
-            await self._app(scope, receive, exchange.send)
+            await self._app(scope, receive, recorder.send)
         except BaseException as error:
-            was_answered = await self._undisturbed.run(exchange.fail(error))
+            was_answered = await self._writes.run(recorder.fail(error))
             if not (was_answered and isinstance(error, EffectLockLost)):
                 raise
         else:
-            await self._undisturbed.run(exchange.finish())
+            await self._writes.run(recorder.finish())
 
     def _request(self, scope: Scope, key: str, body: Whole) -> Request:
         return Request(
             scope=effect_scope(scope),
-            key=effect_key(_check_principal(self._settings.principal(scope)), key),
+            key=effect_key(_check_principal(self._principal(scope)), key),
             fingerprint=request_fingerprint(scope, body.data),
-            lease=self._caller.lease,
-            retention=self._settings.retention,
+            lease=self._runner.lease,
+            retention=self._retention,
         )
 
-    def _guard(
+    def _settlement(
         self, request: Request, idempotency: Idempotency, is_refused: Callable[[int], bool]
     ) -> RequestSettlement:
         assert idempotency.claimed is not None
-        settings = self._settings
+        make: Callable[..., RequestSettlement] = partial(RequestSettlement, released=self._released)
         if idempotency.claimed.in_transaction:
-            return RecordingGuard(
-                request, self._caller, self._problems, settings.max_response_bytes, is_refused, idempotency
-            )
-        return RequestSettlement(
-            request, self._caller, self._problems, settings.max_response_bytes, is_refused, settings.released
+            make = partial(TransactionSettlement, idempotency=idempotency)
+        return make(
+            request=request,
+            runner=self._runner,
+            answers=self._answers,
+            max_response_bytes=self._max_response_bytes,
+            is_refused=is_refused,
         )
 
 
-async def _give_back(claiming: "asyncio.Task[EffectState]", guard: RequestSettlement) -> None:
+async def _release(claiming: "asyncio.Task[EffectState]", settlement: RequestSettlement) -> None:
     """The client, or the server, went away before anything was executed."""
     if (await claiming).claimed:
-        await guard.give_back()
-
-
-async def _answer(answer: Answer, send: Send) -> None:
-    for message in answer.messages():
-        await send(message)
+        await settlement.release()
 
 
 def _marking(send: Send) -> Send:
-    async def send_marked(message: MutableMapping[str, Any]) -> None:
+    async def send_marked(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), KEY_IGNORED]}
         await send(message)
@@ -300,7 +259,7 @@ def _marking(send: Send) -> Send:
     return send_marked
 
 
-def _close_bypasses(scope: MutableMapping[str, Any]) -> None:
+def _close_bypasses(scope: MutableScope) -> None:
     extensions = scope.get("extensions")
     if extensions and any(name in extensions for name in _BYPASSES):
         scope["extensions"] = {name: value for name, value in extensions.items() if name not in _BYPASSES}

@@ -1,50 +1,43 @@
 """An answer on its way from the application to the server: held back until it is recorded, or passed on as it comes."""
 
+import asyncio
 from asyncio import Task
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
 
+from outboxq.effects.shielding import UncancelledWrites
+from outboxq.http.asgi import Headers, Message, Send, declared_bytes
 from outboxq.http.responses import NOT_REPLAYABLE, Answer
 from outboxq.http.settlement import RequestSettlement
-from outboxq.http.shielding import UncancelledWrites
-
-# As ASGI servers and applications have them.
-Send: TypeAlias = Callable[[Any], Awaitable[None]]
 
 _CUT_SHORT = ", and was cut short"
 
 
 class ResponseRecorder:
-    """Takes what the application sends, and settles it with its guard.
+    """Takes what the application sends, and has it settled.
 
     A response of known and bearable length is recorded before its first byte leaves. Anything else passes through, and
-    is recorded, without its content, before its last one does.
-
-    Args:
-        send: The server's.
-        max_bytes: Of a response that is held back.
+    is recorded, without its content, before its last byte leaves.
     """
 
-    def __init__(self, guard: RequestSettlement, send: Send, max_bytes: int, undisturbed: UncancelledWrites) -> None:
-        self._guard = guard
-        self._undisturbed = undisturbed
+    def __init__(self, settlement: RequestSettlement, send: Send, writes: UncancelledWrites) -> None:
+        self._settlement = settlement
+        self._writes = writes
         self._settling: Task[Answer | None] | None = None
         self._send = send
-        self._max_bytes = max_bytes
-        self._start: MutableMapping[str, Any] | None = None
+        self._max_bytes = settlement.max_response_bytes
+        self._start: Message | None = None
         self._body = bytearray()
         self._whole: Answer | None = None
         self._streams: str | None = None
         self._is_settled = False
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         """Given to the application in place of the server's."""
         if self._is_settled or message["type"] not in ("http.response.start", "http.response.body"):
             await self._send(message)
         elif message["type"] == "http.response.start":
             # The specification allows any iterable, also one that can be read once.
             self._start = {**message, "headers": _headers(message)}
-            self._hold_no_more_than(_declared_bytes(message) or 0)
+            self._hold_no_more_than(declared_bytes(_headers(message)) or 0)
             if self._streams is not None:
                 await self._pass_start()
         else:
@@ -68,20 +61,20 @@ class ResponseRecorder:
             return False
         self._is_settled = True
         if self._streams is not None and self._start is not None:
-            await self._guard.settle_stream(self._start["status"], self._streams + _CUT_SHORT)
+            await self._settlement.settle_stream(self._start["status"], self._streams + _CUT_SHORT)
             return False
-        answer = await self._guard.fail(error)
+        answer = await self._settlement.fail(error)
         if answer is not None:
-            await self._answer(answer)
+            await answer.send_to(self._send)
         return answer is not None
 
-    async def _take_body(self, message: MutableMapping[str, Any]) -> None:
+    async def _take_body(self, message: Message) -> None:
         assert self._start is not None, "a body came before its start"
         goes_on = bool(message.get("more_body", False))
         if self._streams is None:
             self._body += message.get("body", b"")
             self._hold_no_more_than(len(self._body))
-            if goes_on and _declared_bytes(self._start) is None:
+            if goes_on and declared_bytes(_headers(self._start)) is None:
                 self._streams = "its response is a stream"
             if self._streams is not None:
                 await self._pass_start()
@@ -101,31 +94,22 @@ class ResponseRecorder:
         assert self._start is not None
         await self._send({**self._start, "headers": [*_headers(self._start), NOT_REPLAYABLE]})
 
-    async def _pass_body(self, message: MutableMapping[str, Any], *, goes_on: bool) -> None:
+    async def _pass_body(self, message: Message, *, goes_on: bool) -> None:
         if not goes_on:
             assert self._start is not None
             assert self._streams is not None
             self._is_settled = True
-            # Before the last byte: who has seen the end of it finds it executed, and not under way.
-            await self._undisturbed.run(self._guard.settle_stream(self._start["status"], self._streams))
+            # Before the last byte: a client that has seen the end of it finds it executed, and not under way.
+            await self._writes.run(self._settlement.settle_stream(self._start["status"], self._streams))
         await self._send(message)
 
     async def _settle(self, whole: Answer, *, at_end: bool) -> None:
-        self._settling = self._undisturbed.start(self._guard.settle(whole, at_end=at_end))
-        answer = await self._undisturbed.wait(self._settling)
+        self._settling = self._writes.start(self._settlement.settle(whole, at_end=at_end))
+        answer = await asyncio.shield(self._settling)
         if answer is not None:
             self._is_settled = True
-            await self._answer(answer)
-
-    async def _answer(self, answer: Answer) -> None:
-        for message in answer.messages():
-            await self._send(message)
+            await answer.send_to(self._send)
 
 
-def _headers(start: MutableMapping[str, Any]) -> tuple[tuple[bytes, bytes], ...]:
+def _headers(start: Message) -> Headers:
     return tuple((bytes(name), bytes(value)) for name, value in start.get("headers", ()))
-
-
-def _declared_bytes(start: MutableMapping[str, Any]) -> int | None:
-    values = [value for name, value in _headers(start) if name.lower() == b"content-length"]
-    return int(values[0]) if len(values) == 1 and values[0].isdigit() else None

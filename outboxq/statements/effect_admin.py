@@ -1,4 +1,4 @@
-"""Effects as operators see them: looking at them, and deciding what nobody could know."""
+"""Effects as operators see them: listing them, and settling those with an unknown outcome."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ SUMMARY_COLUMNS = (
 def select_effects(wanted: EffectFilter, *, limit: int) -> Executable:
     """The effects that match, the latest change first.
 
-    Index: effect_unknown (changed_at) backwards for the unknown ones, the primary key where a scope is given; else the
+    Index: effect_unknown (changed_at) backwards for the unknown ones, the primary key if a scope is given; else the
     table is read once. No locks.
     """
     return (
@@ -61,7 +61,7 @@ def select_effect(scope: str, key: str) -> Executable:
 def resolve(
     scope: str, key: str, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle an effect that nobody can settle otherwise; one row with what it was and what it is, or none without it.
+    """Settle an effect as an operator says; one row with what it was and what it is, or none if it does not exist.
 
     Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that stood still
     and wakes later finds a token that is not its own, and can neither record nor keep its call.
@@ -104,7 +104,7 @@ def _is(scope: str, key: str) -> tuple[ColumnElement[bool], ...]:
 
 
 def _is_open(*, brings_result: bool) -> ColumnElement[bool]:
-    """Nobody knows what became of the call, or its result, and nobody is about to find out."""
+    """The outcome of the call, or its result, is not known, and no caller is about to find out."""
     return or_(
         and_(literal(brings_result), effect.c.status == "done", effect.c.result.is_(None)),
         effect.c.status == "unknown",

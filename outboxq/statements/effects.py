@@ -1,7 +1,7 @@
 """Effects: claim or take over a call, keep it, record what it came to.
 
 Each statement is a transaction of its own on READ COMMITTED. A call is fenced by its `lock_token`, a UUID that its
-caller made: whoever takes over writes a token of its own, and the earlier caller's statements match no row any more.
+caller made: the next caller writes a token of its own, and the earlier caller's statements match no row any more.
 All times are the database's.
 """
 
@@ -11,11 +11,13 @@ from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Executable,
     Float,
     FromClause,
     Select,
+    Update,
     and_,
     case,
     cast,
@@ -39,7 +41,7 @@ _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
-# How long one try of a claim waits for a row where the session would wait without end.
+# How long one try of a claim waits for a row if the session would wait without end.
 _TRY = "1s"
 
 _now = pg.clock_timestamp
@@ -65,15 +67,26 @@ class EffectState:
     durably: str | None = None
 
 
-def claim(
-    scope: str, key: str, fingerprint: bytes | None, provider_key: UUID, token: UUID, lease: timedelta
-) -> Executable:
-    """Claim the call, or take it over from a caller that died; else look at what stands. One row, or none.
+@dataclass(frozen=True, slots=True)
+class EffectLock:
+    """The lock on an effect, as its caller knows it: no statement matches the row once another caller took over."""
 
-    None only where somebody else claimed it after this statement's snapshot: look again.
-    Index: the primary key. Locks: the effect's row, and only to take it: what is under way, or came to an end, is
-    neither locked nor waited for, also where its record is just being committed. A row that is to be taken is
-    waited for a second long where the session would wait without end (`select_waits_without_end`; 55P03), so that the
+    scope: str
+    key: str
+    token: UUID
+
+    def matches(self) -> tuple[ColumnElement[bool], ...]:
+        """The conditions on the effect's row."""
+        return effect.c.scope == self.scope, effect.c.key == self.key, effect.c.lock_token == self.token
+
+
+def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
+    """Claim the call, or take it over from a caller that died; else read what is stored. One row, or none.
+
+    None only if another caller claimed it after this statement's snapshot: claim again.
+    Index: the primary key. Locks: the effect's row, and only to take it: a call that is under way or was recorded is
+    neither locked nor waited for, even while its record is being committed. A row that is to be taken is
+    waited for a second long if the session would wait without end (`select_waits_without_end`; 55P03), so that the
     caller can be cancelled between two tries.
     A repetition of a claim whose COMMIT was not answered finds its own token.
     """
@@ -81,68 +94,78 @@ def claim(
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
     same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
     is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
-    is_ours = and_(effect.c.lock_token == token, effect.c.status == "started")
-    standing = (
-        select(*_seen(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
-        .where(effect.c.scope == scope, effect.c.key == key)
-        .cte("standing")
-        .prefix_with("MATERIALIZED")
-    )
-    new = {
-        "scope": literal(scope),
-        "key": literal(key),
-        "fingerprint": given,
-        "status": literal("started"),
-        "provider_key": literal(provider_key, effect.c.provider_key.type),
-        "lock_token": literal(token, effect.c.lock_token.type),
-        "locked_until": _now() + literal(lease),
-    }
+    standing = _standing(lock, same_request, is_free)
     # Read by the insert, so it is set before a row is waited for.
     patience = select(_shorten_wait().label("value")).cte("patience").prefix_with("MATERIALIZED")
     is_wanted = and_(patience.c.value.is_not(None), ~exists(select(standing.c.claimed).where(~standing.c.is_free)))
+    new = _new_row(lock, given, provider_key, lease)
     claimed = (
         insert(effect)
-        .from_select(
-            list(new),
-            select(*new.values()).where(is_wanted),
-            include_defaults=False,
-        )
+        .from_select(list(new), select(*new.values()).where(is_wanted), include_defaults=False)
         .on_conflict_do_update(
             index_elements=[effect.c.scope, effect.c.key],
-            set_={
-                "status": "started",
-                "fingerprint": func.coalesce(effect.c.fingerprint, given),
-                # Our own token: this caller claimed before, stood still, and has not called.
-                "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
-                "lock_token": token,
-                "locked_until": _now() + lease,
-                "attempts": func.least(effect.c.attempts, _ALMOST_INTEGER) + 1,
-                "changed_at": _now(),
-                "expires_at": None,
-            },
-            # Once more, on the row's newest version: after the wait for its lock it may be somebody else's.
+            set_=_taken_over(lock.token, given, lease),
+            # Once more, on the row's newest version: after the wait for its lock it may be another caller's.
             where=and_(same_request, is_free),
         )
         .returning(*effect.c)
         .cte("claimed")
     )
-    taken = select(*_seen(claimed, true(), true()), _durably())
-    seen = (column for column in standing.c if column.key != "is_free")
-    others = select(*seen, null()).where(~standing.c.is_free).where(~exists(select(claimed.c.scope)))
-    return taken.union_all(others)
+    taken = select(*_state(claimed, true(), true()), _durably())
+    others = select(*(column for column in standing.c if column.key != "is_free"), null())
+    return taken.union_all(others.where(~standing.c.is_free).where(~exists(select(claimed.c.scope))))
 
 
-def _seen(
+def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: ColumnElement[bool]) -> CTE:
+    """The effect as this statement's snapshot has it."""
+    is_ours = and_(effect.c.lock_token == lock.token, effect.c.status == "started")
+    return (
+        select(*_state(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
+        .where(effect.c.scope == lock.scope, effect.c.key == lock.key)
+        .cte("standing")
+        .prefix_with("MATERIALIZED")
+    )
+
+
+def _new_row(
+    lock: EffectLock, fingerprint: ColumnElement[Any], provider_key: UUID, lease: timedelta
+) -> dict[str, ColumnElement[Any]]:
+    """The values of a call that was not made before."""
+    return {
+        "scope": literal(lock.scope),
+        "key": literal(lock.key),
+        "fingerprint": fingerprint,
+        "status": literal("started"),
+        "provider_key": literal(provider_key, effect.c.provider_key.type),
+        "lock_token": literal(lock.token, effect.c.lock_token.type),
+        "locked_until": _now() + literal(lease),
+    }
+
+
+def _taken_over(token: UUID, fingerprint: ColumnElement[Any], lease: timedelta) -> dict[str, object]:
+    """The new values of a row that is called again."""
+    return {
+        "status": "started",
+        "fingerprint": func.coalesce(effect.c.fingerprint, fingerprint),
+        # Our own token: this caller claimed before, stood still, and has not called.
+        "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
+        "lock_token": token,
+        "locked_until": _now() + lease,
+        "attempts": func.least(effect.c.attempts, _ALMOST_INTEGER) + 1,
+        "changed_at": _now(),
+        "expires_at": None,
+    }
+
+
+def _state(
     rows: FromClause, claimed: ColumnElement[bool], same_request: ColumnElement[bool]
 ) -> list[ColumnElement[Any]]:
+    """The columns of an `EffectState`."""
     return [
         claimed.label("claimed"),
-        rows.c["status"],
-        rows.c["in_doubt"],
-        rows.c["provider_key"],
+        *(rows.c[name] for name in ("status", "in_doubt", "provider_key")),
         same_request.label("same_request"),
-        rows.c["result"],
-        rows.c["error"],
+        *(rows.c[name] for name in ("result", "error")),
         _seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
         _seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
     ]
@@ -173,9 +196,7 @@ def _seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
 
 
 def record(
-    scope: str,
-    key: str,
-    token: UUID,
+    lock: EffectLock,
     status: Status,
     *,
     in_doubt: bool = False,
@@ -204,31 +225,22 @@ def record(
     }
     if unlock:
         values["locked_until"] = _now()
-    return (
-        update(effect)
-        .where(*_held(scope, key, token))
-        .values(values)
-        .returning(effect.c.result, effect.c.error, _durably())
-    )
+    return update(effect).where(*lock.matches()).values(values).returning(effect.c.result, effect.c.error, _durably())
 
 
-def extend(scope: str, key: str, token: UUID, lease: timedelta) -> Executable:
-    """Keep a call that is under way; no row where somebody took over, or where its record is just being committed.
+def extend(lock: EffectLock, lease: timedelta) -> Executable:
+    """Keep a call that is under way; no row if another caller took over, or while its record is being committed.
 
     Index: the primary key. Locks: the effect's row, never waited for.
     """
-    held = select(effect.c.scope, effect.c.key).where(*_held(scope, key, token), effect.c.status == "started")
+    return update_started(lock, {"locked_until": _now() + lease}).returning(true(), _durably())
+
+
+def update_started(lock: EffectLock, values: dict[str, object]) -> Update:
+    """Change a call that is under way; no row if it is not ours, is recorded, or is locked, which is not waited for."""
+    held = select(effect.c.scope, effect.c.key).where(*lock.matches(), effect.c.status == "started")
     locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
-    return (
-        update(effect)
-        .where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key)
-        .values(locked_until=_now() + lease)
-        .returning(true(), _durably())
-    )
-
-
-def _held(scope: str, key: str, token: UUID) -> tuple[ColumnElement[bool], ...]:
-    return effect.c.scope == scope, effect.c.key == key, effect.c.lock_token == token
+    return update(effect).where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key).values(values)
 
 
 def select_deployment() -> Select[Any]:

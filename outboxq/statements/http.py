@@ -1,64 +1,53 @@
 """Guarded HTTP requests: what an endpoint records in its own transaction, and what the middleware settles without it.
 
-On the rows of `effect`, claimed as any other effect. All three are fenced by `lock_token`: whoever took over has
-written a token of its own.
+On the rows of `effect`, claimed as any other effect, and fenced by the same `EffectLock`.
 """
 
 from datetime import timedelta
-from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, case, null, select, true, update
+from sqlalchemy import Executable, case, null, select, true, update
 
 from outboxq.statements.builtin import pg
-from outboxq.statements.effects import Status
+from outboxq.statements.effects import EffectLock, Status, update_started
 from outboxq.tables import effect
 
 _now = pg.clock_timestamp
 
 
-def record_with_rows(
-    scope: str, key: str, token: UUID, *, result: str | None, error: str | None, keep: timedelta
-) -> Executable:
-    """Write the response in the transaction of what the endpoint did; no row where somebody took over.
+def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None, keep: timedelta) -> Executable:
+    """Write the response in the transaction of the endpoint's rows; no row if another request took over.
 
     Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: a retry that comes meanwhile
-    is told that it is under way, or waits where the lease has run out, and then sees what became of it.
+    is told that it is under way. If the lease has run out it waits, and then sees how the transaction ended.
     """
     return (
         update(effect)
-        .where(*_held(scope, key, token), effect.c.status.in_(("started", "done")))
+        .where(*lock.matches(), effect.c.status.in_(("started", "done")))
         .values(_settled("done", result, error, keep))
         .returning(true())
     )
 
 
 def settle_started(
-    scope: str, key: str, token: UUID, status: Status, *, result: str | None, error: str | None, keep: timedelta
+    lock: EffectLock, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle a request that is under way; no row where it was taken over, is recorded, or is just being recorded.
+    """Settle a request that is under way; no row if it was taken over, is recorded, or is just being recorded.
 
     Index: the primary key. Locks: the effect's row, never waited for: a transaction that has recorded, and has not
     ended, decides by its end.
     """
-    held = select(effect.c.scope, effect.c.key).where(*_held(scope, key, token), effect.c.status == "started")
-    locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
-    return (
-        update(effect)
-        .where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key)
-        .values(_settled(status, result, error, keep))
-        .returning(true())
-    )
+    return update_started(lock, _settled(status, result, error, keep)).returning(true())
 
 
-def give_back(scope: str, key: str, token: UUID, *, keep: timedelta) -> Executable:
-    """Settle a request that was claimed and not executed; no row where it was taken over.
+def release(lock: EffectLock, *, keep: timedelta) -> Executable:
+    """Settle a request that was claimed and not executed; no row if it was taken over.
 
-    A doubt that it took over stays: only what it knows of itself is written. Index: the primary key. Locks: the
-    effect's row.
+    A doubt about an earlier request stays: only this one is known not to have been executed. Index: the primary key.
+    Locks: the effect's row.
     """
     return (
         update(effect)
-        .where(*_held(scope, key, token), effect.c.status == "started")
+        .where(*lock.matches(), effect.c.status == "started")
         .values(
             status="retryable",
             error="not executed",
@@ -70,9 +59,9 @@ def give_back(scope: str, key: str, token: UUID, *, keep: timedelta) -> Executab
     )
 
 
-def select_done(scope: str, key: str, token: UUID) -> Executable:
-    """Whether what we recorded was committed: one row, or none. Index: the primary key; no locks."""
-    return select(true()).where(*_held(scope, key, token), effect.c.status == "done")
+def select_done(lock: EffectLock) -> Executable:
+    """One row if what we recorded was committed, else none. Index: the primary key; no locks."""
+    return select(true()).where(*lock.matches(), effect.c.status == "done")
 
 
 def _settled(status: Status, result: str | None, error: str | None, keep: timedelta) -> dict[str, object]:
@@ -85,7 +74,3 @@ def _settled(status: Status, result: str | None, error: str | None, keep: timede
         "changed_at": _now(),
         "expires_at": _now() + keep,
     }
-
-
-def _held(scope: str, key: str, token: UUID) -> tuple[ColumnElement[bool], ...]:
-    return effect.c.scope == scope, effect.c.key == key, effect.c.lock_token == token

@@ -61,7 +61,7 @@ def accept_messages() -> Executable:
 
     Built once, because that takes longer than the database does; `accept_parameters` has its parameters.
     Index: the primary key, one descent for each id. Bound: the ids given.
-    Locks: the new rows, in bytewise order whoever asks, so that overlapping batches cannot deadlock. Waits for a
+    Locks: the new rows, always in bytewise order, so that overlapping batches cannot deadlock. Waits for a
     transaction that is accepting one of these ids, and accepts it in its place if that rolls back.
     """
     given = _given_messages()
@@ -151,7 +151,7 @@ def select_message(consumer: str, message_id: str) -> Executable:
 
 
 def forget_messages(consumer: str, message_ids: Sequence[str]) -> Executable:
-    """Delete messages that nobody holds; a row for each that is there, and whether it was deleted.
+    """Delete messages that no transaction holds; a row for each that is there, and whether it was deleted.
 
     Index: the primary key. Locks: the rows, FOR UPDATE SKIP LOCKED, never waited for. Bound: the ids given.
     """

@@ -1,6 +1,6 @@
 """Pruning: deleting what has expired from the inbox and from the effects, a batch at a time.
 
-Sent as text on the pruner's own connection. A batch is a transaction: `begin`, one deletion, `commit`. Should the
+Sent as text on the pruner's own connection. A batch is a transaction: `BEGIN`, one deletion, COMMIT. Should the
 process die, or the answer to COMMIT be lost, the next round deletes what is left.
 """
 
@@ -13,7 +13,7 @@ from outboxq.statements.render import fill
 # asynchronous: a deletion that a crash undoes is made again, and waits for no standby.
 # lock_timeout: rows are never waited for, but the table may be locked by a migration.
 # enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
-_BEGIN = """\
+BEGIN = """\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
 SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
@@ -32,21 +32,6 @@ WITH expired AS MATERIALIZED (
   DELETE FROM {table} AS gone USING expired WHERE {same} RETURNING 1
 )
 SELECT pg_catalog.count(*) FROM deleted"""
-
-
-def begin() -> str:
-    """Begin a batch."""
-    return _BEGIN
-
-
-def commit() -> str:
-    """End a batch."""
-    return "COMMIT"
-
-
-def rollback() -> str:
-    """Give up a batch that failed."""
-    return "ROLLBACK"
 
 
 def delete_messages(schema: str, limit: int, skip: int = 0) -> str:

@@ -12,6 +12,7 @@ from outboxq.admin.effects import EffectFilter, WasApplied, WasNotApplied
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.statements import effects as protocol
+from outboxq.statements.effects import EffectLock
 
 SCHEMA = 'effects\' "odd"; 50% :place'
 MINUTE = timedelta(minutes=1)
@@ -168,7 +169,7 @@ def test_resolved_as_not_applied_the_next_caller_calls(engine: Engine, lies: dic
     assert timedelta(days=29.9) < found.expires_at - found.changed_at < timedelta(days=30.1)
     with engine.begin() as connection:
         seen = protocol.EffectState(
-            *connection.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one()
+            *connection.execute(protocol.claim(EffectLock("pay", "k", uuid4()), b"abc", uuid4(), MINUTE)).one()
         )
     assert (seen.claimed, seen.in_doubt, seen.provider_key) == (True, False, provider_key)
 
@@ -214,9 +215,9 @@ def test_a_caller_that_wakes_afterwards_cannot_record(
     resolve(engine, verdict)
     settled = row_of(engine)
     with engine.begin() as connection:
-        late = protocol.record("pay", "k", token, "done", result='"late"', keep=MINUTE)
+        late = protocol.record(EffectLock("pay", "k", token), "done", result='"late"', keep=MINUTE)
         assert connection.execute(late).one_or_none() is None
-        connection.execute(protocol.extend("pay", "k", token, MINUTE))
+        connection.execute(protocol.extend(EffectLock("pay", "k", token), MINUTE))
     assert row_of(engine) == settled
 
 
@@ -246,7 +247,7 @@ def test_a_row_that_somebody_holds_is_reported_and_not_waited_for(engine: Engine
     """A takeover that is just being committed decides; the operator is told to look again."""
     added(engine, "started")
     with engine.connect() as caller, engine.begin() as operator:
-        taken = caller.execute(protocol.claim("pay", "k", b"abc", uuid4(), uuid4(), MINUTE)).one()
+        taken = caller.execute(protocol.claim(EffectLock("pay", "k", uuid4()), b"abc", uuid4(), MINUTE)).one()
         assert taken.claimed
         operator.execute(text("SET LOCAL lock_timeout = '10ms'"))
         with pytest.raises(EffectError, match="another transaction has it at this moment"):
@@ -301,7 +302,7 @@ def test_every_operation_works_in_a_schema_of_another_name(engine: Engine) -> No
         migrate(connection, schema=SCHEMA)
     elsewhere = engine.execution_options(schema_translate_map={"outboxq": SCHEMA})
     with elsewhere.begin() as connection:
-        connection.execute(protocol.claim("pay", "k", None, uuid4(), uuid4(), -MINUTE))
+        connection.execute(protocol.claim(EffectLock("pay", "k", uuid4()), None, uuid4(), -MINUTE))
     assert resolve(elsewhere, WasApplied("1")).status == "done"
     assert shown(elsewhere).result == "1"
     with elsewhere.connect() as connection:

@@ -17,6 +17,7 @@ from outboxq import AsyncEffects, CallNotApplied
 from outboxq.errors import EffectUnknown
 from outboxq.postgres import Database
 from outboxq.statements import effects as statements
+from outboxq.statements.effects import EffectLock
 from tests.support.effects import SyncOnce, let_lock_run_out, row
 from tests.support.waiting import wait_until
 
@@ -297,8 +298,9 @@ def test_a_row_that_another_transaction_holds_is_waited_for(engine: Engine) -> N
 
 def leave_in_doubt(engine: Engine) -> None:
     """A caller that died calling, whose lock has run out."""
+    lock = EffectLock("charge", "1", uuid4())
     with engine.begin() as connection:
-        connection.execute(statements.claim("charge", "1", None, uuid4(), uuid4(), timedelta(seconds=30)))
+        connection.execute(statements.claim(lock, None, uuid4(), timedelta(seconds=30)))
     let_lock_run_out(engine, "1")
 
 
@@ -325,7 +327,7 @@ def test_a_call_whose_event_loop_is_gone_is_given_up(engine: Engine, moment: str
     task = loop.run_until_complete(begin_without_end(effects))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    held = [keeper._held for keeper in effects._permit.caller._keepers.values()]
+    held = [keeper._held for keeper in effects._access.runner._keepers.values()]
     assert [len(holds) for holds in held] == [1]
     try:
         # As the garbage collector does.

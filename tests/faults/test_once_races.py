@@ -17,14 +17,16 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Effects, Jobs, OutboxSession, RelayConfig
 from outboxq.clock import clock
 from outboxq.effects.lock_keeper import LockKeeper
-from outboxq.effects.protocol import LockExpiry, Transact, claim, once
-from outboxq.effects.request import Request, make_request
+from outboxq.effects.protocol import LockExpiry, claim, once
+from outboxq.effects.request import OnceOptions, Request, make_request
 from outboxq.effects.runners import EffectRunner
+from outboxq.effects.steps import Transact
 from outboxq.effects.transactions import EngineTransactions
 from outboxq.errors import EffectInProgress
 from outboxq.events import JobDone, JobRetried
 from outboxq.postgres import Database
 from outboxq.statements import effects as statements
+from outboxq.statements.effects import EffectLock
 from outboxq.testing import CommitProxy, fault_action
 from tests.conftest import StartRelay
 from tests.support.effects import let_lock_run_out, row
@@ -34,14 +36,12 @@ LEASE = timedelta(seconds=30)
 
 
 def make(key: str) -> Request:
-    return make_request(
-        "charge", key, str, payload=None, asks=False, asks_first=False, provider_remembers=None, returns=object,
-        classify=None, lease=LEASE, retention=timedelta(days=1),
-    )  # fmt: skip
+    options = OnceOptions("charge", key, str, returns=object)
+    return make_request(options, lease=LEASE, retention=timedelta(days=1))
 
 
 def claim_of(token: UUID):
-    return statements.claim("charge", "1", None, uuid4(), token, LEASE)
+    return statements.claim(EffectLock("charge", "1", token), None, uuid4(), LEASE)
 
 
 def start_call(engine: Engine) -> UUID:
@@ -74,21 +74,21 @@ def impatient(outboxq_database: Database) -> Iterator[tuple[Engine, Effects]]:
 def test_a_caller_that_wakes_while_another_is_taking_over_does_not_call(engine: Engine) -> None:
     """A second look that waits for the take-over's COMMIT sees what that wrote, never its own old claim."""
     request, calls, slept = make("1"), [], []
-    hold = LockExpiry(request)
+    expiry = LockExpiry(request)
     transactions = EngineTransactions(engine, "outboxq")
     with ThreadPoolExecutor(1) as threads, engine.connect() as other:
 
         def sleep_through_a_take_over(point: str) -> None:
             if point == "before-call" and not slept:
                 slept.append(point)
-                hold.renew(clock() - 3600)
+                expiry.renew(clock() - 3600)
                 let_lock_run_out(engine, "1")
                 assert other.execute(claim_of(uuid4())).one().claimed
 
         # Without a keeper: it stands still as well.
-        caller = EffectRunner(transactions, LEASE.total_seconds())
+        runner = EffectRunner(transactions, LEASE.total_seconds())
         with fault_action(sleep_through_a_take_over):
-            woken = threads.submit(caller._drive, once(request, hold, uuid4()), calls.append, None)
+            woken = threads.submit(runner._drive, once(request, expiry, uuid4()), calls.append, None)
             wait_until(lambda: somebody_waits(engine), "the woken caller to wait")
             other.commit()
             with pytest.raises(EffectInProgress):
@@ -104,7 +104,7 @@ def test_an_asker_is_answered_while_a_record_is_just_being_committed(
     _, effects = impatient
     token, calls = start_call(engine), []
     with engine.begin() as recording:
-        recording.execute(statements.record("charge", "1", token, "done", result="5")).one()
+        recording.execute(statements.record(EffectLock("charge", "1", token), "done", result="5")).one()
         with pytest.raises(EffectInProgress):
             effects.once("charge", key="1", call=calls.append)
     assert effects.once("charge", key="1", call=calls.append) == 5
@@ -120,7 +120,7 @@ def test_an_asker_locks_nothing_and_waits_for_nobody(
     token = start_call(engine)
     if status == "done":
         with engine.begin() as connection:
-            connection.execute(statements.record("charge", "1", token, "done", result="5"))
+            connection.execute(statements.record(EffectLock("charge", "1", token), "done", result="5"))
     version = text("SELECT xmin::text, xmax::text, ctid::text FROM outboxq.effect")
 
     def ask() -> None:
@@ -143,7 +143,7 @@ def test_an_asker_does_not_cost_a_long_call_its_lock(engine: Engine) -> None:
     token = start_call(engine)
     with engine.begin() as asker, engine.begin() as keeper:
         assert not asker.execute(claim_of(uuid4())).one().claimed
-        assert keeper.execute(statements.extend("charge", "1", token, LEASE)).first() is not None
+        assert keeper.execute(statements.extend(EffectLock("charge", "1", token), LEASE)).first() is not None
 
 
 # Believing in a lock
@@ -152,8 +152,8 @@ def test_an_asker_does_not_cost_a_long_call_its_lock(engine: Engine) -> None:
 def test_a_repeated_claim_believes_in_its_lock_no_longer_than_the_first_one_lasts(engine: Engine) -> None:
     """The answer to the first claim's COMMIT was long in coming: its lock has been running ever since."""
     request = make("1")
-    hold = LockExpiry(request)
-    steps = claim(request, hold, uuid4())
+    expiry = LockExpiry(request)
+    steps = claim(request, expiry, uuid4())
     step = next(steps)
     assert isinstance(step, Transact)
     with engine.begin() as connection:
@@ -165,24 +165,24 @@ def test_a_repeated_claim_believes_in_its_lock_no_longer_than_the_first_one_last
     with pytest.raises(StopIteration) as end, engine.begin() as connection:
         steps.send(step.run(connection))
     assert end.value.value.claimed
-    assert hold.lasts
-    assert hold._until < clock() + 10
+    assert expiry.is_ahead
+    assert expiry._until < clock() + 10
 
 
 def test_a_lock_whose_extension_was_not_committed_is_not_believed_in(outboxq_database: Database) -> None:
     """Only what was committed extends anything; the next beat tries again."""
     request = make("1")
-    hold = LockExpiry(request)
+    expiry = LockExpiry(request)
     with CommitProxy(outboxq_database.url) as proxy:
         engine = create_engine(proxy.url)
         transactions = EngineTransactions(engine, "outboxq")
         transactions.run(lambda connection: connection.execute(claim_of(request.token)))
         trap = proxy.cut_before_commit(1_000, containing="UPDATE outboxq.effect")
-        with LockKeeper(transactions.keeper_transaction(), 0.3).keeping(hold):
+        with LockKeeper(transactions.keeper_transaction(), 0.3).keeping(expiry):
             wait_until(lambda: trap.count >= 2, "two beats")
-            assert not hold.lasts
+            assert not expiry.is_ahead
             trap.release()
-            wait_until(lambda: hold.lasts, "an extension that is committed")
+            wait_until(lambda: expiry.is_ahead, "an extension that is committed")
         transactions.dispose()
         engine.dispose()
 

@@ -176,7 +176,7 @@ def test_a_guarded_request_costs_two_short_transactions(outboxq_database: Databa
 
         app = recording if in_transaction else answers_with(b"ok")
         middleware = IdempotencyMiddleware(app, own, principal=nobody, in_transaction=in_transaction)
-        for ours in (pool.engine for pool in middleware._transactions._pools):
+        for ours in (pool.engine for pool in middleware._transactions._transactions.pools):
             event.listen(ours, "before_cursor_execute", lambda c, u, text, *rest: sent.append(text.split()[0]))
             event.listen(ours, "commit", lambda _: sent.append("COMMIT"))
         await call(middleware, key="first")  # reads the deployment's id too

@@ -54,7 +54,7 @@ def test_unavailable_leaves_nothing_behind(outboxq_database: Database, engine: E
     async def run(proxy: CommitProxy) -> None:
         async with guarding(proxy.url, answers_with(b"executed")) as middleware:
             await call(middleware, key=None)
-            await middleware._caller.deployment()
+            await middleware._runner.deployment()
             trap = proxy.cut_after_commit(times=2)
             status, body, _ = await answered(middleware, key="a")
             assert (status, b"unavailable" in body, trap.count) == (503, True, 2)
@@ -186,12 +186,12 @@ def test_requests_that_wait_for_a_claim_cost_no_other_request_its_lease(
     async def run() -> None:
         settings = {"pool_size": 1, "lease_seconds": 0.5}
         async with guarding(outboxq_database.url, application, **settings) as middleware:
-            await middleware._caller.deployment()
+            await middleware._runner.deployment()
             running = asyncio.create_task(call(middleware, key="a"))
             await reached.wait()
             transactions = middleware._transactions
             assert isinstance(transactions, AsyncEngineTransactions)
-            async with AsyncEngine(transactions._pools.claims.engine).connect() as taken:
+            async with AsyncEngine(transactions._transactions._claims.engine).connect() as taken:
                 await taken.execute(text("SELECT 1"))
                 before = stored(engine)
                 # Later than the first lease: it was extended meanwhile, and more than once.

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.postgres import Database
+from outboxq.statements.effects import EffectLock
 from outboxq.statements.http import settle_started
 from tests.support.http_app import make_app
 from tests.support.http_server import closed_gate, is_replay, problem, seen, serve, wait_at_gate
@@ -72,9 +73,8 @@ def test_what_is_recorded_or_being_recorded_is_not_released(client: httpx.Client
     client.post("/tx/orders", headers=KEY)
     with engine.connect() as connection, engine.connect() as recording:
         token = connection.execute(text("SELECT lock_token FROM outboxq.effect")).scalar_one()
-        release = settle_started(
-            "POST /tx/orders", "order-1", token, "retryable", result=None, error=None, keep=timedelta(days=1)
-        )
+        lock = EffectLock("POST /tx/orders", "order-1", token)
+        release = settle_started(lock, "retryable", result=None, error=None, keep=timedelta(days=1))
         assert connection.execute(release).first() is None
         connection.execute(text("UPDATE outboxq.effect SET status = 'started', expires_at = NULL"))
         connection.commit()

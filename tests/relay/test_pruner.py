@@ -347,7 +347,7 @@ def deleting(database: Database, deletion: Callable[[str, int], str]) -> Iterato
     """A pruner's transaction, before its COMMIT."""
     url = make_url(database.url).set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(statements.begin().encode())
+        connection.execute(statements.BEGIN.encode())
         assert connection.execute(deletion("outboxq", 10).encode()).fetchone() == (1,)
         yield connection
 
@@ -507,7 +507,7 @@ def test_a_look_at_nothing_costs_nothing(engine: Engine) -> None:
 def plan(connection: Connection, deletion: str) -> list[dict[str, object]]:
     """The plan that ran as the pruner runs it, flattened; its effect is rolled back."""
     with connection.connection.cursor() as cursor:
-        cursor.execute(statements.begin())
+        cursor.execute(statements.BEGIN)
         cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {deletion}")
         found = cursor.fetchone()[0]
         cursor.execute("ROLLBACK")

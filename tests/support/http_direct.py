@@ -26,14 +26,14 @@ async def guarding(url: str, app: Any, *, pool_size: int = 5, **settings: Any) -
 
 async def settled(middleware: IdempotencyMiddleware) -> None:
     """Wait until nothing is being written any more."""
-    while middleware._undisturbed._tasks:
-        await asyncio.gather(*middleware._undisturbed._tasks, return_exceptions=True)
+    while middleware._writes._tasks:
+        await asyncio.gather(*middleware._writes._tasks, return_exceptions=True)
 
 
 async def cancel_in_its_claim(middleware: IdempotencyMiddleware, key: str) -> None:
     """A request whose client, or server, gives up while it waits for its claim."""
     claiming = asyncio.create_task(call(middleware, key=key))
-    while not middleware._undisturbed._tasks:  # noqa: ASYNC110  # a turn of the loop or two, until it claims
+    while not middleware._writes._tasks:  # noqa: ASYNC110  # a turn of the loop or two, until it claims
         await asyncio.sleep(0)
     claiming.cancel()
     await asyncio.wait([claiming])

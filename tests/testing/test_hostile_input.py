@@ -13,7 +13,7 @@ from outboxq.doctor.formatting import identifier
 from outboxq.doctor.server import seconds_of
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey
 from outboxq.execution.failure import kept_errors
-from outboxq.http.bodies import _declared_bytes
+from outboxq.http.asgi import declared_bytes
 from outboxq.http.keys import read_key
 from outboxq.http.middleware import _check_documentation
 from outboxq.names import check_name
@@ -42,7 +42,7 @@ def _documentation(text: str) -> None:
 
 
 def _length(text: str) -> None:
-    _declared_bytes({"headers": [(b"content-length", text.encode())]})
+    declared_bytes([(b"content-length", text.encode())])
 
 
 READERS: dict[str, tuple[Callable[[str], object], tuple[tuple[str, str, str], ...]]] = {
@@ -76,8 +76,8 @@ def test_what_is_given_to_us_is_read_in_linear_time(
 
 def test_a_length_of_thousands_of_digits_is_over_every_cap() -> None:
     """Python's int() refuses to read it, which would be an error of the server's."""
-    assert _declared_bytes({"headers": [(b"content-length", b"9" * 5_000)]}) > 2**60
-    assert _declared_bytes({"headers": [(b"content-length", b"0" * 5_000 + b"12")]}) == 12
+    assert declared_bytes([(b"content-length", b"9" * 5_000)]) > 2**60
+    assert declared_bytes([(b"content-length", b"0" * 5_000 + b"12")]) == 12
 
 
 def test_a_message_of_any_length_passes_the_proxy_in_linear_time() -> None:

@@ -93,12 +93,12 @@ class Pruner(PeriodicTask):
     def _delete(self, connection: PGconn, deletion: str) -> int:
         """One deletion in a transaction of its own, and one round trip; how many rows went."""
         try:
-            script = "; ".join((statements.begin(), deletion, statements.commit()))
+            script = f"{statements.BEGIN}; {deletion}; COMMIT"
             return int(str(run_on_libpq(connection, script)[0][0]))
         except Exception:
             # The other table may fare better.
             with contextlib.suppress(psycopg.Error, OSError):
-                run_on_libpq(connection, statements.rollback())
+                run_on_libpq(connection, "ROLLBACK")
             raise
 
     def _report(self, what: str, error: Exception) -> None:

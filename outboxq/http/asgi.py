@@ -1,0 +1,44 @@
+"""ASGI as this package needs it: https://asgi.readthedocs.io/en/latest/specs/www.html."""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+Scope: TypeAlias = Mapping[str, Any]
+MutableScope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[Any], Awaitable[None]]
+AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+
+_ENOUGH_DIGITS = 19
+_NOT_FOUND, _METHOD_NOT_ALLOWED = 404, 405
+
+
+def header_values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    """The values of every header of this name, which is in lower case."""
+    return [value for given, value in headers if given.lower() == name]
+
+
+def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """The Content-Length, if there is one."""
+    values = header_values(headers, b"content-length")
+    if len(values) != 1 or not values[0].isdigit():
+        return None
+    # Python refuses to read thousands of digits; as many as these are over any cap.
+    return int(values[0].lstrip(b"0")[:_ENOUGH_DIGITS] or b"0")
+
+
+def was_not_routed(scope: Scope, status: int) -> bool:
+    """Whether Starlette's router, and so FastAPI's, answered: nothing is there for this path, or not for this method.
+
+    Only what the router left in the scope counts: of what another router or an endpoint answered, this knows nothing.
+    """
+    if "router" not in scope:
+        return False
+    if status == _NOT_FOUND:
+        # A mounted application that found nothing either is the last endpoint that was found.
+        endpoint = scope.get("endpoint")
+        return endpoint is None or endpoint is scope.get("app")
+    methods = getattr(scope.get("route"), "methods", None)
+    return status == _METHOD_NOT_ALLOWED and methods is not None and scope["method"] not in methods

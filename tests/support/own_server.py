@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import Engine, create_engine, make_url
 
 from outboxq.config import local_binaries
-from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded, start_local
+from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
+from outboxq.postgres.sources import start_local
 from tests.support import app
 from tests.support.waiting import wait_until
 

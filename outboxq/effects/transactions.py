@@ -5,7 +5,7 @@ A caller that holds one of its engine's connections cannot starve them, because 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -217,40 +217,6 @@ class ThreadTransactions:
 def beside(engine: Engine) -> Engine:
     """Another pool with the same settings and the same way to connect (tokens, connectors, events of the pool)."""
     return Engine(engine.pool.recreate(), engine.dialect, engine.url, hide_parameters=True)
-
-
-class SavepointTransactions:
-    """Savepoints in a transaction that is rolled back in the end: for tests of users' handlers."""
-
-    def __init__(self, connection: Callable[[], Connection]) -> None:
-        self._connection = connection
-
-    def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
-        """See `Transactions`."""
-        connection = self._connection()
-        with connection.begin_nested():
-            return work(connection)
-
-    def keeper_transaction(self) -> Transaction:
-        """None: the connection is the test's own, and nobody else sees these rows."""
-        return lambda _: None
-
-
-class AsyncSavepointTransactions:
-    """As `SavepointTransactions`."""
-
-    def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
-        self._connection = connection
-
-    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:  # noqa: ARG002  # one connection
-        """See `AsyncTransactions`."""
-        connection = await self._connection()
-        async with connection.begin_nested():
-            return await connection.run_sync(work)
-
-    def keeper_transaction(self) -> Transaction:
-        """None: see `SavepointTransactions`."""
-        return lambda _: None
 
 
 def async_transactions(

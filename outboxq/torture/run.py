@@ -19,7 +19,8 @@ from outboxq.migrations.runner import migrate
 from outboxq.outbox.kinds import JobKind
 from outboxq.postgres import Server, start_embedded
 from outboxq.relay.signals import stop_signals
-from outboxq.testing.crashes import RelayProcess
+from outboxq.testing.crashes import COMMIT_SCRIPT
+from outboxq.testing.relay_process import RelayProcess
 from outboxq.testing.proxy import CommitProxy, Trap
 from outboxq.torture import Mode, TortureOptions, TortureReport
 from outboxq.torture.app import EXIT_CODE, MAX_ATTEMPTS
@@ -44,7 +45,6 @@ _FAULT_SECONDS = 5.0
 _SERVER_SECONDS = 60.0
 _GONE_SECONDS = 20.0
 
-_CERTIFICATE = "RELEASE SAVEPOINT oq_"
 _SERVER_SETTINGS = {"deadlock_timeout": "100ms", "log_min_messages": "fatal"}
 
 _LOOK = text(
@@ -356,9 +356,9 @@ class _Run:
             case "backend-killed":
                 return self._signal_backend(_RELAY_BACKENDS, fault, terminate=False)
             case "relay-cut-before-commit":
-                return self._caught(self._relay_proxy.cut_before_commit(containing=_CERTIFICATE))
+                return self._caught(self._relay_proxy.cut_before_commit(containing=COMMIT_SCRIPT))
             case "relay-cut-after-commit":
-                return self._caught(self._relay_proxy.cut_after_commit(containing=_CERTIFICATE))
+                return self._caught(self._relay_proxy.cut_after_commit(containing=COMMIT_SCRIPT))
             case "relay-frozen-at-commit":
                 return self._freeze(fault)
             case "producer-cut-before-commit":
@@ -385,7 +385,7 @@ class _Run:
         return True
 
     def _freeze(self, fault: Fault) -> bool:
-        trap = self._relay_proxy.freeze_at_commit(arrives=fault.pick < 0.5, containing=_CERTIFICATE)
+        trap = self._relay_proxy.freeze_at_commit(arrives=fault.pick < 0.5, containing=COMMIT_SCRIPT)
         if not self._caught(trap):
             return False
         self._interrupted.wait(fault.seconds)

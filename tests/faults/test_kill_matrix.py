@@ -15,7 +15,7 @@ from outboxq import OutboxSession, RelayConfig, SlotGroup
 from outboxq.database.urls import psycopg_url
 from outboxq.postgres import Database
 from outboxq.testing import FAULT_POINTS, CommitProxy, FaultPoint, RelayProcess
-from outboxq.testing.relay_process import on_passing, terminate_backends
+from outboxq.testing.faults import on_passing, terminate_backends
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases

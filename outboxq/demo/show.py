@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Protocol, Self
 
 from outboxq.demo.proof import FIGURES, Proof
@@ -27,9 +26,7 @@ class Show(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def open_show(*, as_json: bool) -> Show:
@@ -63,9 +60,7 @@ class JsonShow:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stdout.flush()
 
 
@@ -124,9 +119,7 @@ class TerminalShow:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 

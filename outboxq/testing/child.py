@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from types import TracebackType
 from typing import Any, Self
 
 from outboxq.config import child_environment
@@ -93,7 +92,5 @@ class ChildProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,7 +17,7 @@ from outboxq import OutboxSession, external
 from outboxq.errors import ConfigError
 from outboxq.postgres import Database
 from outboxq.testing import CRASH_STEPS, EFFECT_FAULT_POINTS, CommitProxy, crash_at_every_step
-from outboxq.torture import leased
+from outboxq.torture import app as torture_app
 from outboxq.torture.history import CREATE
 from tests.support import app, once_app
 from tests.support.app import Effect
@@ -61,9 +61,9 @@ def test_a_handler_that_writes_through_its_session_survives_every_crash(outboxq_
 def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database) -> None:
     """The same under a lease, which has to run out first: settings of the relay are passed through."""
     crash_at_every_step(
-        "outboxq.torture.leased:jobs",
+        "outboxq.torture.app:leased",
         database_url=with_torture_tables(outboxq_database.url),
-        enqueue=lambda session: session.add_job(leased.record_leased),
+        enqueue=lambda session: session.add_job(torture_app.record_leased),
         effects=lambda connection: connection.execute(text("SELECT count(*) FROM torture.effect")).scalar_one(),
         steps=["after-claim", "before-commit", "after-commit", "connection-cut-before-commit"],
         lease_seconds=1,

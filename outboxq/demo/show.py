@@ -10,7 +10,7 @@ from outboxq.errors import ConfigError
 
 
 class Show(Protocol):
-    """Where the demo is shown; a context manager around its run."""
+    """The display of a run; a context manager around it."""
 
     def say(self, line: str) -> None:
         """Tell what happens."""
@@ -48,13 +48,13 @@ class JsonShow:
     """Silent until the end, then one JSON object."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def progress(self, done: int, total: int) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """The object."""
+        """Print the object."""
         sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class JsonShow:
 
 
 class TerminalShow:
-    """Lines and a bar on a terminal; the lines alone elsewhere."""
+    """Lines and a bar on a terminal; the lines alone in a file or a pipe."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -84,7 +84,7 @@ class TerminalShow:
         self._task = self._bar.add_task("effects applied", total=None)
 
     def say(self, line: str) -> None:
-        """One line, above the bar."""
+        """Print one line above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, done: int, total: int) -> None:
@@ -92,7 +92,7 @@ class TerminalShow:
         self._bar.update(self._task, completed=done, total=total)
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """The table, then what it comes to."""
+        """Print the table, then the verdict."""
         from rich import box
         from rich.table import Table
 

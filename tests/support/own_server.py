@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, create_engine
 
 from outboxq.config import local_binaries
 from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
 from outboxq.postgres.sources import start_local
 from tests.support import app
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 
@@ -56,11 +57,6 @@ def stop_fast(server: Server) -> None:
 
 def answers(url: str) -> bool:
     """Whether the server lets anybody in."""
-    with contextlib.suppress(psycopg.OperationalError), psycopg.connect(conninfo(url), connect_timeout=5):
+    with contextlib.suppress(psycopg.OperationalError), psycopg.connect(libpq_url(url), connect_timeout=5):
         return True
     return False
-
-
-def conninfo(url: str) -> str:
-    """The URL as libpq reads it."""
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)

@@ -191,7 +191,7 @@ def waiting(engine: Engine) -> list[str]:
 
 def operate(engine: Engine) -> None:
     """What operators ask for and change."""
-    found = doctor.examine(lambda: engine.connect(), schema="outboxq")
+    found = doctor.run_checks(lambda: engine.connect(), schema="outboxq")
     assert not [finding for finding in found if finding.code == "check-not-made"], found
     with engine.connect() as connection:
         collect_stats(connection)

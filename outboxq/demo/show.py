@@ -3,58 +3,23 @@
 import json
 import sys
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Self
 
 from outboxq.demo.proof import FIGURES, Proof
 from outboxq.errors import ConfigError
 
 
-class Show(Protocol):
-    """The display of a run; a context manager around it."""
+class Show:
+    """The display of a run, a context manager around it: silent until the end, then one JSON object."""
 
     def say(self, line: str) -> None:
         """Tell what happens."""
-        ...
 
     def progress(self, done: int, total: int) -> None:
         """Tell how many effects were applied."""
-        ...
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
         """Show the proof."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def open_show(*, as_json: bool) -> Show:
-    """A show for people, or for scripts.
-
-    Raises:
-        ConfigError: rich is not installed.
-    """
-    if as_json:
-        return JsonShow()
-    try:
-        import rich  # noqa: F401  # only to see whether it is there
-    except ImportError as error:
-        raise ConfigError("the demo's display needs rich: pip install 'outboxq[demo]', or ask for --json") from error
-    return TerminalShow()
-
-
-class JsonShow:
-    """Silent until the end, then one JSON object."""
-
-    def say(self, line: str) -> None:
-        """Print nothing."""
-
-    def progress(self, done: int, total: int) -> None:
-        """Print nothing."""
-
-    def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """Print the object."""
         sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
 
     def __enter__(self) -> Self:
@@ -64,7 +29,21 @@ class JsonShow:
         sys.stdout.flush()
 
 
-class TerminalShow:
+def open_show(*, as_json: bool) -> Show:
+    """A show for people, or for scripts.
+
+    Raises:
+        ConfigError: rich is not installed.
+    """
+    if as_json:
+        return Show()
+    try:
+        return TerminalShow()
+    except ImportError as error:
+        raise ConfigError("the demo's display needs rich: pip install 'outboxq[demo]', or ask for --json") from error
+
+
+class TerminalShow(Show):
     """Lines and a bar on a terminal; the lines alone in a file or a pipe."""
 
     def __init__(self) -> None:
@@ -84,15 +63,12 @@ class TerminalShow:
         self._task = self._bar.add_task("effects applied", total=None)
 
     def say(self, line: str) -> None:
-        """Print one line above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, done: int, total: int) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=done, total=total)
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """Print the table, then the verdict."""
         from rich import box
         from rich.table import Table
 

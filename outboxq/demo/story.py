@@ -72,11 +72,8 @@ class _Story:
     """The relays of one run, and what happens to them."""
 
     def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
-        self._url = url
-        self._engine = engine
-        self._show = show
+        self._url, self._engine, self._show, self._stack = url, engine, show, stack
         self._jobs = sum(order.jobs for order in orders)
-        self._stack = stack
         self._relays: list[DemoRelay] = []
         self._started = 0
         self._read_end, write_end = os.pipe()

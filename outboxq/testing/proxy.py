@@ -93,9 +93,9 @@ class CommitProxy:
         url = make_url(database_url)
         self._server = _server_address(url)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
+        self._address: tuple[str, int] = self._listener.getsockname()
         query = {name: value for name, value in url.query.items() if name not in ("host", "port", "sslmode")}
-        own = url.set(host="127.0.0.1", port=port, query=query).update_query_dict(
+        own = url.set(host=self._address[0], port=self._address[1], query=query).update_query_dict(
             {"sslmode": "disable", "gssencmode": "disable"}
         )
         self.url = own.render_as_string(hide_password=False)
@@ -154,7 +154,7 @@ class CommitProxy:
         self._listener.close()
         # A blocked accept() does not notice on every platform that its socket was closed.
         with contextlib.suppress(OSError):
-            socket.create_connection(self._own_address, timeout=0.2).close()
+            socket.create_connection(self._address, timeout=0.2).close()
         self.cut()
         for trap in traps:
             trap.release()
@@ -170,12 +170,6 @@ class CommitProxy:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _own_address(self) -> tuple[str, int]:
-        url = make_url(self.url)
-        assert url.port is not None
-        return "127.0.0.1", url.port
 
     def _set(self, moment: Moment, times: int, containing: str) -> Trap:
         trap = Trap(moment, times, containing)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
@@ -60,31 +61,24 @@ def _kinds(mode: Mode) -> list[JobKind[...]]:
     return {"transaction": plain, "lease": leases, "mixed": plain + leases}[mode]
 
 
+@dataclass(eq=False)
 class _Run:
     """One run, from the first relay to the report."""
 
-    def __init__(
-        self,
-        options: TortureOptions,
-        server: Server,
-        url: str,
-        watcher: Watcher,
-        say: Callable[[str], None],
-        interrupted: threading.Event,
-    ) -> None:
-        self._options = options
-        self._server = server
-        self._url = url
-        self._watcher = watcher
-        self._say = say
-        self._interrupted = interrupted
-        self._begun = time.monotonic()
-        self._plan = plan_run(options, lease_seconds=LEASE_SECONDS)
+    options: TortureOptions
+    server: Server
+    url: str
+    watcher: Watcher
+    say: Callable[[str], None]
+    interrupted: threading.Event
+
+    def __post_init__(self) -> None:
+        self._begun = self._moved_at = time.monotonic()
+        self._plan = plan_run(self.options, lease_seconds=LEASE_SECONDS)
         self._due = list(reversed(self._plan.faults))
         self._done: Counter[str] = Counter(self._plan.inside)
         self._not_met = 0
         self._pace = Pace()
-        self._moved_at = time.monotonic()
         self._last_ends: tuple[object, ...] = ()
         self._longest_stall = 0.0
         self._backlog = 0
@@ -93,26 +87,19 @@ class _Run:
     def play(self) -> TortureReport:
         """Everything in its order; what was started is ended, whatever happens."""
         with ExitStack() as stack:
-            relay_proxy = stack.enter_context(CommitProxy(self._url))
-            producer_proxy = stack.enter_context(CommitProxy(self._url))
-            self._relays = Relays(relay_proxy.url, self._options.mode, self._options.relays)
+            relay_proxy = stack.enter_context(CommitProxy(self.url))
+            producer_proxy = stack.enter_context(CommitProxy(self.url))
+            self._relays = Relays(relay_proxy.url, self.options.mode, self.options.relays)
             stack.callback(self._relays.close)
-            self._injector = FaultInjector(
-                self._server,
-                self._watcher,
-                self._relays,
-                relay_proxy,
-                producer_proxy,
-                self._interrupted,
-                self._let_producers_ahead,
-            )
-            kinds = _kinds(self._options.mode)
-            transactions = plan_transactions(self._options, self._plan, len(kinds))
+            everything = (self.server, self.watcher, self._relays, relay_proxy, producer_proxy)
+            self._injector = FaultInjector(*everything, self.interrupted, self._let_producers_ahead)
+            kinds = _kinds(self.options.mode)
+            transactions = plan_transactions(self.options, self._plan, len(kinds))
             self._producers = Producers(producer_proxy.url, transactions, kinds, self._pace)
             stack.callback(self._producers.close)
             gave_up = self._torture()
             self._producers.close()
-            self._watcher.wait_until_connected(self._relays.names)
+            self.watcher.wait_until_connected(self._relays.names)
             self._relays.stop()
         return self._report(gave_up)
 
@@ -124,13 +111,13 @@ class _Run:
             if self._due and self._finished >= self._due[-1].at:
                 self._inject(self._due.pop())
             # In this order: after the producers have finished, nothing more is enqueued.
-            if self._producers.have_finished() and not self._due and not self._watcher.progress().backlog:
+            if self._producers.have_finished() and not self._due and not self.watcher.progress().backlog:
                 return None
-            if time.monotonic() - self._begun > self._options.minutes * 60:
-                return f"it took longer than {self._options.minutes:g} minutes"
+            if time.monotonic() - self._begun > self.options.minutes * 60:
+                return f"it took longer than {self.options.minutes:g} minutes"
             if time.monotonic() - self._moved_at > _STALL_LIMIT_SECONDS:
                 return f"nothing moved for {_STALL_LIMIT_SECONDS:.0f} seconds"
-            if self._interrupted.wait(_POLL_SECONDS):
+            if self.interrupted.wait(_POLL_SECONDS):
                 raise TortureFailed("interrupted: the relays and the server were ended, nothing is left")
 
     @property
@@ -139,9 +126,9 @@ class _Run:
 
     def _observe(self) -> None:
         """See how far the run is, note the leases, take over the producers' journal, and let the producers go on."""
-        row = self._watcher.progress()
-        self._watcher.note_leases()
-        self._watcher.ask(self._producers.journal.flush)
+        row = self.watcher.progress()
+        self.watcher.note_leases()
+        self.watcher.ask(self._producers.journal.flush)
         now, ends = time.monotonic(), (row.last_effect, row.dead)
         if ends != self._last_ends or not row.is_due:
             self._longest_stall = max(self._longest_stall, now - self._moved_at)
@@ -151,20 +138,20 @@ class _Run:
         if now - self._said_at > _SAY_SECONDS:
             self._said_at = now
             outside_done = self._done.total() - sum(self._plan.inside.values())
-            self._say(
-                f"{self._finished:,} of {self._options.jobs:,} jobs, {outside_done:,} faults done, "
+            self.say(
+                f"{self._finished:,} of {self.options.jobs:,} jobs, {outside_done:,} faults done, "
                 f"{row.backlog:,} jobs wait, longest stall {self._longest_stall:.1f} s, {now - self._begun:.0f} s"
             )
 
     def _allow(self, more: int = 0) -> None:
         limit = self._finished + _BACKLOG
         if self._due:
-            ahead = min(_AHEAD_OF_FAULT, int(self._options.jobs * _AHEAD_OF_LAST_FAULT))
+            ahead = min(_AHEAD_OF_FAULT, int(self.options.jobs * _AHEAD_OF_LAST_FAULT))
             limit = min(limit, self._due[-1].at + ahead)
         self._pace.allow(limit + more)
 
     def _let_producers_ahead(self) -> None:
-        self._allow(more=int(self._options.jobs * _AHEAD_OF_LAST_FAULT) // 2)
+        self._allow(more=int(self.options.jobs * _AHEAD_OF_LAST_FAULT) // 2)
 
     def _inject(self, fault: Fault) -> None:
         if self._injector.inject(fault):
@@ -173,28 +160,29 @@ class _Run:
             self._not_met += 1
 
     def _report(self, gave_up: str | None) -> TortureReport:
-        self._watcher.ask(self._producers.journal.flush)
-        self._watcher.wait_until_alone()
-        verdict = self._watcher.ask(
+        self.watcher.ask(self._producers.journal.flush)
+        self.watcher.wait_until_alone()
+        verdict = self.watcher.ask(
             lambda connection: check_history(connection, max_attempts=app.MAX_ATTEMPTS, max_crashes=MAX_CRASHES)
         )
-        unknown, resolved = self._watcher.unknown()
+        unknown, resolved = self.watcher.unknown()
+        effects, dead = self.watcher.count_ends()
         return TortureReport(
-            seed=self._options.seed,
-            mode=self._options.mode,
-            jobs=self._options.jobs,
+            seed=self.options.seed,
+            mode=self.options.mode,
+            jobs=self.options.jobs,
             enqueued=self._producers.journal.enqueued,
             rolled_back=self._producers.rolled_back,
             unknown=unknown,
             unknown_resolved=resolved,
             faults=dict(sorted(self._done.items())),
             faults_not_met=self._not_met,
-            effects=self._watcher.count_effects(),
-            dead=self._watcher.count_dead(),
+            effects=effects,
+            dead=dead,
             **{name: verdict.counts[name] for name in ("lost", "doubled", "ghosts", "left")},
             relays_started=self._relays.started,
             longest_stall_seconds=round(self._longest_stall, 1),
             seconds=round(time.monotonic() - self._begun, 1),
-            server=f"PostgreSQL {self._server.version}",
+            server=f"PostgreSQL {self.server.version}",
             problems=[*([gave_up] if gave_up else []), *verdict.problems, *self._relays.problems],
         )

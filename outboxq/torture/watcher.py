@@ -31,7 +31,7 @@ SELECT id, lease_token, lease_owner FROM outboxq.job AS job WHERE state = 'lease
   WHERE job_id = job.id AND token = job.lease_token AND owner IS NOT DISTINCT FROM job.lease_owner
 )"""
 )
-_RELAY_NAMES = text("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()")
+_NAMES = text("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()")
 _OTHERS = text(
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
     "AND backend_type = 'client backend'"
@@ -45,8 +45,9 @@ SELECT count(*) AS unknown, count(*) FILTER (
   )
 ) AS resolved FROM {SCHEMA}.enqueue WHERE outcome = 'unknown'"""
 )
-_EFFECTS = text(f"SELECT count(*) FROM {SCHEMA}.effect")
-_DEAD = text("SELECT count(*) FROM outboxq.dead_job")
+_ENDS = text(
+    f"SELECT (SELECT count(*) FROM {SCHEMA}.effect) AS effects, (SELECT count(*) FROM outboxq.dead_job) AS dead"
+)
 
 T = TypeVar("T")
 
@@ -87,30 +88,18 @@ class Watcher:
         row = self.ask(lambda connection: connection.execute(_UNKNOWN).one())
         return row.unknown, row.resolved
 
-    def count_effects(self) -> int:
-        """Rows of the ledger."""
-        return self.ask(lambda connection: int(connection.execute(_EFFECTS).scalar_one()))
-
-    def count_dead(self) -> int:
-        """Dead letters."""
-        return self.ask(lambda connection: int(connection.execute(_DEAD).scalar_one()))
+    def count_ends(self) -> tuple[int, int]:
+        """How many rows the ledger has, and how many jobs are dead letters."""
+        row = self.ask(lambda connection: connection.execute(_ENDS).one())
+        return row.effects, row.dead
 
     def wait_until_connected(self, names: Callable[[], set[str]]) -> None:
         """Wait until every name has a session: a relay that is still starting would die of the signal to stop."""
-        deadline = time.monotonic() + SERVER_SECONDS
-        while time.monotonic() < deadline:
-            connected = self.ask(lambda connection: set(connection.execute(_RELAY_NAMES).scalars()))
-            if names() <= connected:
-                return
-            time.sleep(0.05)
+        _wait(lambda: names() <= self.ask(lambda connection: set(connection.execute(_NAMES).scalars())), SERVER_SECONDS)
 
     def wait_until_alone(self) -> None:
         """Wait until the server has noticed that all clients are gone; a session that stays is found by the check."""
-        deadline = time.monotonic() + _GONE_SECONDS
-        while self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
+        _wait(lambda: not self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()), _GONE_SECONDS)
 
     def _forget(self) -> None:
         if self._connection is not None:
@@ -130,3 +119,9 @@ class Watcher:
 def _is_away(error: DBAPIError) -> bool:
     sqlstate = getattr(error.orig, "sqlstate", None)
     return sqlstate is None or sqlstate[:2] in ("57", "08")
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -69,13 +69,13 @@ def drain(
 
 async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
     connection = await session.connection()
-    caller = async_effect_runner(session)
+    runner = async_effect_runner(session)
     assert connection.sync_connection is not None
     keep = partial(keep_cancelled, own=connection.sync_connection)
     engine = connection.engine.sync_engine
     event.listen(engine, "handle_error", keep)
     try:
-        return await session.run_sync(_drain, AsyncInvoker(connection), caller, jobs, state, allow_failures)
+        return await session.run_sync(_drain, AsyncInvoker(connection), runner, jobs, state, allow_failures)
     finally:
         event.remove(engine, "handle_error", keep)
 
@@ -83,7 +83,7 @@ async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_f
 def _drain(
     session: Session,
     invoker: Invoker,
-    caller: EffectRunner | AsyncEffectRunner,
+    runner: EffectRunner | AsyncEffectRunner,
     jobs: Jobs,
     state: object,
     allow_failures: bool,
@@ -91,7 +91,7 @@ def _drain(
     session.flush()
     connection = session.connection()
     schema = mapped_schema(connection)
-    work = Runtime(
+    runtime = Runtime(
         jobs.resolve(),
         state,
         invoker,
@@ -99,19 +99,19 @@ def _drain(
         schema,
         max_crashes=1,
         epoch="",
-        caller=caller,
+        caller=runner,
         sharing_queues=frozenset(),
         is_interruption=_is_for_the_test,
     )
-    queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
-    # Around everything: each look at an empty queue leaves a savepoint of its own.
+    queues = [name for name, flavour in runtime.registry.flavours.items() if flavour == invoker.flavour]
+    # Around everything: each claim from an empty queue leaves a savepoint of its own.
     run_script(connection, "SAVEPOINT oq_drain")
     try:
-        events = [event for name in queues for event in _drain_queue(connection, name, work)]
-        while more := [event for name in queues for event in _drain_queue(connection, name, work)]:
+        events = [event for name in queues for event in _drain_queue(connection, name, runtime)]
+        while more := [event for name in queues for event in _drain_queue(connection, name, runtime)]:
             events += more
     finally:
-        work.guard.remove()
+        runtime.guard.remove()
     run_script(connection, "RELEASE SAVEPOINT oq_drain")
     session.expire_all()
     failures = [event for event in events if isinstance(event, JobRetried | JobDied)]
@@ -126,8 +126,8 @@ def _is_for_the_test(error: BaseException) -> bool:
     return is_cancellation(error) or not isinstance(error, Exception | SystemExit | asyncio.CancelledError)
 
 
-def _drain_queue(connection: Connection, name: str, work: Runtime) -> list[Event]:
-    statements = ClaimStatements(work.schema, name)
+def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Event]:
+    statements = ClaimStatements(runtime.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
         claimed = claim(connection, ClaimRequest(statements.ready, 1))
@@ -135,11 +135,11 @@ def _drain_queue(connection: Connection, name: str, work: Runtime) -> list[Event
             claimed = claim(connection, ClaimRequest(statements.due, 1))
         if claimed.anchor is None:
             return events
-        progress = BatchState(name, claimed.jobs, claimed.anchor)
-        execute_all(connection, progress, work, shared=True)
+        batch = BatchState(name, claimed.jobs, claimed.anchor)
+        execute_all(connection, batch, runtime, shared=True)
         # The handlers' deadlines are not the test's.
         run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.anchor.savepoint}")
-        events += progress.report().events
+        events += batch.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
 
 

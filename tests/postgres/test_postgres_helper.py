@@ -279,7 +279,7 @@ def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -
 
 
 def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
-    """From the first moment on there is somebody to clean up."""
+    """From the first moment on there is a process to clean up."""
     with owner_process("start_embedded()", WAIT_FOREVER) as owner:
         process = psutil.Process(owner.pid)
 
@@ -487,7 +487,7 @@ def test_nothing_to_start_is_an_error_that_lists_every_source(tmp_path: Path, mo
 def test_a_docker_engine_that_does_not_answer_is_passed_over_in_silence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an engine the embedded server starts, and nobody is told about Docker."""
+    """Without an engine the embedded server starts, and says nothing about Docker."""
     pytest.importorskip("testcontainers")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     with find_server(configured_url=None, binaries=None) as server:
@@ -527,7 +527,7 @@ def test_a_copy_that_lost_files_is_made_anew(temp_directory: Path) -> None:
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_programs_that_another_user_may_have_planted_are_refused(temp_directory: Path) -> None:
-    """What stands in the place of the copy is used only if nobody but us can have written it."""
+    """What stands in the place of the copy is used only if no other user can have written it."""
     embedded_binaries()
     (copy,) = temp_directory.iterdir()
 

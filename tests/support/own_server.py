@@ -51,12 +51,12 @@ def stop_fast(server: Server) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGINT)
     wait_until(lambda: not answers(server.url), "the server to stop")
-    # Its keeper learns of it.
+    # Its watchdog learns of it.
     server.stop_immediately()
 
 
 def answers(url: str) -> bool:
-    """Whether the server lets anybody in."""
+    """Whether the server accepts connections."""
     with contextlib.suppress(psycopg.OperationalError), psycopg.connect(libpq_url(url), connect_timeout=5):
         return True
     return False

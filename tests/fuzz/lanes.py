@@ -62,7 +62,7 @@ class Lane:
         self._handlers = Handlers(self._ledger, batchable=mode.batchable)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         groups = (SlotGroup(("fuzz-sync",)), SlotGroup(("fuzz-async",)))
-        # No pruning and no rebuilding: they would come at their own times.
+        # No upkeep: it would come at its own times.
         config = RelayConfig(groups=groups, batch_size=mode.batch_size, prune_seconds=0, reindex=False)
         self._relay = Relay(url, self._handlers.jobs, config, hooks=[self._events.put])
         self._error: BaseException | None = None

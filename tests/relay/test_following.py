@@ -30,7 +30,7 @@ from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.transaction import BEGIN
 from outboxq.statements.wake import calls_away
-from outboxq.testing.contexts import unit_test_job
+from outboxq.testing.contexts import unit_test_job as _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child
@@ -92,12 +92,12 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(en
         script = claims.sorts("ledger")[0]
         for count in range(1, 501):
             claims.ask("ledger", script)
-            claims.took("ledger", (unit_test_job(),) * count, 0)
-            claims.following(BatchState("ledger", (unit_test_job(),) * count, None, deadlocked=True))
+            claims.took("ledger", (_unit_test_job(),) * count, 0)
+            claims.following(BatchState("ledger", (_unit_test_job(),) * count, None, deadlocked=True))
             for _ in range(10):
                 limits.add(claims.ask("ledger", script).limit)
-                claims.took("ledger", (unit_test_job(),), 0)
-                claims.following(BatchState("ledger", (unit_test_job(),), None))
+                claims.took("ledger", (_unit_test_job(),), 0)
+                claims.following(BatchState("ledger", (_unit_test_job(),), None))
     finally:
         shared.effect_runners.dispose(lambda _: None)
     assert len(limits) <= 10

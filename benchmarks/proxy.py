@@ -141,7 +141,7 @@ def _receive(source: socket.socket) -> tuple[bytes, float]:
     for level, kind, content in extra:
         if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPING and len(content) >= _STAMP.size:
             seconds, nanoseconds = _STAMP.unpack_from(content)
-            # Never more than what waking up may take: somebody may have set the clock.
+            # Never more than what waking up may take: the clock may have been set.
             return data, now - min(max(clock - seconds - nanoseconds * 1e-9, 0.0), _LONGEST_WAKE_SECONDS)
     return data, now
 

@@ -15,7 +15,7 @@ class Scenario(StrEnum):
     """What a peer does.
 
     Jobs that do nothing; jobs that update a row each; a few jobs a second, timed; jobs that do nothing, at the end of a
-    long drain behind a snapshot that somebody holds.
+    long drain behind a snapshot that a session holds.
     """
 
     noop = "noop"

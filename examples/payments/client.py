@@ -42,7 +42,7 @@ class PaymentClient:
         Raises:
             CallNotApplied: nothing was taken, for sure.
             CallRefused: the card was declined.
-            Exception: anything else; nobody knows.
+            Exception: anything else; the outcome is not known.
         """
         body = json.dumps({"order": order_id, "cents": cents})
         status, answer = self._request("POST", "/charges", body, {"Idempotency-Key": idempotency_key})

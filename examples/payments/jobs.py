@@ -70,7 +70,9 @@ def take_payment(
         )
     except EffectUnknown:
         # Trying again would come to the same. The dead letters are what a person goes through.
-        return DeadLetter("nobody knows whether the customer was charged: see `outboxq effects list --status unknown`")
+        return DeadLetter(
+            "it is not known whether the customer was charged: see `outboxq effects list --status unknown`"
+        )
     except EffectFailed:
         ctx.session.get_one(Order, order_id).status = "declined"
         return None

@@ -116,7 +116,7 @@ def test_a_declined_card_is_asked_once(
 def test_a_provider_that_is_away_is_called_again(
     outboxq_database: Database, sessions: Sessions, till: Till, books: Books, handler: JobKind[[int, int]]
 ) -> None:
-    """503 says that nothing was done: even where nobody could tell afterwards, it is safe to call again."""
+    """503 says that nothing was done: even if it could not be told afterwards, it is safe to call again."""
     till.behave(unavailable=2)
     order_id = place(sessions, handler)
     with relay_at_work(outboxq_database.url):
@@ -166,7 +166,7 @@ def test_a_lost_answer_that_nobody_can_find_is_left_to_a_person(
     assert till.counts()["calls"] == 1
     assert books.effects("unknown") == 1
     assert books.statuses() == ["placed"]
-    assert books.count("SELECT count(*) FROM outboxq.dead_job WHERE reason LIKE '%nobody knows%'") == 1
+    assert books.count("SELECT count(*) FROM outboxq.dead_job WHERE reason LIKE '%not known%'") == 1
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_person_s_answer_settles_what_nobody_knew(
 
 
 def test_the_client_says_what_is_known_of_the_money(till: Till) -> None:
-    """Not applied, refused or anybody's guess: each failure of a call is told apart."""
+    """Not applied, refused or a guess: each failure of a call is told apart."""
     client = PaymentClient(till.address)
     till.behave(unavailable=1, declined_orders=[7])
     with pytest.raises(CallNotApplied):

@@ -79,7 +79,7 @@ class Scene:
         self.books.run("UPDATE outboxq.effect SET locked_until = clock_timestamp() WHERE status = 'started'")
 
     def finish(self) -> None:
-        """Let relays that nobody kills do all that is left."""
+        """Let relays that are not killed do all that is left."""
         self.let_leases_run_out()
         with RelayProcess(TARGET, self.url, self.config(4)), RelayProcess(TARGET, self.url, self.config(4)):
             wait_until(lambda: self.books.jobs() == 0, "the end of all jobs")
@@ -140,7 +140,7 @@ def test_what_nobody_can_know_is_counted_and_never_called_again(scene: Scene) ->
         scene.kill_at_every_step()
     scene.finish()
 
-    # Of those killed before the call nothing was charged; nobody but this test can know.
+    # Of those killed before the call nothing was charged; only this test can know.
     assert scene.books.effects("unknown") == KILLED_IN_WINDOW
     assert scene.till.counts()["charges"] == ORDERS - ROUNDS
     assert max(scene.till.charges_per_order().values()) == 1

@@ -34,7 +34,7 @@ async def write_invoice(ctx: AsyncContext, order_id: int) -> None:
 async def take_from_stock(ctx: AsyncContext, order_id: int) -> bool:
     """Take all lines or none; False where a product is short.
 
-    The stock is changed by an expression: PostgreSQL computes it from the newest row, whoever else takes some.
+    The stock is changed by an expression: PostgreSQL computes it from the newest row, which others may have changed.
     """
     # In one order everywhere, so that two orders of the same products do not deadlock.
     lines = await ctx.session.scalars(select(OrderLine).where(OrderLine.order_id == order_id).order_by(OrderLine.sku))

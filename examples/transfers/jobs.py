@@ -35,7 +35,7 @@ def carry_out(ctx: Context, transfer: Transfer) -> DeadLetter | None:
 def lock_accounts(session: Session, ids: Sequence[int]) -> list[Account]:
     """The accounts, in the order of `ids`, their rows locked until the transaction ends.
 
-    Locked in the order of their ids, whoever asks: of two transfers between the same accounts one waits for the other,
+    Locked in the order of their ids: of two transfers between the same accounts one waits for the other,
     and neither waits for one that waits for it.
     """
     locked = (

@@ -20,7 +20,7 @@ def run_demo(*, jobs: int = DEFAULT_JOBS, seed: int | None = None, json: bool = 
         json: Print one JSON object instead of progress and a table.
 
     Returns:
-        0 where the proof holds, 1 where it does not, 130 after Ctrl-C.
+        0 if the proof holds, 1 if it does not, 130 after Ctrl-C.
 
     Raises:
         ConfigError: too few jobs, or rich is not installed.

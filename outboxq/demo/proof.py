@@ -75,7 +75,7 @@ class Proof:
     Attributes:
         values: The figures, by name.
         by_relay: The effects of each relay, by its name.
-        kill: The relay that was killed at work; None where none was.
+        kill: The relay that was killed at work, if one was.
         taken_over: How many of the jobs that it ran have the effect of another relay.
     """
 

@@ -1,28 +1,23 @@
 """The demo's relays: real processes, one of which is killed while it is at work."""
 
-import os
-import signal
 import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from uuid import UUID
 
 from sqlalchemy import Engine, make_url, text
 
-from outboxq.config import DATABASE_URL_VARIABLE, PARENT_PIPE_VARIABLE, child_environment
+from outboxq.config import DATABASE_URL_VARIABLE, PARENT_PIPE_VARIABLE
 from outboxq.demo.shop import SCHEMA
 from outboxq.errors import OutboxqError
+from outboxq.testing.child import ChildProcess
 
-COMMAND = (sys.executable, "-m", "outboxq", "relay", "outboxq.demo.shop:jobs")
 # Two slots for each queue.
-OPTIONS = ("--processes", "1", "--queue", "warehouse=2", "--queue", "mail=2")
+_COMMAND = ("outboxq", "relay", "outboxq.demo.shop:jobs")
+_OPTIONS = ("--processes", "1", "--queue", "warehouse=2", "--queue", "mail=2")
 SLOTS = 4
 
 _START_SECONDS = 30.0
-_STOP_SECONDS = 15.0
-_LOG_TAIL_BYTES = 2_000
 
 # A claim is an open transaction that has deleted the job: its id stands in the row's xmax. The lock on the ledger tells
 # that the handler has written its effect.
@@ -52,7 +47,7 @@ class Kill:
     written: int
 
 
-class RelayProcess:
+class DemoRelay(ChildProcess):
     """`outboxq relay` as a process of its own.
 
     Its connections carry its name, so that the database can tell what it does. It ends when this process does, however
@@ -62,27 +57,16 @@ class RelayProcess:
     def __init__(self, number: int, url: str, parent_pipe: int) -> None:
         self.name = f"relay {number}"
         own_url = make_url(url).update_query_dict({"application_name": self.name})
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a module of this package
-            [*COMMAND, *OPTIONS],
-            env=child_environment(
-                {
-                    DATABASE_URL_VARIABLE: own_url.render_as_string(hide_password=False),
-                    PARENT_PIPE_VARIABLE: str(parent_pipe),
-                }
-            ),
+        super().__init__(
+            *_COMMAND,
+            *_OPTIONS,
+            environment={
+                DATABASE_URL_VARIABLE: own_url.render_as_string(hide_password=False),
+                PARENT_PIPE_VARIABLE: str(parent_pipe),
+            },
             pass_fds=(parent_pipe,),
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            # A Ctrl-C at the terminal reaches the demo alone, which then ends its relays.
-            start_new_session=True,
         )
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
 
     def check(self) -> None:
         """See that it runs.
@@ -90,15 +74,9 @@ class RelayProcess:
         Raises:
             DemoFailed: it ended by itself; the message holds the end of its log.
         """
-        code = self._process.poll()
-        if code is None:
-            return
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _LOG_TAIL_BYTES))
-        tail = self._log.read().decode(errors="replace").strip()
-        raise DemoFailed(
-            f"{self.name} (pid {self.pid}) was to run, but ended with code {code}:\n{tail or '(no output)'}"
-        )
+        code = self.returncode
+        if code is not None:
+            raise DemoFailed(f"{self.name} (pid {self.pid}) was to run, but ended with code {code}:\n{self.log}")
 
     def wait_until_it_serves(self, engine: Engine) -> None:
         """Wait for its connections, one a slot.
@@ -118,7 +96,7 @@ class RelayProcess:
 
         It is stopped for the look, so that what it was seen to run is what it ran when it died.
         """
-        os.kill(self.pid, signal.SIGSTOP)
+        self.pause()
         try:
             running = self._running(engine)
             # A COMMIT that was on its way when the process was stopped has arrived by now.
@@ -127,27 +105,10 @@ class RelayProcess:
             ids = tuple(job_id for job_id in still if running.get(job_id) == still[job_id])
             if not ids:
                 return None
-            os.kill(self.pid, signal.SIGKILL)
-            self._process.wait()
+            self.kill()
             return Kill(self.name, self.pid, ids, sum(still[job_id][1] for job_id in ids))
         finally:
-            if self._process.returncode is None:
-                os.kill(self.pid, signal.SIGCONT)
-
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM; it finishes the jobs at hand."""
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def close(self) -> None:
-        """See it ended, by force where it does not end by itself."""
-        self.ask_to_stop()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+            self.resume()
 
     def _running(self, engine: Engine) -> dict[UUID, tuple[object, bool]]:
         with engine.connect() as connection:

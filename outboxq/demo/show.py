@@ -3,33 +3,30 @@
 import json
 import sys
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from outboxq.demo.proof import FIGURES, Proof
 from outboxq.errors import ConfigError
 
 
-class Show(Protocol):
-    """Where the demo is shown; a context manager around its run."""
+class Show:
+    """The display of a run, a context manager around it: silent until the end, then one JSON object."""
 
     def say(self, line: str) -> None:
         """Tell what happens."""
-        ...
 
     def progress(self, done: int, total: int) -> None:
         """Tell how many effects were applied."""
-        ...
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
         """Show the proof."""
-        ...
+        sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.flush()
 
 
 def open_show(*, as_json: bool) -> Show:
@@ -39,38 +36,15 @@ def open_show(*, as_json: bool) -> Show:
         ConfigError: rich is not installed.
     """
     if as_json:
-        return JsonShow()
+        return Show()
     try:
-        import rich  # noqa: F401  # only to see whether it is there
+        return TerminalShow()
     except ImportError as error:
         raise ConfigError("the demo's display needs rich: pip install 'outboxq[demo]', or ask for --json") from error
-    return TerminalShow()
 
 
-class JsonShow:
-    """Silent until the end, then one JSON object."""
-
-    def say(self, line: str) -> None:
-        """Nothing."""
-
-    def progress(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """The object."""
-        sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        sys.stdout.flush()
-
-
-class TerminalShow:
-    """Lines and a bar on a terminal; the lines alone elsewhere."""
+class TerminalShow(Show):
+    """Lines and a bar on a terminal; the lines alone in a file or a pipe."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -89,15 +63,12 @@ class TerminalShow:
         self._task = self._bar.add_task("effects applied", total=None)
 
     def say(self, line: str) -> None:
-        """One line, above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, done: int, total: int) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=done, total=total)
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """The table, then what it comes to."""
         from rich import box
         from rich.table import Table
 
@@ -124,9 +95,7 @@ class TerminalShow:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 

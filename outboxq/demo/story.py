@@ -12,7 +12,7 @@ from sqlalchemy.schema import CreateSchema
 
 from outboxq.demo.customers import CUSTOMERS, Customers, PlannedOrder, add_products, plan_orders
 from outboxq.demo.proof import Proof, prove
-from outboxq.demo.relays import Kill, RelayProcess
+from outboxq.demo.relays import DemoRelay, Kill
 from outboxq.demo.shop import SCHEMA, Base
 from outboxq.demo.show import Show, open_show
 from outboxq.errors import ConfigError, OutboxqError
@@ -22,7 +22,8 @@ from outboxq.relay.signals import stop_signals
 
 FEWEST_JOBS = 100
 _LIMIT_SECONDS = 300.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 15.0
 INTERRUPTED = 130
 
 _DONE = text("SELECT count(*) FROM shop.effect")
@@ -30,12 +31,12 @@ _HAS_JOBS = text("SELECT EXISTS (SELECT FROM outboxq.job)")
 
 
 def play(*, jobs: int, seed: int | None, as_json: bool) -> int:
-    """Play the demo; the exit code. See `outboxq.demo.run_demo`."""
+    """Play the demo, and return its exit code."""
     if jobs < FEWEST_JOBS:
         raise ConfigError(f"the demo takes at least {FEWEST_JOBS} jobs, to have some left to kill, got {jobs}")
     seed = random.randrange(1_000_000) if seed is None else seed
     begun = time.monotonic()
-    # Looked at between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
+    # Asked between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
     interrupted = threading.Event()
     with open_show(as_json=as_json) as show, stop_signals(interrupted.set):
         try:
@@ -50,7 +51,7 @@ def play(*, jobs: int, seed: int | None, as_json: bool) -> int:
 
 
 class Interrupted(OutboxqError):
-    """Somebody pressed Ctrl-C."""
+    """Ctrl-C was pressed."""
 
 
 def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, interrupted: threading.Event) -> Proof:
@@ -71,12 +72,9 @@ class _Story:
     """The relays of one run, and what happens to them."""
 
     def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
-        self._url = url
-        self._engine = engine
-        self._show = show
+        self._url, self._engine, self._show, self._stack = url, engine, show, stack
         self._jobs = sum(order.jobs for order in orders)
-        self._stack = stack
-        self._relays: list[RelayProcess] = []
+        self._relays: list[DemoRelay] = []
         self._started = 0
         self._read_end, write_end = os.pipe()
         stack.callback(os.close, self._read_end)
@@ -105,7 +103,7 @@ class _Story:
             # In this order: what is enqueued after the look is not missed.
             if customers.have_finished() and not has_jobs and not self._look()[1]:
                 return kill
-            if interrupted.wait(_LOOK_SECONDS):
+            if interrupted.wait(_POLL_SECONDS):
                 raise Interrupted
         # The proof counts what is left.
         return kill
@@ -115,11 +113,11 @@ class _Story:
         for relay in self._relays:
             relay.ask_to_stop()
         for relay in self._relays:
-            relay.close()
+            relay.wait(_STOP_SECONDS)
 
-    def _start_relay(self) -> RelayProcess:
+    def _start_relay(self) -> DemoRelay:
         self._started += 1
-        relay = RelayProcess(self._started, self._url, self._read_end)
+        relay = DemoRelay(self._started, self._url, self._read_end)
         self._stack.callback(relay.close)
         self._relays.append(relay)
         return relay

@@ -1,7 +1,7 @@
-"""Where the PostgreSQL programs are, and which user may run them.
+"""The PostgreSQL programs, and the user that runs them.
 
-PostgreSQL refuses to run as root. There its programs run as an existing unprivileged user, and nothing of the machine
-is changed for that: no user is made and no permission of an existing file is touched. Programs which that user cannot
+PostgreSQL refuses to run as root. For root its programs run as an existing unprivileged user. Nothing of the machine
+is changed for that: no user is made, and no permission of an existing file is touched. Programs which that user cannot
 reach are copied to a directory of ours.
 """
 
@@ -42,7 +42,7 @@ class SourceFailed(OutboxqError):
 
 @dataclass(frozen=True, slots=True)
 class ServerUser:
-    """The unprivileged user as whom a server of root runs."""
+    """The unprivileged user that runs a server for root."""
 
     name: str
     uid: int
@@ -214,8 +214,8 @@ def _is_usable(copy: Path, package: Path) -> bool:
         status = copy.lstat()
     except FileNotFoundError:
         return False
-    # Anyone may make this name in a shared directory. What is not a directory that only we can write to could hold
-    # programs of somebody else's.
+    # In a shared directory any user may make this name. What is not a directory that only we can write to could hold
+    # programs of another user.
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
         reason = f"{copy}, the place for a copy of its programs, belongs to uid {status.st_uid} or is open to others"

@@ -129,7 +129,7 @@ class Cluster:
             reply = self._start()
             if self.pid is not None:
                 return
-            # Somebody else may have taken the port since we looked.
+            # Another process may have taken the port since we looked.
             if b"could not bind" not in self._log.read_bytes()[seen_bytes:]:
                 raise self._failure(f"the server did not start ({_described(reply)})")
         raise self._failure(f"{_PORT_ATTEMPTS} ports in a row were taken before the server could listen on them")
@@ -175,7 +175,7 @@ class Cluster:
         return reply
 
     def _end_what_a_killed_watchdog_left(self) -> None:
-        # The server is in the watchdog's process group: as long as it lives, nobody else is given that number.
+        # The server is in the watchdog's process group: as long as it lives, no other process is given that number.
         group = self._watchdog.pid
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGQUIT)
@@ -210,7 +210,7 @@ def _parent_directory(user: ServerUser | None, *, durable: bool) -> Path:
 
 
 def _has_room_in_memory(user: ServerUser | None) -> bool:
-    # Half the time of initdb and of CREATE DATABASE is file work. Whoever sets TMPDIR has chosen a place already.
+    # Half the time of initdb and of CREATE DATABASE is file work. A user who sets TMPDIR has chosen a place already.
     if tempfile.gettempdir() != "/tmp" or not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):  # noqa: S108 - compared
         return False
     return can_enter(_SHARED_MEMORY, user) and shutil.disk_usage(_SHARED_MEMORY).free >= _MEMORY_BYTES

@@ -1,4 +1,4 @@
-"""A PostgreSQL server in a Docker container, through testcontainers where that package is installed.
+"""A PostgreSQL server in a Docker container, through testcontainers if that package is installed.
 
 testcontainers' own reaper container removes the server when its owner is killed.
 """
@@ -64,7 +64,7 @@ def start_container(settings: Mapping[str, str]) -> Container:
 
 
 def _ping_engine(docker: ModuleType) -> None:
-    # Where nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
+    # If nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
     # look there first; a client that is given a version connects to nothing before it is asked to.
     with contextlib.closing(docker.from_env(version=docker.constants.MINIMUM_DOCKER_API_VERSION)) as client:
         adapter = client.api.get_adapter(client.api.base_url)
@@ -88,7 +88,7 @@ def _started(container: Container, command: list[str]) -> Container:
 
 
 def _postgres_module() -> ModuleType:
-    # Imported after the probe only: this takes longer than all the rest. The old module warns where the new one is.
+    # Imported after the probe only: this takes longer than all the rest. If both modules exist, the old one warns.
     try:
         return importlib.import_module("testcontainers.community.postgres")
     except ModuleNotFoundError:

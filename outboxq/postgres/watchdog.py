@@ -30,7 +30,7 @@ LOG_FD = 2
 
 
 class Command(TypedDict):
-    """What the owner sends: "initdb", "start" or "stop", and for the first two what to run and as whom."""
+    """What the owner sends: "initdb", "start" or "stop", and for the first two the command to run and its user."""
 
     verb: str
     arguments: list[str]
@@ -47,7 +47,7 @@ class Reply(TypedDict, total=False):
 
 
 class Watchdog:
-    """Does what the owner says, for one work directory and at most one server at a time."""
+    """Obeys the owner's commands, for one work directory and at most one server at a time."""
 
     def __init__(self, work_directory: Path) -> None:
         self._work_directory = work_directory
@@ -113,8 +113,8 @@ class Watchdog:
         return {"problem": f"the server was not ready within {START_SECONDS} s"}
 
     def _stop(self) -> None:
-        # SIGQUIT is the immediate shutdown. Nobody needs a checkpoint of data that is thrown away or crash-tested,
-        # and the gentler shutdowns wait for clients.
+        # SIGQUIT is the immediate shutdown. Data that is thrown away or crash-tested needs no checkpoint, and
+        # the gentler shutdowns wait for clients.
         server, self._server = self._server, None
         if server is None:
             return

@@ -1,244 +1,37 @@
 """For users' tests: look at what was enqueued, run it inside the test's own transaction, crash it, find a PostgreSQL.
 
-The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (see `outboxq.pytest_plugin`).
+The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (`outboxq.pytest_plugin`).
 """
 
-import asyncio
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from functools import partial
-from typing import overload
-from uuid import UUID
+from outboxq.fault_points import EFFECT_FAULT_POINTS, FAULT_POINTS, FaultPoint, fault_action
+from outboxq.postgres import Database, Server, find_server, start_embedded
+from outboxq.testing.assertions import assert_enqueued
+from outboxq.testing.contexts import async_context, sync_context
+from outboxq.testing.crashes import CRASH_STEPS, CrashStep, crash_at_every_step
+from outboxq.testing.drain import DrainReport, drain
+from outboxq.testing.faults import kill_process_at
+from outboxq.testing.proxy import CommitProxy, Trap
+from outboxq.testing.relay_process import RelayProcess
 
-import msgspec
-from sqlalchemy import Connection, event, select
-from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
-
-from outboxq.clock import uuid7s
-from outboxq.codec.values import encode_value, join_object
-from outboxq.config import DEFAULT_RETENTION
-from outboxq.database.driver import run_script
-from outboxq.database.guard import Guard, keep_cancelled
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
-from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
-from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
-from outboxq.execution.run import run
-from outboxq.execution.runtime import Runtime, is_cancellation
-from outboxq.fault_points import EFFECT_FAULT_POINTS as EFFECT_FAULT_POINTS
-from outboxq.fault_points import FAULT_POINTS as FAULT_POINTS
-from outboxq.fault_points import FaultPoint as FaultPoint
-from outboxq.fault_points import fault_action as fault_action
-from outboxq.handlers.context import AsyncContext, Context
-from outboxq.handlers.registry import Jobs
-from outboxq.job import Job
-from outboxq.new_job import JobHandle
-from outboxq.outbox.kinds import JobKind, P
-from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
-from outboxq.postgres import Database as Database
-from outboxq.postgres import Server as Server
-from outboxq.postgres import find_server as find_server
-from outboxq.postgres import start_embedded as start_embedded
-from outboxq.statements.claim import ClaimStatements
-from outboxq.statements.transaction import local_timeouts_off
-from outboxq.tables import job, mapped_schema
-from outboxq.testing.crashes import CRASH_STEPS as CRASH_STEPS
-from outboxq.testing.crashes import CrashStep as CrashStep
-from outboxq.testing.crashes import RelayProcess as RelayProcess
-from outboxq.testing.crashes import crash_at_every_step as crash_at_every_step
-from outboxq.testing.proxy import CommitProxy as CommitProxy
-from outboxq.testing.proxy import Trap as Trap
-from outboxq.testing.relay_process import kill_process_at as kill_process_at
-
-_DRAIN_LIMIT = 10_000
-_LEASE_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class DrainReport:
-    """What `drain` ran: how many jobs were done, and an event for each that was not."""
-
-    done: int
-    others: tuple[Event, ...]
-
-
-@overload
-def assert_enqueued(session: Session, kind: "JobKind[P] | str", /, **args: object) -> JobHandle: ...
-
-
-@overload
-def assert_enqueued(session: AsyncSession, kind: "JobKind[P] | str", /, **args: object) -> Awaitable[JobHandle]: ...
-
-
-def assert_enqueued(
-    session: Session | AsyncSession, kind: "JobKind[P] | str", /, **args: object
-) -> JobHandle | Awaitable[JobHandle]:
-    """Assert that a job of `kind` waits whose arguments include `args`; await it for an async session.
-
-    Flushes the session first, and sees what its transaction sees. Entities are compared by primary key.
-
-    Raises:
-        AssertionError: none does; the message lists what waits.
-    """
-    name = kind if isinstance(kind, str) else kind.kind
-    if isinstance(session, AsyncSession):
-        return session.run_sync(_assert_enqueued, name, args)
-    return _assert_enqueued(session, name, args)
-
-
-def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> JobHandle:
-    session.flush()
-    expected = join_object({name: encode_value(name, value) for name, value in args.items()})
-    columns = select(job.c.id, job.c.kind, job.c.queue, job.c.args).order_by(job.c.seq)
-    found = session.execute(
-        columns.where(job.c.kind == kind, job.c.args.cast(JSONB).contains(msgspec.json.decode(expected)))
-    ).first()
-    if found is not None:
-        return JobHandle(found.id.hex, found.kind, found.queue)
-    waiting = [f"  {row.kind} {row.args}" for row in session.execute(columns.limit(20))]
-    raise AssertionError(
-        f"no job {kind} with {expected} is enqueued; waiting are:\n" + ("\n".join(waiting) or "  none")
-    )
-
-
-@overload
-def drain(session: Session, jobs: Jobs, *, state: object = None, allow_failures: bool = False) -> DrainReport: ...
-
-
-@overload
-def drain(
-    session: AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
-) -> Awaitable[DrainReport]: ...
-
-
-def drain(
-    session: Session | AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
-) -> DrainReport | Awaitable[DrainReport]:
-    """Run every job that is ready or due, inside the session's own transaction; await it for an async session.
-
-    For tests whose outer transaction is rolled back at the end: handlers run as under a relay, contained by savepoints,
-    and nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async ones. Objects of the session are
-    expired afterwards, so that the test reads what the handlers wrote.
-
-    Args:
-        state: What handlers see as `ctx.state`; the registry's lifespan is not entered.
-        allow_failures: Report failed attempts instead of raising.
-
-    Raises:
-        AssertionError: a handler failed, and `allow_failures` is not set.
-    """
-    if isinstance(session, AsyncSession):
-        return _drain_async(session, jobs, state, allow_failures)
-    caller = EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
-    return _drain(session, SyncInvoker(), caller, jobs, state, allow_failures)
-
-
-async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
-    connection = await session.connection()
-    caller = AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
-    assert connection.sync_connection is not None
-    keep = partial(keep_cancelled, own=connection.sync_connection)
-    engine = connection.engine.sync_engine
-    event.listen(engine, "handle_error", keep)
-    try:
-        return await session.run_sync(_drain, AsyncInvoker(connection), caller, jobs, state, allow_failures)
-    finally:
-        event.remove(engine, "handle_error", keep)
-
-
-def _drain(
-    session: Session,
-    invoker: Invoker,
-    caller: EffectRunner | AsyncEffectRunner,
-    jobs: Jobs,
-    state: object,
-    allow_failures: bool,
-) -> DrainReport:
-    session.flush()
-    connection = session.connection()
-    schema = mapped_schema(connection)
-    work = Runtime(
-        jobs.resolve(),
-        state,
-        invoker,
-        Guard(connection),
-        schema,
-        max_crashes=1,
-        epoch="",
-        caller=caller,
-        sharing_queues=frozenset(),
-        is_interruption=_is_for_the_test,
-    )
-    queues = [name for name, flavour in work.registry.flavours.items() if flavour == invoker.flavour]
-    # Around everything: each look at an empty queue leaves a savepoint of its own.
-    run_script(connection, "SAVEPOINT oq_drain")
-    try:
-        events = [event for name in queues for event in _drain_queue(connection, name, work)]
-        while more := [event for name in queues for event in _drain_queue(connection, name, work)]:
-            events += more
-    finally:
-        work.guard.remove()
-    run_script(connection, "RELEASE SAVEPOINT oq_drain")
-    session.expire_all()
-    failures = [event for event in events if isinstance(event, JobRetried | JobDied)]
-    if failures and not allow_failures:
-        raise AssertionError("handlers failed:\n" + "\n".join(f"  {_described(event)}" for event in failures))
-    done = sum(isinstance(event, JobDone) for event in events)
-    return DrainReport(done, tuple(event for event in events if not isinstance(event, JobDone)))
-
-
-def _is_for_the_test(error: BaseException) -> bool:
-    # A Ctrl-C, or pytest.fail() in a handler.
-    return is_cancellation(error) or not isinstance(error, Exception | SystemExit | asyncio.CancelledError)
-
-
-def _drain_queue(connection: Connection, name: str, work: Runtime) -> list[Event]:
-    statements = ClaimStatements(work.schema, name)
-    events: list[Event] = []
-    for _ in range(_DRAIN_LIMIT):
-        claimed = claim(connection, ClaimRequest(statements.ready, 1))
-        if claimed.transaction is None:
-            claimed = claim(connection, ClaimRequest(statements.due, 1))
-        if claimed.transaction is None:
-            return events
-        progress = BatchState(name, claimed.jobs, claimed.transaction)
-        run(connection, progress, work, shared=True)
-        # The handlers' deadlines are not the test's.
-        run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")
-        events += progress.report().events
-    raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
-
-
-def _described(event: JobRetried | JobDied) -> str:
-    if isinstance(event, JobDied):
-        return f"{event.job.kind}: {event.reason}"
-    return f"{event.job.kind}: {event.error_type}: {event.message} ({', '.join(event.where)})"
-
-
-def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
-    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
-
-    Its `once` records in savepoints of the test's own transaction: undone with it, and with what surrounds the call.
-    """
-    caller = EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
-    return Context(_unit_test_job(), state, session, EffectAccess(caller, _retention))
-
-
-def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
-    """A context for calling an async handler in a unit test."""
-    caller = AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
-    return AsyncContext(_unit_test_job(), state, session, EffectAccess(caller, _retention))
-
-
-def _retention(_scope: str) -> timedelta:
-    return DEFAULT_RETENTION
-
-
-def _unit_test_job() -> Job:
-    now = datetime.now(UTC)
-    return Job(UUID(uuid7s(1)[0]), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)
+__all__ = [
+    "CRASH_STEPS",
+    "EFFECT_FAULT_POINTS",
+    "FAULT_POINTS",
+    "CommitProxy",
+    "CrashStep",
+    "Database",
+    "DrainReport",
+    "FaultPoint",
+    "RelayProcess",
+    "Server",
+    "Trap",
+    "assert_enqueued",
+    "async_context",
+    "crash_at_every_step",
+    "drain",
+    "fault_action",
+    "find_server",
+    "kill_process_at",
+    "start_embedded",
+    "sync_context",
+]

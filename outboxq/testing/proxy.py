@@ -1,42 +1,28 @@
 """A TCP proxy before PostgreSQL that knows a COMMIT when it passes: for tests of what a lost connection leaves behind.
 
-It understands as much of the wire protocol (version 3) as that takes, on loopback, without TLS. Whoever commits through
-it can be cut off before COMMIT reaches the server or after it did, kept waiting for the answer, or left on a connection
-that is open and dead.
+It listens on loopback, without TLS. A client that commits through it can be cut off before COMMIT reaches the server or
+after it did, kept waiting for the answer, or left on a connection that is open and dead.
 """
 
 import contextlib
-import re
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
-from types import TracebackType
 from typing import Self, TypeAlias
 
 from sqlalchemy import URL, make_url
 
-from outboxq.database.sql_words import without_literals
+from outboxq.testing.wire import TransactionWatcher, answers_commit, frames, read_startup
 
-_RECEIVE_BYTES = 65_536
 _CONNECT_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
-# What the filter `containing` can look at; a transaction may send any amount.
-_REMEMBERED_STATEMENTS = 200
-
-_PLAINTEXT_PLEASE = (80877103, 80877104)  # SSLRequest and GSSENCRequest
-_COMMIT = re.compile(r"(?:^|;)\s*(?:COMMIT|END)(?:\s+(?:WORK|TRANSACTION))?\s*(?:;|$)", re.IGNORECASE)
-_WRITES = re.compile(r"(?:INSERT 0|UPDATE|DELETE|MERGE|COPY) (?!0$)\d+")
-# A CTE that writes and hands its rows to a SELECT says SELECT.
-_READS = re.compile(r"SELECT (?!0$)\d+")
-_WRITING_CTE = re.compile(r"\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
-_WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNORECASE)
-
 _Address: TypeAlias = "tuple[str, int] | str"
 
 
-class _Moment(Enum):
+class Moment(Enum):
+    """What a trap does, and when."""
+
     CUT_BEFORE = "cut before COMMIT"
     CUT_AFTER = "cut after COMMIT"
     HOLD_REPLY = "hold the reply"
@@ -45,34 +31,41 @@ class _Moment(Enum):
 
     @property
     def lets_commit_through(self) -> bool:
-        return self in (_Moment.CUT_AFTER, _Moment.HOLD_REPLY, _Moment.FREEZE_AFTER)
+        return self in (Moment.CUT_AFTER, Moment.HOLD_REPLY, Moment.FREEZE_AFTER)
 
 
 class Trap:
-    """What waits for a COMMIT.
+    """A fault that waits for a COMMIT.
 
     Attributes:
-        reached: Set when the fault has happened: the connection is cut, or stands still. Where COMMIT was let through,
+        reached: Set when the fault has happened: the connection is cut, or stands still. If COMMIT was let through,
             the server has answered it by then.
         count: How many COMMITs it has caught.
+        moment: What it does, and when.
     """
 
-    def __init__(self, moment: _Moment, times: int, containing: str) -> None:
+    def __init__(self, moment: Moment, times: int, containing: str) -> None:
         self.reached = threading.Event()
         self.count = 0
-        self._moment = moment
+        self.moment = moment
         self._times_left = times
         self._containing = containing.lower()
-        self._released = threading.Event()
+        self.released = threading.Event()
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Let pass what is held, and catch nothing more."""
+        """Let the held COMMIT pass, and catch no more."""
         with self._lock:
             self._times_left = 0
-        self._released.set()
+        self.released.set()
 
-    def _catches(self, statements: list[str]) -> bool:
+    @property
+    def is_spent(self) -> bool:
+        """Whether it catches no more."""
+        return self._times_left == 0
+
+    def catches(self, statements: list[str]) -> bool:
+        """Whether it catches the COMMIT of a transaction with these statements; counts it if so."""
         with self._lock:
             if self._times_left == 0 or not any(self._containing in statement.lower() for statement in statements):
                 return False
@@ -84,7 +77,7 @@ class Trap:
 class CommitProxy:
     """A proxy before the server of `database_url`, listening on loopback within a `with` block.
 
-    A COMMIT counts where its transaction has written rows: the others decide nothing. Each trap catches the next
+    A COMMIT counts if its transaction has written rows: the others decide nothing. Each trap catches the next
     `times` such COMMITs of any connection, if one of the transaction's statements holds the text `containing`
     (whatever its case). Literals sent as parameters are not looked at.
 
@@ -100,9 +93,9 @@ class CommitProxy:
         url = make_url(database_url)
         self._server = _server_address(url)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
+        self._address: tuple[str, int] = self._listener.getsockname()
         query = {name: value for name, value in url.query.items() if name not in ("host", "port", "sslmode")}
-        own = url.set(host="127.0.0.1", port=port, query=query).update_query_dict(
+        own = url.set(host=self._address[0], port=self._address[1], query=query).update_query_dict(
             {"sslmode": "disable", "gssencmode": "disable"}
         )
         self.url = own.render_as_string(hide_password=False)
@@ -117,15 +110,15 @@ class CommitProxy:
 
     def cut_before_commit(self, times: int = 1, *, containing: str = "") -> Trap:
         """Cut the connection instead of handing COMMIT on: nothing is committed, and the client cannot know."""
-        return self._set(_Moment.CUT_BEFORE, times, containing)
+        return self._set(Moment.CUT_BEFORE, times, containing)
 
     def cut_after_commit(self, times: int = 1, *, containing: str = "") -> Trap:
         """Hand COMMIT on, and cut the connection once the server has answered: the client never reads the answer."""
-        return self._set(_Moment.CUT_AFTER, times, containing)
+        return self._set(Moment.CUT_AFTER, times, containing)
 
     def hold_reply(self, times: int = 1, *, containing: str = "") -> Trap:
         """Hand COMMIT on, and keep the server's answer back until `release()`."""
-        return self._set(_Moment.HOLD_REPLY, times, containing)
+        return self._set(Moment.HOLD_REPLY, times, containing)
 
     def freeze_at_commit(self, times: int = 1, *, arrives: bool = False, containing: str = "") -> Trap:
         """At COMMIT hand nothing on any more in either direction; both sides keep an open connection.
@@ -135,7 +128,7 @@ class CommitProxy:
         Args:
             arrives: Whether COMMIT itself still reaches the server.
         """
-        return self._set(_Moment.FREEZE_AFTER if arrives else _Moment.FREEZE_BEFORE, times, containing)
+        return self._set(Moment.FREEZE_AFTER if arrives else Moment.FREEZE_BEFORE, times, containing)
 
     def freeze(self) -> None:
         """Hand nothing on, of any connection, until `thaw()`: open, and dead."""
@@ -161,7 +154,7 @@ class CommitProxy:
         self._listener.close()
         # A blocked accept() does not notice on every platform that its socket was closed.
         with contextlib.suppress(OSError):
-            socket.create_connection(self._own_address, timeout=0.2).close()
+            socket.create_connection(self._address, timeout=0.2).close()
         self.cut()
         for trap in traps:
             trap.release()
@@ -175,27 +168,19 @@ class CommitProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def _own_address(self) -> tuple[str, int]:
-        url = make_url(self.url)
-        assert url.port is not None
-        return "127.0.0.1", url.port
-
-    def _set(self, moment: _Moment, times: int, containing: str) -> Trap:
+    def _set(self, moment: Moment, times: int, containing: str) -> Trap:
         trap = Trap(moment, times, containing)
         with self._lock:
-            self._traps = [kept for kept in self._traps if kept._times_left] + [trap]  # noqa: SLF001  # ours
+            self._traps = [*(kept for kept in self._traps if not kept.is_spent), trap]
         return trap
 
     def _find_trap(self, statements: list[str]) -> Trap | None:
         with self._lock:
             traps = list(self._traps)
-        return next((trap for trap in traps if trap._catches(statements)), None)  # noqa: SLF001  # ours
+        return next((trap for trap in traps if trap.catches(statements)), None)
 
     def _accept(self) -> None:
         while True:
@@ -236,11 +221,7 @@ class _Link:
         self._forget = forget
         self._is_cut = threading.Event()
         self._trap: Trap | None = None
-        self._prepared: dict[bytes, str] = {}
-        self._portals: dict[bytes, str] = {}
-        self._statements: list[str] = []
-        self._has_written = False
-        self._may_write = False
+        self._watcher = TransactionWatcher()
         self._upward = threading.Thread(target=self._run, name="outboxq-proxy-up", daemon=True)
         self._downward = threading.Thread(target=self._run_downward, name="outboxq-proxy-down", daemon=True)
 
@@ -248,7 +229,7 @@ class _Link:
         self._upward.start()
 
     def cut(self) -> None:
-        """End both connections; whoever waits in a thread of ours goes on, and ends."""
+        """End both connections; threads that wait for one go on, and end."""
         self._is_cut.set()
         for end in (self._client, self._server):
             if end is not None:
@@ -284,105 +265,53 @@ class _Link:
             self.cut()
 
     def _pump_upward(self) -> None:
-        startup = self._read_startup()
+        startup = read_startup(self._client)
         self._wait_until_it_flows()
         self._server = _connect(self._server_address)
         self._server.sendall(startup)
         self._downward.start()
-        for kind, frame in _frames(self._client):
+        for kind, frame in frames(self._client):
             self._wait_until_it_flows()
-            if self._commits(kind, frame) and not self._spring():
+            if self._watcher.sees_commit(kind, frame) and not self._spring():
                 return
             self._server.sendall(frame)
 
-    def _read_startup(self) -> bytes:
-        while True:
-            head = _read(self._client, 8)
-            length, code = struct.unpack("!ii", head)
-            if code not in _PLAINTEXT_PLEASE:
-                return head + _read(self._client, length - 8)
-            self._client.sendall(b"N")
-
-    def _commits(self, kind: bytes, frame: bytes) -> bool:
-        """Note what the client sends; whether it is a COMMIT that counts."""
-        sql = self._sql_of(kind, frame[5:])
-        if sql is None:
-            return False
-        # In literals and comments, a word is no statement.
-        bare = without_literals(sql)
-        self._may_write = self._may_write or _WRITING_CTE.match(bare) is not None
-        if len(self._statements) < _REMEMBERED_STATEMENTS:
-            self._statements.append(sql)
-        if _COMMIT.search(bare) is None:
-            return False
-        return self._has_written or _WRITING_SCRIPT.search(bare) is not None
-
-    def _sql_of(self, kind: bytes, body: bytes) -> str | None:
-        """The statement that this message runs, if it runs one."""
-        if kind == b"Q":
-            return body.rstrip(b"\0").decode(errors="replace")
-        if kind == b"P":
-            name, sql, _ = body.split(b"\0", 2)
-            self._prepared[name] = sql.decode(errors="replace")
-        elif kind == b"B":
-            portal, name, _ = body.split(b"\0", 2)
-            self._portals[portal] = self._prepared.get(name, "")
-        elif kind == b"E":
-            return self._portals.get(body.split(b"\0", 1)[0], "")
-        return None
-
     def _spring(self) -> bool:
-        """Before a COMMIT is handed on: what a trap makes of it; False where the connection is over."""
-        trap = self._find_trap(self._statements)
+        """Let a trap catch the COMMIT before it is handed on; False if the connection is over."""
+        trap = self._find_trap(self._watcher.statements)
         if trap is None:
             return True
-        if trap._moment.lets_commit_through:  # noqa: SLF001  # ours
+        if trap.moment.lets_commit_through:
             self._trap = trap
             return True
-        if trap._moment == _Moment.CUT_BEFORE:  # noqa: SLF001  # ours
-            self.cut()
-            trap.reached.set()
-            return False
-        return self._stand_still(trap)
+        return self._act(trap)
 
     def _pump_downward(self) -> None:
         assert self._server is not None
         answered, held = False, b""
-        for kind, frame in _frames(self._server):
+        for kind, frame in frames(self._server):
             self._wait_until_it_flows()
-            self._note_answer(kind, frame)
+            self._watcher.note_answer(kind, frame)
             if self._trap is None:
                 self._client.sendall(frame)
                 continue
             held += frame
-            answered = answered or kind == b"E" or (kind == b"C" and frame[5:-1] in (b"COMMIT", b"ROLLBACK"))
+            answered = answered or answers_commit(kind, frame)
             if kind == b"Z" and answered:
                 trap, self._trap = self._trap, None
-                if not self._after_commit(trap):
+                if not self._act(trap):
                     return
                 self._client.sendall(held)
                 answered, held = False, b""
 
-    def _note_answer(self, kind: bytes, frame: bytes) -> None:
-        if kind == b"C":
-            tag = frame[5:-1].decode(errors="replace")
-            self._has_written = self._has_written or bool(_WRITES.match(tag) or (self._may_write and _READS.match(tag)))
-        elif kind == b"Z" and frame[5:6] == b"I":
-            # Before the client reads it and sends its next statement.
-            self._statements.clear()
-            self._has_written = self._may_write = False
-
-    def _after_commit(self, trap: Trap) -> bool:
-        """The server has answered a COMMIT; False where the connection is over."""
-        if trap._moment == _Moment.CUT_AFTER:  # noqa: SLF001  # ours
+    def _act(self, trap: Trap) -> bool:
+        """Cut the connection, or let it stand still until the trap is released; False if the connection is over."""
+        if trap.moment in (Moment.CUT_BEFORE, Moment.CUT_AFTER):
             self.cut()
             trap.reached.set()
             return False
-        return self._stand_still(trap)
-
-    def _stand_still(self, trap: Trap) -> bool:
         trap.reached.set()
-        while not trap._released.wait(0.02):  # noqa: SLF001  # ours
+        while not trap.released.wait(0.02):
             if self._is_cut.is_set():
                 return False
         return not self._is_cut.is_set()
@@ -391,31 +320,6 @@ class _Link:
         while not self._flows.wait(0.05):
             if self._is_cut.is_set():
                 raise ConnectionAbortedError("the proxy was told to cut this connection")
-
-
-def _frames(source: socket.socket) -> Iterator[tuple[bytes, bytes]]:
-    """The protocol's messages: their type and all of their bytes, until the other side ends the connection."""
-    buffer = bytearray()
-    while chunk := source.recv(_RECEIVE_BYTES):
-        buffer += chunk
-        start = 0
-        while len(buffer) - start >= 5:
-            length = 1 + struct.unpack_from("!i", buffer, start + 1)[0]
-            if len(buffer) - start < length:
-                break
-            yield bytes(buffer[start : start + 1]), bytes(buffer[start : start + length])
-            start += length
-        del buffer[:start]
-
-
-def _read(source: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        chunk = source.recv(length - len(found))
-        if not chunk:
-            raise ConnectionAbortedError("the client went away while it connected")
-        found += chunk
-    return found
 
 
 def _connect(address: _Address) -> socket.socket:

@@ -1,7 +1,8 @@
 """Torture: random faults against real relays on a PostgreSQL server of its own, and a check of what history they left.
 
-`outboxq.torture.app` and `leased` are the application; `producers` commit its jobs; `faults` are planned from a seed;
-`run` plays them; `history` checks what the database holds in the end, and knows nothing of how it came about.
+`app` is the application and `producers` commit its jobs; `faults` plans faults from a seed and `inject` does them;
+`relays` are the processes and `run` plays it all. `history` checks what the database holds in the end, and knows
+nothing of how it came about.
 """
 
 __all__ = ["Mode", "TortureOptions", "TortureReport", "run_torture"]

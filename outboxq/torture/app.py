@@ -36,7 +36,7 @@ class Misbehaviour(Exception):
     """What a handler was told to raise."""
 
 
-jobs = Jobs()
+jobs, leased, mixed = Jobs(), Jobs(), Jobs()
 
 
 @jobs.handler(queue="torture", retry=RETRY)
@@ -47,13 +47,30 @@ def record(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
 
 @jobs.handler(queue="torture-async", retry=RETRY)
 async def record_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
-    """The same, awaited."""
+    """Misbehave once if told to, then write the effect; awaited."""
     job = ctx.job
     return await ctx.session.run_sync(run, job.id, job.attempt, job.crashes, behaviour)
 
 
+@leased.handler(queue="torture-lease", retry=RETRY, claim="lease")
+def record_leased(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
+    """Misbehave once if told to, then write the effect; claimed with a lease."""
+    return run(ctx.session, ctx.job.id, ctx.job.attempt, ctx.job.crashes, behaviour)
+
+
+@leased.handler(queue="torture-lease-async", retry=RETRY, claim="lease")
+async def record_leased_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
+    """Misbehave once if told to, then write the effect; awaited, and claimed with a lease."""
+    job = ctx.job
+    return await ctx.session.run_sync(run, job.id, job.attempt, job.crashes, behaviour)
+
+
+mixed.include(jobs)
+mixed.include(leased)
+
+
 def run(session: Session, job_id: UUID, attempt: int, crashes: int, behaviour: str) -> DeadLetter | None:
-    """What every handler does, in whatever mode it was claimed."""
+    """The work of every handler, in whatever mode it was claimed."""
     connection = session.connection()
     token = connection.execute(_TOKEN, {"job_id": job_id}).scalar()
     effect = {"job_id": job_id, "attempt": attempt, "crashes": crashes, "token": token}

@@ -24,7 +24,7 @@ OutsideKind: TypeAlias = Literal[
     "backend-killed",
     "server-stopped",
 ]
-# How often each is drawn, relative to the others. The dear ones, which stop everybody, are rarer.
+# How often each is drawn, relative to the others. Those that stop every relay are rarer.
 _OUTSIDE: dict[OutsideKind, int] = {
     "relay-killed": 12,
     "relay-stopped": 6,
@@ -54,7 +54,7 @@ class Fault:
     Attributes:
         at: How many jobs are finished when it is due.
         pick: From 0 to 1: which of those that it could hit.
-        seconds: How long it lasts, where it does.
+        seconds: How long a pause, a standstill or a stop lasts.
         gently: Whether a frozen connection goes on afterwards, instead of being cut; whether COMMIT arrives.
     """
 

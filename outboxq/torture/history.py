@@ -2,7 +2,7 @@
 
 Works on tables without unique constraints, so that what should not be there can be. It reads nothing but rows:
 
-- `enqueue`: what each producer knows of each job: its transaction came back `ok`, `failed`, or nobody told (`unknown`).
+- `enqueue`: what each producer knows of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
 - `request`: the business row, written in the transaction of the job: the truth about an unknown one.
 - `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
   lease token under which it ran.
@@ -126,7 +126,7 @@ _HALF_DONE = (
     f"SELECT (SELECT coalesce(sum(value), 0) FROM {SCHEMA}.counter) - 2 * count(*) FROM {SCHEMA}.effect WHERE counted"
 )
 
-# Afterwards nobody but us is connected, so nothing of theirs may be held or open.
+# Afterwards the checker is the only session, so nothing else may be held or open.
 OPEN_TRANSACTIONS = {
     "prepared transactions": "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()",
     "open transactions": """\
@@ -181,7 +181,7 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
 
 
 def _describe(connection: Connection, job_id: str) -> str:
-    """What is known of one job, for whoever has to find out why."""
+    """What is known of one job, to find out why."""
     row = connection.execute(_KNOWN, {"job_id": job_id}).one()
     known = {
         "enqueue": row.outcomes,

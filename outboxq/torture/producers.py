@@ -1,7 +1,7 @@
-"""The producers: threads that commit jobs with their business rows, and note what they were told of each.
+"""The producers: threads that commit jobs with their business rows, and note the answer to each COMMIT.
 
-A transaction that certainly failed is repeated with new jobs; one whose end nobody told is not, and its business rows
-say later what became of it.
+A transaction that certainly failed is repeated with new jobs; one whose COMMIT was not answered is not, and its
+business rows say later what became of it.
 """
 
 import threading
@@ -29,7 +29,7 @@ _NOTE = text(f"INSERT INTO {SCHEMA}.enqueue (job_id, outcome) VALUES (:job_id, :
 
 
 class Journal:
-    """What producers were told, on its way into the database; in memory only what was noted since the last flush."""
+    """The answers that producers got, on their way into the database; in memory only those since the last flush."""
 
     def __init__(self) -> None:
         self.told: dict[Outcome, int] = {"ok": 0, "failed": 0, "unknown": 0}
@@ -75,13 +75,13 @@ class Pace:
             self._changed.notify_all()
 
     def wait(self, journal: Journal) -> bool:
-        """Wait for permission; False where the run is over."""
+        """Wait for permission; False if the run is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopping.is_set() or journal.enqueued < self._limit)
         return not self.stopping.is_set()
 
     def stop(self) -> None:
-        """Send everybody home."""
+        """End all producers."""
         self.stopping.set()
         with self._changed:
             self._changed.notify_all()
@@ -126,7 +126,7 @@ class Producers:
                 pass
 
     def _is_over(self, planned: PlannedTransaction) -> bool:
-        """Try once; False where it certainly failed although it was to be committed."""
+        """Try once; False if it certainly failed although it was to be committed."""
         job_ids: list[UUID] = []
         committing = False
         try:
@@ -139,7 +139,7 @@ class Producers:
                 committing = True
                 session.commit()
         except DBAPIError:
-            # An error instead of an answer to COMMIT: deferred triggers there are none, so the connection was lost.
+            # An error instead of an answer to COMMIT: there are no deferred triggers, so the connection was lost.
             self.journal.note(job_ids, "unknown" if committing else "failed")
             return committing or planned.fate == "roll back"
         self.journal.note(job_ids, "ok")

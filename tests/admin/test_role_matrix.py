@@ -12,8 +12,9 @@ import pytest
 from psycopg import sql
 
 from outboxq.admin.roles import PARTS, Part
-from tests.admin.test_roles import Cast, libpq_url
+from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
+from tests.support.urls import libpq_url
 
 # S, I, U, D: SELECT, INSERT, UPDATE, DELETE, on each column where there is such a right.
 # R: SELECT ... FOR UPDATE.

@@ -23,11 +23,8 @@ from outboxq.postgres import Database, Server
 from outboxq.statements.prune import delete_effects, delete_messages
 from tests.support import app
 from tests.support.cli import Outcome, call
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
-
-
-def libpq_url(url: str) -> str:
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Engine, func, select, text
+from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, external
@@ -15,12 +15,8 @@ from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.cli import call, run
 from tests.support.leases import lease
+from tests.support.ledger import waiting
 from tests.support.waiting import wait_until
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(select(func.count()).select_from(job)).scalar_one()
 
 
 def make_due(engine: Engine, ago: str = "0 seconds") -> None:

@@ -11,29 +11,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Engine, create_engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, external
 from outboxq.postgres import Database
-from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
 from tests.support.leases import lease
+from tests.support.ledger import effects, waiting
 from tests.support.own_server import own_server
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
-
-
-def effects(engine: Engine) -> list[str]:
-    with engine.connect() as connection:
-        return sorted(connection.execute(select(app.Effect.name)).scalars())
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(select(func.count()).select_from(job)).scalar_one()
 
 
 @pytest.fixture

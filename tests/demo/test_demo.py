@@ -26,7 +26,7 @@ LIMIT_SECONDS = 120
 
 RUN = "import sys; from outboxq.demo import run_demo; sys.exit(run_demo(jobs=150, seed=1, json={as_json}))"
 
-# Between the last relay's end and the count, somebody changes the ledger.
+# Between the last relay's end and the count, the ledger is changed.
 TAMPER = """
 import outboxq.demo.story as story
 from sqlalchemy import text

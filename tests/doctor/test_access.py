@@ -14,8 +14,9 @@ from outboxq.admin.roles import roles_sql
 from outboxq.database.engines import make_engine
 from outboxq.postgres import Database
 from tests.support.cli import call
-from tests.support.doctor import examine, execute, libpq_url, named, only, open_session
+from tests.support.doctor import examine, execute, named, only, open_session
 from tests.support.pgbouncer import pgbouncer
+from tests.support.urls import libpq_url
 
 AnotherRole = tuple[str, str]
 ALL_TABLES = "GRANT USAGE ON SCHEMA outboxq TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA outboxq TO {0}"

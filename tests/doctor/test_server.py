@@ -11,7 +11,8 @@ from psycopg import pq
 from outboxq.postgres import Database, Server
 from outboxq.testing import start_embedded
 from tests.support.cli import call
-from tests.support.doctor import examine, execute, libpq_url, named, only, open_session
+from tests.support.doctor import examine, execute, named, only, open_session
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 SETTINGS = {"fsync": "on", "full_page_writes": "on", "wal_level": "logical", "max_connections": "20"}

@@ -6,7 +6,8 @@ import psycopg
 import pytest
 
 from outboxq.postgres import Database
-from tests.support.doctor import examine, execute, libpq_url, named, only, open_session
+from tests.support.doctor import examine, execute, named, only, open_session
+from tests.support.urls import libpq_url
 
 ADD = "SELECT outboxq.add_job('ship')"
 NOW = ("--older-than", 0)

@@ -9,7 +9,8 @@ from outboxq.migrations import LATEST
 from outboxq.postgres import Database, Server
 from outboxq.statements.version import NEEDED_VERSION
 from tests.support.cli import run
-from tests.support.doctor import Finding, examine, execute, libpq_url, named, only
+from tests.support.doctor import Finding, examine, execute, named, only
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 READY_INDEX = "CREATE INDEX {} ON outboxq.job (queue, (-priority), seq) WHERE state = '{}'"

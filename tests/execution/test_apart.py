@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession
 from outboxq.events import Event
 from tests.support.app import Effect
+from tests.support.ledger import effects
 
 Drain = Callable[..., list[Event]]
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
@@ -21,11 +22,6 @@ TENANT = ContextVar("tenant", default="none")
 @dataclass
 class Named:
     name: str
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return list(session.scalars(select(Effect.name).order_by(Effect.name)))
 
 
 @contextmanager

@@ -24,14 +24,10 @@ from outboxq.statements.lease import reap
 from outboxq.statements.server import server_epoch
 from tests.support import app
 from tests.support.app import Account, Child, Effect
+from tests.support.ledger import ledger
 
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 Drain = Callable[..., list[Event]]
-
-
-def effects(engine: Engine) -> Counter[str]:
-    with Session(engine) as session:
-        return Counter(session.scalars(select(Effect.name)))
 
 
 def waiting(engine: Engine) -> list[tuple[str, str, int]]:
@@ -54,7 +50,7 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
         session.add_job(app.misbehave, how=how)
         session.add_job(app.record, name="neighbour")
     drain(batch_size=batch_size, slots_per_queue=1)
-    assert effects(engine) == {how: 2 if how == "open-savepoint" else 1, "neighbour": 1}
+    assert ledger(engine) == {how: 2 if how == "open-savepoint" else 1, "neighbour": 1}
     assert waiting(engine) == []
     assert dead(engine) == []
 
@@ -91,7 +87,7 @@ def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
         session.add_job(app.misbehave, how=how)
         session.add_job(app.record, name="after")
     drain(batch_size=batch_size, slots_per_queue=1)
-    assert effects(engine) == {"before": 1, "after": 1}
+    assert ledger(engine) == {"before": 1, "after": 1}
     assert waiting(engine) == []
     ((kind, reason),) = dead(engine)
     assert kind == "misbehave"
@@ -118,7 +114,7 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
         session.add_job(app.misbehave, how=how)
         session.add_job(app.record, name="after")
     drain(batch_size=batch_size, slots_per_queue=1)
-    assert effects(engine) == {"before": 1, how: 1, "after": 1}
+    assert ledger(engine) == {"before": 1, how: 1, "after": 1}
     assert dead(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
 
@@ -165,7 +161,7 @@ def test_a_deferred_constraint_that_fails_at_commit_fails_only_its_own_job(
     drain(batch_size=batch_size, slots_per_queue=1)
     with Session(engine) as session:
         assert session.scalars(select(Child.parent_id)).all() == [1]
-    assert effects(engine) == {"neighbour": 1}
+    assert ledger(engine) == {"neighbour": 1}
     assert app.calls == ["neighbour"]
     ((kind, reason),) = dead(engine)
     assert (kind, reason) == ("orphan", "gave up after 3 of 3 attempts: psycopg.errors.ForeignKeyViolation")
@@ -180,7 +176,7 @@ def test_a_failed_attempt_leaves_no_rows_and_its_redacted_history(
         session.add_job(app.fail, name="secret-name")
         session.add_job(app.record, name="neighbour")
     events = drain(batch_size=batch_size, slots_per_queue=1)
-    assert effects(engine) == {"neighbour": 1}
+    assert ledger(engine) == {"neighbour": 1}
     with engine.connect() as connection:
         (row,) = connection.execute(text("SELECT attempt, reason, errors FROM outboxq.dead_job")).all()
     assert row.attempt == 3
@@ -205,7 +201,7 @@ def test_returned_outcomes_settle_the_job_and_undo_its_rows(
         for how in ("retry", "snooze", "dead", "discard", "done"):
             session.add_job(app.end, how=how)
     events = drain(batch_size=batch_size, slots_per_queue=1)
-    assert effects(engine) == {"end-done": 1}
+    assert ledger(engine) == {"end-done": 1}
     assert waiting(engine) == [("end", "scheduled", 0)]
     assert sorted(reason for _, reason in dead(engine)) == [
         "cannot be done",
@@ -225,7 +221,7 @@ def test_arguments_that_do_not_fit_fail_the_attempt_of_that_job_alone(
     with sessions.begin() as session:
         session.add_job(app.record, name="good")
     drain(batch_size=10)
-    assert effects(engine) == {"good": 1}
+    assert ledger(engine) == {"good": 1}
     assert {reason for _, reason in dead(engine)} == {"gave up after 3 of 3 attempts: outboxq.errors.PayloadError"}
     assert len(dead(engine)) == 4
 
@@ -254,7 +250,7 @@ def test_async_handlers_are_contained_alike(
     with sessions.begin() as session:
         session.add_jobs(app.record_async.job(name=f"a{number}") for number in range(20))
     drain(batch_size=7, slots_per_queue=3)
-    assert effects(engine) == {f"a{number}": 1 for number in range(20)}
+    assert ledger(engine) == {f"a{number}": 1 for number in range(20)}
 
 
 def test_an_argument_that_looks_like_a_time_and_is_none_can_be_recorded(
@@ -290,7 +286,7 @@ def test_a_handler_that_closes_its_connection_time_after_time_is_buried(
         session.add_job(hang_up)
         session.add_job(app.record, name="behind it")
     drain(jobs, slots_per_queue=1)
-    assert effects(engine) == {"behind it": 1}
+    assert ledger(engine) == {"behind it": 1}
     ((kind, reason),) = dead(engine)
     assert kind == "hang_up"
     # SQLAlchemy 2.0 rolls back on close(), which the guard sees; 2.1 does not.
@@ -320,7 +316,7 @@ def test_a_connection_lost_after_a_handlers_own_commit_costs_no_other_job(
         session.add_job(commit_and_hang_up)
         session.add_job(app.record, name="after")
     drain(jobs, slots_per_queue=1, batch_size=5)
-    assert effects(engine) == {"before": 1, "committed": 1, "after": 1}
+    assert ledger(engine) == {"before": 1, "committed": 1, "after": 1}
     assert dead(engine) == [("commit_and_hang_up", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
 
@@ -341,7 +337,7 @@ def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
     with sessions.begin() as session:
         session.add_job(app.record, name="behind it")
     drain()
-    assert effects(engine) == {"behind it": 1}
+    assert ledger(engine) == {"behind it": 1}
     assert len(dead(engine)) == 1
 
 
@@ -379,7 +375,7 @@ def test_a_row_that_cannot_be_settled_is_put_off_and_its_queue_goes_on(
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE outboxq.dead_job ADD CONSTRAINT broken CHECK (false)"))
     drain(slots_per_queue=1)
-    assert effects(engine) == {"behind it": 1}
+    assert ledger(engine) == {"behind it": 1}
     assert waiting(engine) == [("fail", "scheduled", 0)]
 
 
@@ -444,7 +440,7 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         drain()
         assert find_outcome(connection, progress) == first
     drain()
-    assert effects(engine) == {"behind it": 1}
+    assert ledger(engine) == {"behind it": 1}
     assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
 
 
@@ -466,7 +462,7 @@ def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay
         late = find_outcome(connection, progress)
     assert late is not None
     assert [event.job.id for event in (*reported, *late.events)] == [claimed.jobs[0].id]
-    assert effects(engine) == {"once": 1}
+    assert ledger(engine) == {"once": 1}
 
 
 def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
@@ -573,7 +569,7 @@ def test_what_a_handler_leaves_on_its_connection_ends_no_relay_that_records_its_
     with sessions.begin() as session:
         session.add_jobs(write.job(name=name) for name in ("before", how, "behind"))
     drain(jobs, slots_per_queue=1, batch_size=batch_size)
-    assert effects(engine) == {"before": 1, "behind": 1}
+    assert ledger(engine) == {"before": 1, "behind": 1}
     assert len(dead(engine)) == 1
 
 

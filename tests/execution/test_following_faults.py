@@ -13,7 +13,7 @@ from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, 
 from outboxq.database.driver import ScriptResult
 from outboxq.events import Event, JobDone
 from outboxq.postgres import Database
-from outboxq.testing.relay_process import on_passing, terminate_backends
+from outboxq.testing.faults import on_passing, terminate_backends
 from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting

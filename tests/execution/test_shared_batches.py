@@ -17,6 +17,7 @@ from outboxq.events import Event, JobDied, JobDone
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import shared_app
 from tests.support.app import Account, Base, Effect
+from tests.support.ledger import ledger, waiting
 from tests.support.shared_app import CREDITS, ENDS, MISDEEDS, Pair, Versioned, statements
 
 Drain = Callable[..., list[Event]]
@@ -31,11 +32,6 @@ def _accounts(engine: Engine) -> None:
         session.add_all(Account(id=id_) for id_ in range(1, 101))
 
 
-def effects(engine: Engine) -> Counter[str]:
-    with Session(engine) as session:
-        return Counter(session.scalars(select(Effect.name)))
-
-
 def balances(engine: Engine) -> dict[int, int]:
     with Session(engine) as session:
         return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
@@ -45,11 +41,6 @@ def dead(engine: Engine) -> list[tuple[str, str]]:
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT kind, reason FROM outboxq.dead_job"))
         return [(kind, reason) for kind, reason in rows]
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one()
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], handler, several: list[dict[str, object]]) -> None:
@@ -106,7 +97,7 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
         # Whether it is done is its own affair; its row is there exactly if it is.
         culprit_done = sum(isinstance(event, JobDone) for event in events) == 5
         assert not (culprit_done and end == "raise")
-        left = {name: count for name, count in effects(engine).items() if name in names}
+        left = {name: count for name, count in ledger(engine).items() if name in names}
         assert left == dict.fromkeys(names if culprit_done else names - {culprit}, 1)
         others = {id_: balance for id_, balance in balances(engine).items() if id_ > offset and id_ != offset + 3}
         assert others == {offset + 1: 1, offset + 2: 1, offset + 4: 1, offset + 5: 1}
@@ -141,7 +132,7 @@ def test_any_mixture_of_handlers_does_each_job_exactly_once(
     assert waiting(engine) == 0
     done = {event.job.id for event in events if isinstance(event, JobDone)}
     assert len(done) == sum(isinstance(event, JobDone) for event in events)
-    left = {name: count for name, count in effects(engine).items() if name.startswith("job")}
+    left = {name: count for name, count in ledger(engine).items() if name.startswith("job")}
     assert set(left.values()) <= {1}
     assert len(left) == len(done)
     credited = Counter(accounts[name] for name in left)
@@ -169,7 +160,7 @@ def test_jobs_that_change_the_same_row_all_count(
     enqueue(sessions, handler, several)
     drain(shared_app.jobs, slots_per_queue=1, batch_size=3)
     assert balances(engine) == dict.fromkeys(range(1, len(CREDITS) + 1), 3)
-    assert effects(engine) == {f"{id_}": 3 for id_ in range(1, len(CREDITS) + 1)}
+    assert ledger(engine) == {f"{id_}": 3 for id_ in range(1, len(CREDITS) + 1)}
 
 
 def test_a_row_with_a_version_is_changed_once_by_each_job_of_a_batch(
@@ -313,7 +304,7 @@ def test_chained_jobs_are_rows_of_the_same_batch(
         for name in "abcd":
             session.add_job(first, name=name)
     drain(jobs, **ONE_SLOT)
-    found = effects(engine)
+    found = ledger(engine)
     assert found["a"] == found["last a True"] == found["d"] == found["last d True"] == 1
     assert found["c"] == found["last c True"] == 0
     assert sum(found.values()) in (5, 6)
@@ -398,7 +389,7 @@ def test_a_handler_that_releases_the_batchs_savepoint_doubles_nobodys_rows(
     with sessions.begin() as session:
         session.add_jobs(careless.job(name=name) for name in "01234")
     drain(jobs, **ONE_SLOT)
-    assert effects(engine) == Counter("01234")
+    assert ledger(engine) == Counter("01234")
     assert waiting(engine) == 0
 
 
@@ -435,7 +426,7 @@ def test_a_task_that_outlives_its_handler_writes_nothing(
     assert runs == ["leave", "stay"]
     assert all(task.exception() is not None for task in tasks)
     assert balances(engine) == {1: 1, 2: 1}
-    assert effects(engine) == {}
+    assert ledger(engine) == {}
 
 
 def test_a_thread_of_a_handlers_own_uses_its_session_as_alone(
@@ -515,7 +506,7 @@ def test_a_deadlock_is_told_and_both_batches_are_done_once(
         session.add_job(lock, ids=[2, 1], name="down")
         session.add_job(idle)
     drain(jobs, slots_per_queue=2, batch_size=2)
-    assert effects(engine) == {"up": 1, "down": 1}
+    assert ledger(engine) == {"up": 1, "down": 1}
     assert balances(engine) == {1: 2, 2: 2}
     assert sum(tries.values()) >= 3
 

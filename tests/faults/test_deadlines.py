@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, QueuePool, create_engine, make_url, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Engine, QueuePool, create_engine, make_url, text
+from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.claim_planner as claims_module
 import outboxq.relay.deadlines
@@ -42,6 +42,7 @@ from tests.conftest import StartRelay
 from tests.execution.test_raised import Named
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
+from tests.support.ledger import effects, rows
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -89,16 +90,6 @@ def add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *kinds: str) -> None:
     with sessions.begin() as session:
         for kind in kinds:
             session.add_job(registry.find(kind))
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return sorted(session.scalars(select(Effect.name)))
-
-
-def rows(engine: Engine, what: str) -> list[tuple[object, ...]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text(what))]
 
 
 def dead_errors(engine: Engine) -> list[dict[str, object]]:

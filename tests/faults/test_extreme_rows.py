@@ -14,11 +14,12 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.config import SlotGroup
 from outboxq.events import JobDone
-from tests.admin.test_roles import Cast, libpq_url
+from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import ledger
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 RETRY = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)

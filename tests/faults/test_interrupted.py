@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import pytest
-from sqlalchemy import Engine, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.deadlines
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
@@ -25,6 +25,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from tests.support.app import Effect
+from tests.support.ledger import effects, rows
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -105,16 +106,6 @@ def running(database: Database, jobs: Jobs, config: RelayConfig) -> Iterator[Run
         relay.stop()
         thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return sorted(session.scalars(select(Effect.name)))
-
-
-def rows(engine: Engine, what: str) -> list[tuple[object, ...]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text(what))]
 
 
 def of(events: list[Event], kind: type[Event]) -> list[Event]:

@@ -15,7 +15,8 @@ from outboxq import OutboxSession, RelayConfig, SlotGroup
 from outboxq.database.urls import psycopg_url
 from outboxq.postgres import Database
 from outboxq.testing import FAULT_POINTS, CommitProxy, FaultPoint, RelayProcess
-from outboxq.testing.relay_process import on_passing, terminate_backends
+from outboxq.testing.crashes import COMMIT_SCRIPT
+from outboxq.testing.faults import on_passing, terminate_backends
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases
@@ -23,7 +24,6 @@ from tests.support.ledger import ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
 # What ends a batch, and no other transaction of a relay's, releases the savepoint that was set with its claim.
-CERTIFICATE = "RELEASE SAVEPOINT oq_"
 NAMES = tuple(f"job {number}" for number in range(4))
 
 
@@ -102,7 +102,7 @@ def test_a_relay_whose_backend_ends_at_any_moment_leaves_one_effect_each(
     own = url.render_as_string(hide_password=False)
     with ExitStack() as stack:
         proxy = stack.enter_context(CommitProxy(own)) if moment == "commit-sent" else None
-        trap = proxy.hold_reply(containing=CERTIFICATE) if proxy is not None else None
+        trap = proxy.hold_reply(containing=COMMIT_SCRIPT) if proxy is not None else None
         stack.enter_context(terminating(own, moment))
         stack.enter_context(start_relay(faulty.jobs, mode.config, engine=proxy.url if proxy else own))
         if proxy is not None and trap is not None:
@@ -128,7 +128,7 @@ def terminate_committed(engine: Engine) -> None:
         "WHERE datname = current_database() AND query LIKE :sent"
     )
     with engine.connect() as connection:
-        assert connection.execute(text(ended), {"sent": f"%{CERTIFICATE}%"}).scalars().all() == [True]
+        assert connection.execute(text(ended), {"sent": f"%{COMMIT_SCRIPT}%"}).scalars().all() == [True]
 
 
 def kill_a_relay(url: str, mode: Mode, moment: str) -> None:
@@ -136,7 +136,7 @@ def kill_a_relay(url: str, mode: Mode, moment: str) -> None:
     target = "tests.support.faulty:jobs"
     if moment == "commit-sent":
         with CommitProxy(url) as proxy:
-            trap = proxy.hold_reply(containing=CERTIFICATE)
+            trap = proxy.hold_reply(containing=COMMIT_SCRIPT)
             with RelayProcess(target, proxy.url, mode.config) as relay:
                 assert trap.reached.wait(PATIENCE), relay.log
                 os.kill(relay.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from outboxq import OutboxSession
 from outboxq.postgres import Database
 from tests.support import app
 from tests.support.app import Effect
+from tests.support.ledger import waiting
 from tests.support.waiting import PATIENCE, wait_until
 
 JOBS = 10_000
@@ -99,11 +100,6 @@ def enqueue_part(sessions: sessionmaker[OutboxSession], part: int) -> set[str]:
 def ledger_size(engine: Engine) -> int:
     with engine.connect() as connection:
         return connection.execute(text("SELECT count(*) FROM effect_ledger")).scalar_one()
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one()
 
 
 def terminate_a_working_backend(engine: Engine) -> None:

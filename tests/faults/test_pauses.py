@@ -12,13 +12,13 @@ from outboxq import OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import JobCrashed, JobDone
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy, RelayProcess
+from outboxq.testing.crashes import COMMIT_SCRIPT
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left
 from tests.support.ledger import ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
-CERTIFICATE = "RELEASE SAVEPOINT oq_"
 LOST = "lease was lost while the job ran"
 
 
@@ -132,7 +132,7 @@ def test_the_server_frees_a_leased_job_whose_completion_stands_still_before_its_
     with sessions.begin() as session:
         session.add_job(faulty.work_leased_hastily, name="held")
     with CommitProxy(outboxq_database.url) as proxy:
-        trap = proxy.freeze_at_commit(containing=CERTIFICATE)
+        trap = proxy.freeze_at_commit(containing=COMMIT_SCRIPT)
         with RelayProcess("tests.support.faulty_impatient:jobs", proxy.url, config("lease-hasty")) as stalled:
             assert trap.reached.wait(PATIENCE), stalled.log
             stalled.pause()

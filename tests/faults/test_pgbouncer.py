@@ -20,8 +20,8 @@ from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.ledger import dead, enqueue, ledger, waiting
-from tests.support.own_server import conninfo
 from tests.support.pgbouncer import pgbouncer
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 JOBS = 200
@@ -128,7 +128,7 @@ def test_startup_options_are_left_out_where_a_pooler_refuses_them(outboxq_databa
     """pgbouncer refuses a session with options; ours are a precaution, so the engine connects without them."""
     with pgbouncer(outboxq_database.url) as url:
         with pytest.raises(psycopg.OperationalError, match="unsupported startup parameter: options"):
-            psycopg.connect(conninfo(url), options="-c tcp_keepalives_idle=10")
+            psycopg.connect(libpq_url(url), options="-c tcp_keepalives_idle=10")
         pooled = make_engine(url)
         for _ in range(2):
             with pooled.connect() as connection:

@@ -14,6 +14,7 @@ from outboxq import JobHandle, OutboxSession, RelayConfig, SlotGroup, find_job
 from outboxq.events import JobDone
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy, RelayProcess, Trap
+from outboxq.testing.crashes import COMMIT_SCRIPT
 from tests.support import app
 from tests.support.app import Account, Effect
 from tests.support.own_server import own_server
@@ -21,7 +22,6 @@ from tests.support.waiting import PATIENCE, wait_until
 
 SetTrap = Callable[..., Trap]
 # What ends a batch, and no other transaction of a relay's, releases the savepoint that was set with its claim.
-CERTIFICATE = "RELEASE SAVEPOINT oq_"
 ONE_SLOT = (SlotGroup(("ledger",)), SlotGroup(("ledger-async",)))
 
 CUTS: dict[str, SetTrap] = {
@@ -51,7 +51,7 @@ def test_a_relay_cut_off_at_commit_finds_out_what_stands(
 ) -> None:
     """Committed or not, the relay on its next connection neither repeats nor drops a job of the batch."""
     names = enqueue(sessions, kind, 12)
-    trap = CUTS[cut](proxy, CERTIFICATE)
+    trap = CUTS[cut](proxy, COMMIT_SCRIPT)
     config = RelayConfig(groups=ONE_SLOT, batch_size=batch_size, poll_seconds=0.1)
     with start_relay(config=config, engine=proxy.url) as running:
         assert trap.reached.wait(PATIENCE)
@@ -71,7 +71,7 @@ def test_a_relay_black_holed_at_commit_finds_out_what_stands(
 ) -> None:
     """While nothing passes the job is committed or held by its transaction; afterwards it has one effect."""
     names = enqueue(sessions, kind, 3)
-    trap = STANDSTILLS[standstill](proxy, CERTIFICATE)
+    trap = STANDSTILLS[standstill](proxy, COMMIT_SCRIPT)
     with start_relay(config=RelayConfig(groups=ONE_SLOT, poll_seconds=0.1), engine=proxy.url):
         assert trap.reached.wait(PATIENCE)
         assert len(ledger(engine)) == (0 if standstill == "frozen-before-it-arrives" else 1)
@@ -86,7 +86,7 @@ def test_a_relay_killed_while_its_commit_is_under_way_leaves_one_effect(
 ) -> None:
     """What the next relay finds is what PostgreSQL decided; a vanished host's transaction holds its job until then."""
     names = enqueue(sessions, app.record, 3)
-    trap = STANDSTILLS[standstill](proxy, CERTIFICATE)
+    trap = STANDSTILLS[standstill](proxy, COMMIT_SCRIPT)
     config = RelayConfig(groups=ONE_SLOT, poll_seconds=0.1)
     with RelayProcess("tests.support.app:jobs", proxy.url, config) as relay:
         assert trap.reached.wait(PATIENCE), relay.log

@@ -17,7 +17,8 @@ from outboxq.postgres import Database, Server
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.netns import Host, another_host
-from tests.support.own_server import conninfo, own_database, own_server
+from tests.support.own_server import own_database, own_server
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 # One second of silence, then two probes a second apart: three seconds instead of the 25 by default. Without them the
@@ -60,7 +61,7 @@ def server(host: Host) -> Iterator[Server]:
         assert server.directory is not None
         with (server.directory / "data" / "pg_hba.conf").open("a") as rules:
             rules.write(f"host all all {host.network} trust\n")
-        with psycopg.connect(conninfo(server.url)) as connection:
+        with psycopg.connect(libpq_url(server.url)) as connection:
             connection.execute("SELECT pg_reload_conf()")
         yield server
 

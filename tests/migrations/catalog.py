@@ -2,6 +2,8 @@
 
 import psycopg
 
+from tests.support.urls import libpq_url
+
 Catalog = dict[str, list[tuple[object, ...]]]
 
 _RELATIONS = "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = %(schema)s"
@@ -61,8 +63,3 @@ def fetch_value(url: str, query: str, parameters: list[object] | None = None) ->
         row = connection.execute(query, parameters).fetchone()
     assert row is not None
     return row[0]
-
-
-def libpq_url(url: str) -> str:
-    """SQLAlchemy's URL for psycopg, as psycopg and psql take it."""
-    return url.replace("postgresql+psycopg://", "postgresql://", 1)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.migrations.catalog import libpq_url
+from tests.support.urls import libpq_url
 
 COMMAND_SECONDS = 60
 

@@ -13,7 +13,8 @@ from sqlalchemy.exc import ProgrammingError
 from outboxq import migrations
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Server
-from tests.migrations.catalog import fetch_value, is_empty, libpq_url, read_catalog, schema_exists
+from tests.migrations.catalog import fetch_value, is_empty, read_catalog, schema_exists
+from tests.support.urls import libpq_url
 
 
 @dataclass(frozen=True)

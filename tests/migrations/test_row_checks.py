@@ -13,11 +13,11 @@ from outboxq.migrations import LATEST
 from outboxq.migrations.runner import migrate, migrate_committing
 from outboxq.migrations.step_07_checks import CHECKS as CHECKS_SQL
 from outboxq.postgres import Database
-from tests.migrations.catalog import libpq_url
 from tests.migrations.project import run_psql
 from tests.support.cli import call, command, environment
 from tests.support.own_server import own_server
 from tests.support.row_checks import CHECKS, drop_checks
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 BEFORE = 6

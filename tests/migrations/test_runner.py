@@ -19,8 +19,9 @@ from outboxq.migrations.runner import migrate, migration_sql
 from outboxq.postgres import Database
 from outboxq.statements import wake
 from outboxq.statements.version import schema_version
-from tests.migrations.catalog import is_empty, libpq_url, read_catalog, schema_exists
+from tests.migrations.catalog import is_empty, read_catalog, schema_exists
 from tests.migrations.project import run_psql
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 LATEST = migrations.LATEST

@@ -19,7 +19,8 @@ from outboxq.migrations.runner import migration_sql
 from outboxq.postgres import Database, Server
 from outboxq.statements import server as statements
 from tests.support.cli import Outcome, call
-from tests.support.doctor import libpq_url, only
+from tests.support.doctor import only
+from tests.support.urls import libpq_url
 
 APP = "tests.support.app:jobs"
 

@@ -14,7 +14,7 @@ from psycopg.rows import DictRow, dict_row
 
 import outboxq
 from outboxq.postgres import Database
-from tests.migrations.catalog import libpq_url
+from tests.support.urls import libpq_url
 
 KIB = 1024
 Connection = psycopg.Connection[DictRow]

@@ -16,10 +16,10 @@ from sqlalchemy import Engine
 from outboxq.migrations import LATEST
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
-from tests.migrations.catalog import libpq_url
 from tests.support import app
 from tests.support.cli import REPOSITORY, environment, run
 from tests.support.ledger import ledger
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 BEFORE = 6

@@ -7,7 +7,7 @@ import pytest
 
 from outboxq.postgres import Database
 from outboxq.statements import wake
-from tests.migrations.catalog import libpq_url
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE
 
 SCHEMA = "outboxq"

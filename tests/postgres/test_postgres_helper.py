@@ -21,8 +21,9 @@ import pytest
 from sqlalchemy import make_url
 
 import outboxq
-from outboxq.postgres import PostgresUnavailable, Server, _conninfo, binaries, cluster, find_server, start_embedded
+from outboxq.postgres import PostgresUnavailable, Server, binaries, cluster, find_server, start_embedded
 from outboxq.postgres.binaries import SourceFailed, embedded_binaries
+from outboxq.postgres.server import conninfo
 from tests.support.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(outboxq.__file__).parents[1]
@@ -35,7 +36,7 @@ WAIT_FOREVER = "signal.pause()"
 
 
 def connect(url: str) -> psycopg.Connection:
-    return psycopg.connect(_conninfo(make_url(url)), autocommit=True)
+    return psycopg.connect(conninfo(make_url(url)), autocommit=True)
 
 
 def fetch_value(url: str, query: str) -> object:
@@ -278,7 +279,7 @@ def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -
 
 
 def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
-    """From the first moment on there is somebody to clean up."""
+    """From the first moment on there is a process to clean up."""
     with owner_process("start_embedded()", WAIT_FOREVER) as owner:
         process = psutil.Process(owner.pid)
 
@@ -486,7 +487,7 @@ def test_nothing_to_start_is_an_error_that_lists_every_source(tmp_path: Path, mo
 def test_a_docker_engine_that_does_not_answer_is_passed_over_in_silence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an engine the embedded server starts, and nobody is told about Docker."""
+    """Without an engine the embedded server starts, and says nothing about Docker."""
     pytest.importorskip("testcontainers")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     with find_server(configured_url=None, binaries=None) as server:
@@ -526,7 +527,7 @@ def test_a_copy_that_lost_files_is_made_anew(temp_directory: Path) -> None:
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_programs_that_another_user_may_have_planted_are_refused(temp_directory: Path) -> None:
-    """What stands in the place of the copy is used only if nobody but us can have written it."""
+    """What stands in the place of the copy is used only if no other user can have written it."""
     embedded_binaries()
     (copy,) = temp_directory.iterdir()
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
-from sqlalchemy import Engine, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.deadlines as watch_module
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
@@ -19,16 +19,12 @@ from outboxq.relay.limits import RelayLimits
 from outboxq.relay.report import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
+from tests.support.ledger import effects
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
 CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
 TWICE = Backoff(max_attempts=2, first_seconds=0, jitter=0)
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return sorted(session.scalars(select(Effect.name)))
 
 
 @CLAIMS

@@ -8,10 +8,10 @@ from datetime import timedelta
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, Engine, select, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, RelayConfig, Retry, Snooze
 from outboxq.database.driver import run_script
@@ -21,6 +21,7 @@ from outboxq.relay.lease import REAP_LIMIT
 from outboxq.statements.lease import reap
 from tests.conftest import StartRelay
 from tests.support.app import Effect
+from tests.support.ledger import effects
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -30,11 +31,6 @@ QUICK = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
 def rows(engine: Engine, what: str = "state, attempt, crashes") -> list[tuple[object, ...]]:
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(text(f"SELECT {what} FROM outboxq.job ORDER BY id"))]
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return sorted(session.scalars(select(Effect.name)))
 
 
 def leased_jobs() -> tuple[Jobs, dict[str, list[object]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, Engine, event, select, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.execution.lease_mode as held_module
@@ -36,6 +36,7 @@ from outboxq.relay.batch_loop import BatchLoop
 from outboxq.relay.lease import RelayLease
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
+from tests.support.ledger import effects
 from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8.
@@ -97,11 +98,6 @@ def work(engine: Engine) -> Work:
 def rows(engine: Engine, what: str = "args->>'name', state, attempt, crashes") -> list[tuple[object, ...]]:
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(text(f"SELECT {what} FROM outboxq.job ORDER BY seq"))]
-
-
-def effects(engine: Engine) -> list[str]:
-    with Session(engine) as session:
-        return sorted(session.scalars(select(Effect.name)))
 
 
 def of(events: list[Event], kind: type[Any]) -> list[str]:

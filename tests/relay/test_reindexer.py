@@ -23,7 +23,8 @@ from outboxq.postgres import Database
 from outboxq.relay.maintenance.reindexer import Reindexer
 from tests.conftest import StartRelay
 from tests.support import app
-from tests.support.doctor import execute, libpq_url, open_session
+from tests.support.doctor import execute, open_session
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 MakeReindexer = Callable[..., Reindexer]

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -11,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, NullPool, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
@@ -32,17 +31,8 @@ from outboxq.statements.claim import park_head
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
+from tests.support.ledger import ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until
-
-
-def effects(engine: Engine) -> Counter[str]:
-    with Session(engine) as session:
-        return Counter(session.scalars(select(Effect.name)))
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one()
 
 
 def ordering_jobs() -> tuple[Jobs, list[str]]:
@@ -162,7 +152,7 @@ def test_unknown_kinds_are_parked_and_shown_and_known_ones_run(
         session.add_job(app.record, name="known")
         session.add_job(external("record_async", queue="ledger"), name="in the wrong queue")
     events = drain(batch_size=batch_size)
-    assert effects(engine) == {"known": 1}
+    assert ledger(engine) == {"known": 1}
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT kind, state, attempt, parked FROM outboxq.job ORDER BY kind")).all()
     assert [tuple(row) for row in rows] == [
@@ -188,7 +178,7 @@ def test_200_000_jobs_of_an_unknown_kind_at_the_head_hold_the_queue_up_only_whil
     with sessions.begin() as session:
         session.add_jobs(app.record.job(name=f"known {n}") for n in range(100))
     events = drain(slots_per_queue=1)
-    assert effects(engine) == {f"known {n}": 1 for n in range(100)}
+    assert ledger(engine) == {f"known {n}": 1 for n in range(100)}
     assert waiting(engine) == 200_000
     parked = [event for event in events if isinstance(event, JobsParked)]
     assert len(parked) <= 100
@@ -276,7 +266,7 @@ def test_a_handler_chains_jobs_atomically_and_drain_runs_them_too(
     with sessions.begin() as session:
         session.add_job(first)
     Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1), hooks=()).drain()
-    assert effects(engine) == {"second 2": 1}
+    assert ledger(engine) == {"second 2": 1}
     assert waiting(engine) == 0
 
 
@@ -330,7 +320,7 @@ def test_stop_lets_running_handlers_finish(
         wait_until(lambda: running.of(RelayStopping), "the relay to know")
         gate.open.set()
         wait_until(lambda: running.of(RelayStopped), "the end of the relay")
-    assert effects(engine) == {"sync 0": 1, "async 0": 1}
+    assert ledger(engine) == {"sync 0": 1, "async 0": 1}
     assert waiting(engine) == 4
     assert running.of(RelayStopping) == [RelayStopping(2, 600.0)]
     assert running.of(RelayStopped) == [RelayStopped(done=2, failed=0, abandoned=0)]
@@ -380,7 +370,7 @@ def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
     release.set()
     assert ended.wait(PATIENCE)
     wait_until(lambda: locked(engine) == 0, "the rollback")
-    assert effects(engine) == {}
+    assert ledger(engine) == {}
     assert waiting(engine) == 2
 
 
@@ -409,7 +399,7 @@ def test_the_relay_survives_a_restart_of_the_database(outboxq_prepare: Callable[
             relay.stop()
             thread.join(PATIENCE)
         names = [f"{flavour} {n}" for flavour in ("sync", "async") for n in range(30)]
-        assert effects(engine) == dict.fromkeys(names, 1)
+        assert ledger(engine) == dict.fromkeys(names, 1)
         engine.dispose()
 
 
@@ -627,7 +617,7 @@ def test_deadlocks_are_retried_for_free(
         assert not running.of(JobRetried)
     assert len(calls) >= 2
     assert set(calls) == {1}
-    assert effects(engine) == {"both": 1}
+    assert ledger(engine) == {"both": 1}
 
 
 def test_a_terminated_backend_costs_a_reconnect_and_no_attempt(
@@ -648,7 +638,7 @@ def test_a_terminated_backend_costs_a_reconnect_and_no_attempt(
         gate.open.set()
         wait_until(lambda: len(running.of(JobDone)) == 2, "both jobs")
         assert [event.job.attempt for event in running.of(JobDone)] == [1, 1]
-    assert effects(engine) == {"sync 0": 1, "async 0": 1}
+    assert ledger(engine) == {"sync 0": 1, "async 0": 1}
 
 
 def test_an_operational_error_of_the_handler_itself_is_a_failed_attempt(

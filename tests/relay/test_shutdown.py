@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import Engine, create_engine, func, make_url, select, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, config, external
@@ -23,26 +23,16 @@ from outboxq.events import DatabaseBack, DatabaseLost, RelayStarted, RelayStoppi
 from outboxq.postgres import Database, Server
 from outboxq.relay.health import Health, StateHook, health_file, judge
 from outboxq.relay.signals import stop_signals
-from outboxq.tables import job
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
 from tests.support.fork_server import SERVER_NAME
+from tests.support.ledger import effects, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
 ONE_SLOT = ("--queue", "ledger=1", "--no-listen", "--poll-seconds", "0.05")
 # Longer than anything is waited for.
 PATIENT_DRAIN = ("--drain-seconds", 10 * PATIENCE)
-
-
-def effects(engine: Engine) -> list[str]:
-    with engine.connect() as connection:
-        return sorted(connection.execute(select(app.Effect.name)).scalars())
-
-
-def waiting(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(select(func.count()).select_from(job)).scalar_one()
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from sqlalchemy.pool import NullPool
 
 from outboxq.config import DATABASE_URL_VARIABLE, child_environment, local_binaries
 from outboxq.migrations.runner import migrate
-from outboxq.postgres import Server, start_embedded, start_local
+from outboxq.postgres import Server, start_embedded
+from outboxq.postgres.sources import start_local
 from tests.soak import app, embedded
 from tests.soak.gauges import measure_backends, measure_process
 from tests.soak.producers import Producers, producing

@@ -36,11 +36,11 @@ from outboxq.events import JobsParked, Pruned
 from outboxq.migrations.runner import migrate, migrate_committing, migration_sql
 from outboxq.postgres import Server
 from tests.conftest import StartRelay
-from tests.migrations.catalog import libpq_url
 from tests.support import app
 from tests.support.overloads import looted, make_overloads
 from tests.support.parsed_sql import Names
 from tests.support.statements import all_statements, compiled_text
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 FIRST_OID_OF_USERS = 16_384

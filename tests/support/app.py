@@ -161,7 +161,7 @@ def misbehave(ctx: Context, how: str):  # it returns what it should not
             session.connection().connection.commit()
             session.add(Effect(name=how))
         case "driver-forges-savepoint":
-            # As if nothing had happened: only the savepoint that nobody can guess is missing.
+            # As if nothing had happened: only the savepoint with the random name is missing.
             name = session.connection().get_nested_transaction()._savepoint
             with session.connection().connection.cursor() as cursor:
                 cursor.execute(f"COMMIT; BEGIN; SAVEPOINT {name}")

@@ -52,7 +52,7 @@ def run(
     env: Mapping[str, str] | None = None,
     seconds: float = 2 * PATIENCE,
 ) -> Outcome:
-    """Run the command in a process of its own, with nobody at its standard input."""
+    """Run the command in a process of its own, with nothing on its standard input."""
     done = subprocess.run(
         command(*arguments),
         env={**environment(url), **(env or {})},

@@ -7,13 +7,9 @@ from typing import Any
 import psycopg
 
 from tests.support.cli import call
+from tests.support.urls import libpq_url
 
 Finding = dict[str, Any]
-
-
-def libpq_url(url: str) -> str:
-    """SQLAlchemy's URL for psycopg, as psycopg takes it."""
-    return url.replace("postgresql+psycopg://", "postgresql://", 1)
 
 
 def examine(url: str, *arguments: object) -> list[Finding]:

@@ -27,6 +27,18 @@ def ledger(engine: Engine) -> Counter[str]:
         return Counter(session.scalars(select(Effect.name)))
 
 
+def effects(engine: Engine) -> list[str]:
+    """The names of all effects, sorted."""
+    with Session(engine) as session:
+        return sorted(session.scalars(select(Effect.name)))
+
+
+def rows(engine: Engine, query: str) -> list[tuple[object, ...]]:
+    """What a query finds."""
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text(query))]
+
+
 def waiting(engine: Engine) -> int:
     """Jobs in the queue."""
     with engine.connect() as connection:

@@ -24,7 +24,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def pull_cable(self) -> None:
-        """From now on every packet is lost, in both directions; nobody is told."""
+        """From now on every packet is lost, in both directions, without a word."""
         _ip("-n", self.namespace, "link", "set", "there", "down")
 
     def plug_in(self) -> None:
@@ -38,7 +38,7 @@ def another_host() -> Iterator[Host]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("a host of its own needs root and iproute2")
     name = f"oq{secrets.token_hex(4)}"
-    # A /30 of the range for benchmarks, which nobody routes.
+    # A /30 of the range for benchmarks, which is not routed.
     base = f"198.18.{secrets.randbelow(256)}.{secrets.randbelow(64) * 4}"
     stem, _, last = base.rpartition(".")
     here, there = f"{stem}.{int(last) + 1}", f"{stem}.{int(last) + 2}"

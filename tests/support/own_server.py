@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, create_engine
 
 from outboxq.config import local_binaries
-from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded, start_local
+from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
+from outboxq.postgres.sources import start_local
 from tests.support import app
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 
@@ -49,17 +51,12 @@ def stop_fast(server: Server) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGINT)
     wait_until(lambda: not answers(server.url), "the server to stop")
-    # Its keeper learns of it.
+    # Its watchdog learns of it.
     server.stop_immediately()
 
 
 def answers(url: str) -> bool:
-    """Whether the server lets anybody in."""
-    with contextlib.suppress(psycopg.OperationalError), psycopg.connect(conninfo(url), connect_timeout=5):
+    """Whether the server accepts connections."""
+    with contextlib.suppress(psycopg.OperationalError), psycopg.connect(libpq_url(url), connect_timeout=5):
         return True
     return False
-
-
-def conninfo(url: str) -> str:
-    """The URL as libpq reads it."""
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)

@@ -92,7 +92,7 @@ def _find() -> str | None:
 
 
 def _configuration(target: URL, port: int, pool_mode: str, settings: Mapping[str, object]) -> str:
-    # The user is forced, and so nobody is asked for a password on this side.
+    # The user is forced, and so no password is asked for on this side.
     password = f" password={target.password}" if target.password else ""
     database = f"* = host={target.host} port={target.port or 5432} user={target.username}{password}"
     lines: dict[str, object] = {

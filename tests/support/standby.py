@@ -12,7 +12,8 @@ from outboxq.config import local_binaries as configured_binaries
 from outboxq.postgres import Server
 from outboxq.postgres.binaries import Binaries, embedded_binaries, local_binaries
 from outboxq.postgres.cluster import SUPERUSER, Cluster
-from tests.support.own_server import conninfo, own_server
+from tests.support.own_server import own_server
+from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
 NAME = "outboxq_standby"
@@ -107,7 +108,7 @@ def primary_and_standby() -> Iterator[Pair]:
 
 
 def _first_value(url: str, statement: str) -> object:
-    with psycopg.connect(conninfo(url), autocommit=True) as connection:
+    with psycopg.connect(libpq_url(url), autocommit=True) as connection:
         cursor = connection.execute(statement.encode())
         row = cursor.fetchone() if cursor.description else None
         return None if row is None else row[0]

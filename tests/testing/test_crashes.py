@@ -17,10 +17,11 @@ from outboxq import OutboxSession, external
 from outboxq.errors import ConfigError
 from outboxq.postgres import Database
 from outboxq.testing import CRASH_STEPS, EFFECT_FAULT_POINTS, CommitProxy, crash_at_every_step
-from outboxq.torture import leased
+from outboxq.torture import app as torture_app
 from outboxq.torture.history import CREATE
 from tests.support import app, once_app
 from tests.support.app import Effect
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -61,9 +62,9 @@ def test_a_handler_that_writes_through_its_session_survives_every_crash(outboxq_
 def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database) -> None:
     """The same under a lease, which has to run out first: settings of the relay are passed through."""
     crash_at_every_step(
-        "outboxq.torture.leased:jobs",
+        "outboxq.torture.app:leased",
         database_url=with_torture_tables(outboxq_database.url),
-        enqueue=lambda session: session.add_job(leased.record_leased),
+        enqueue=lambda session: session.add_job(torture_app.record_leased),
         effects=lambda connection: connection.execute(text("SELECT count(*) FROM torture.effect")).scalar_one(),
         steps=["after-claim", "before-commit", "after-commit", "connection-cut-before-commit"],
         lease_seconds=1,
@@ -206,7 +207,7 @@ def test_a_commit_is_recognised_whoever_sends_it(engine: Engine, outboxq_databas
         for send in (send_script, send_prepared):
             with (
                 pytest.raises(psycopg.OperationalError),
-                psycopg.connect(plain(proxy.url), autocommit=True) as connection,
+                psycopg.connect(libpq_url(proxy.url), autocommit=True) as connection,
             ):
                 send(connection)
         assert trap.reached.wait(PATIENCE)
@@ -228,7 +229,7 @@ def test_only_a_commit_that_decides_something_is_caught(outboxq_database: Databa
     """Neither one of a transaction that wrote nothing, nor the word in a literal, nor one without the text."""
     with CommitProxy(outboxq_database.url) as proxy:
         trap = proxy.cut_before_commit(containing="effect_LEDGER")
-        with psycopg.connect(plain(proxy.url)) as connection:
+        with psycopg.connect(libpq_url(proxy.url)) as connection:
             connection.execute("SELECT 1 FROM effect_ledger")
             connection.commit()
             connection.execute("INSERT INTO account (balance) VALUES (1)")
@@ -281,13 +282,13 @@ def test_a_held_reply_leaves_the_client_waiting_for_what_is_committed(
 def test_everything_can_be_frozen_thawed_and_cut(outboxq_database: Database) -> None:
     """A half-open connection answers nothing and reports nothing until it is cut."""
     with CommitProxy(outboxq_database.url) as proxy:
-        connection = psycopg.connect(plain(proxy.url), autocommit=True)
+        connection = psycopg.connect(libpq_url(proxy.url), autocommit=True)
         proxy.freeze()
         answers: list[object] = []
         client = threading.Thread(target=lambda: answers.append(connection.execute("SELECT 1").fetchone()))
         client.start()
         with pytest.raises(psycopg.OperationalError):
-            psycopg.connect(plain(proxy.url), connect_timeout=1)
+            psycopg.connect(libpq_url(proxy.url), connect_timeout=1)
         assert answers == []
         proxy.thaw()
         client.join(PATIENCE)
@@ -310,11 +311,7 @@ def test_a_closed_proxy_leaves_no_thread_and_no_port(outboxq_database: Database)
     assert not client.is_alive()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("outboxq-proxy")] == []
     with pytest.raises(psycopg.OperationalError):
-        psycopg.connect(plain(proxy.url), connect_timeout=2)
-
-
-def plain(url: str) -> str:
-    return url.replace("+psycopg", "")
+        psycopg.connect(libpq_url(proxy.url), connect_timeout=2)
 
 
 def sessions_in_transaction(engine: Engine) -> int:

@@ -17,7 +17,7 @@ from outboxq.http.asgi import declared_bytes
 from outboxq.http.keys import read_key
 from outboxq.http.middleware import _check_documentation
 from outboxq.names import check_name
-from outboxq.testing import proxy
+from outboxq.testing import wire
 from tests.support.growth import LINEAR, growth
 
 
@@ -54,10 +54,10 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[tuple[str, str, str], ..
     "a documentation URL": (_documentation, (("", "a", " "), ("https://", "%", "\n"))),
     "a server setting": (seconds_of, (("", "1", "!"), ("1", " ", "!"), ("1", ".", "kB!"), ("", " ", ""))),
     "a name in a finding": (identifier, (("", "a", " "), ("", '"', ""))),
-    "a COMMIT": (proxy._COMMIT.search, (("", ";", ""), ("; COMMIT", " ", "x"), ("", "; END ", "x"), ("", "\n", ""))),
-    "a CTE that writes": (proxy._WRITING_CTE.match, (("WITH", " x", ""), ("", " ", "x"), ("", "WITH ", ""))),
-    "a script that writes": (proxy._WRITING_SCRIPT.search, (("", "INSERTS ", ""), ("", "_", "INSERT"))),
-    "a command's tag": (proxy._WRITES.match, (("UPDATE ", "1", "x"), ("INSERT 0 ", "0", "1"))),
+    "a COMMIT": (wire._COMMIT.search, (("", ";", ""), ("; COMMIT", " ", "x"), ("", "; END ", "x"), ("", "\n", ""))),
+    "a CTE that writes": (wire._WRITING_CTE.match, (("WITH", " x", ""), ("", " ", "x"), ("", "WITH ", ""))),
+    "a script that writes": (wire._WRITING_SCRIPT.search, (("", "INSERTS ", ""), ("", "_", "INSERT"))),
+    "a command's tag": (wire._WRITES.match, (("UPDATE ", "1", "x"), ("INSERT 0 ", "0", "1"))),
 }
 CASES = [
     pytest.param(read, *hostile, id=f"{name} {number}")
@@ -88,7 +88,7 @@ def test_a_message_of_any_length_passes_the_proxy_in_linear_time() -> None:
         data = b"d" + struct.pack("!i", size + 4) + b"x" * size
         sender = threading.Thread(target=lambda: (theirs.sendall(data), theirs.close()))
         sender.start()
-        assert [len(frame) for _, frame in proxy._frames(ours)] == [size + 5]
+        assert [len(frame) for _, frame in wire.frames(ours)] == [size + 5]
         sender.join()
         ours.close()
 

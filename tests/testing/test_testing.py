@@ -53,7 +53,7 @@ def test_assert_enqueued_says_what_waits_instead(session: OutboxSession) -> None
 
 
 def test_drain_runs_jobs_inside_the_tests_own_transaction(engine: Engine, session: OutboxSession) -> None:
-    """The test sees their rows, nobody else ever does."""
+    """The test sees their rows, no other session ever does."""
     account = Account(id=1, balance=1)
     session.add(account)
     session.add_job(app.credit, account=account, cents=9)
@@ -80,7 +80,7 @@ def test_drain_survives_the_tests_own_commit_and_rollback(session: OutboxSession
 
 
 def test_drain_raises_for_a_failed_handler_unless_told_otherwise(session: OutboxSession) -> None:
-    """A test must not pass because nobody looked."""
+    """A test must not pass because its failures were not looked at."""
     session.add_job(app.fail, name="value")
     with pytest.raises(AssertionError, match=r"fail: ValueError: no luck with <name> \(.*app.py:\d+ in fail\)"):
         drain(session, app.jobs)
@@ -160,7 +160,7 @@ def test_the_fixtures_serve_a_users_own_test_suite(tmp_path: Path) -> None:
 
 
 def test_drain_runs_lease_mode_handlers_too(session: OutboxSession) -> None:
-    """In the test's own transaction there is nobody to hold a lease against."""
+    """In the test's own transaction there is no other relay to hold a lease against."""
     jobs = Jobs()
 
     @jobs.handler(queue="lease", claim="lease")

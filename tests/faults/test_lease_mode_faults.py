@@ -11,12 +11,12 @@ from outboxq.events import JobCrashed, JobDone, JobLeaseLost
 from outboxq.postgres import Database
 from outboxq.testing import FAULT_POINTS, CommitProxy, FaultPoint, RelayProcess
 from tests.conftest import StartRelay
-from tests.support import held_app
+from tests.support import leased_app
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
-TARGET = "tests.support.held_app_patient:jobs"
+TARGET = "tests.support.leased_app_patient:jobs"
 # Claims of one slot take 1, 2 and 4 jobs before they may take 8.
 QUICK = [f"quick {number}" for number in range(7)]
 COMPLETION = "WITH oq_held"
@@ -24,7 +24,7 @@ COMPLETION = "WITH oq_held"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `tests/support/held_app_patient.py`, for the relays of this process."""
+    """As `tests/support/leased_app_patient.py`, for the relays of this process."""
     monkeypatch.setattr("outboxq.execution.lease_mode.AIM_SECONDS", 3600.0)
     monkeypatch.setattr("outboxq.execution.lease_mode.HELD_SECONDS", 3600.0)
 
@@ -63,7 +63,7 @@ def kill_a_relay(url: str, queue: str = "held", kill_at: FaultPoint | None = Non
         assert victim.wait(PATIENCE) == -9, victim.log
 
 
-@pytest.mark.parametrize("kind", [held_app.call, held_app.call_async], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", [leased_app.call, leased_app.call_async], ids=["sync", "async"])
 def test_a_relay_killed_in_a_claim_charges_nobody_who_did_not_run_alone(
     engine: Engine, outboxq_database: Database, start_relay: StartRelay, tmp_path: Path, kind
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_relay_killed_in_a_claim_charges_nobody_who_did_not_run_alone(
     kill_a_relay(outboxq_database.url, kind.queue)
     assert {name: ["1 0"] for name in QUICK}.items() <= runs(tmp_path).items()
     expire_leases(engine)
-    with start_relay(held_app.jobs, config(kind.queue)) as running:
+    with start_relay(leased_app.jobs, config(kind.queue)) as running:
         wait_until(lambda: waiting(engine) == 0, "the jobs to be done")
     assert [event.crashes for event in running.of(JobCrashed)] in ([0] * 5, [0] * 3)
     assert_uncharged(tmp_path, names)
@@ -84,7 +84,7 @@ def test_only_the_poisonous_job_of_a_claim_is_dead_in_the_end(
     engine: Engine, outboxq_database: Database, tmp_path: Path
 ) -> None:
     """It kills with its batch, then twice alone; the others are done, uncharged."""
-    names = enqueue(engine, tmp_path, held_app.call, first="", poison="poison", behind="", last="")
+    names = enqueue(engine, tmp_path, leased_app.call, first="", poison="poison", behind="", last="")
     relays = 0
     while waiting(engine):
         with RelayProcess(TARGET, outboxq_database.url, config()) as relay:
@@ -111,12 +111,12 @@ def test_a_relay_killed_at_any_moment_of_a_claim_runs_a_job_twice_at_most(
     passing: int,
 ) -> None:
     """At least once, uncharged, and what was removed never again."""
-    names = enqueue(engine, tmp_path, held_app.call, **{f"job {number}": "" for number in range(80)})
+    names = enqueue(engine, tmp_path, leased_app.call, **{f"job {number}": "" for number in range(80)})
     kill_a_relay(outboxq_database.url, kill_at=moment, passing=passing)
     expire_leases(engine)
     gone = set(names) - names_left(engine)
     before = runs(tmp_path)
-    with start_relay(held_app.jobs, config()):
+    with start_relay(leased_app.jobs, config()):
         wait_until(lambda: waiting(engine) == 0, "the jobs to be done")
     found = runs(tmp_path)
     assert_uncharged(tmp_path, names)
@@ -138,15 +138,15 @@ def test_a_call_that_counts_once_is_made_once_though_its_job_runs_again(
     names = [f"job {number}" for number in range(8)]
     with OutboxSession(engine) as session, session.begin():
         for name in [*QUICK, *names]:
-            session.add_job(held_app.call_once, name=name, directory=str(tmp_path))
-        session.add_job(held_app.call, name="killer", directory=str(tmp_path), fault="kill")
+            session.add_job(leased_app.call_once, name=name, directory=str(tmp_path))
+        session.add_job(leased_app.call, name="killer", directory=str(tmp_path), fault="kill")
     # The sixth job of a claim: five are done, and not removed.
     kill_a_relay(outboxq_database.url, kill_at="after-handler", passing=len(QUICK) + 5)
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.effect SET locked_until = clock_timestamp()"))
         connection.execute(text("UPDATE outboxq.job SET args = args || '{\"fault\": \"\"}' WHERE kind = 'call'"))
     expire_leases(engine)
-    with start_relay(held_app.jobs, config()):
+    with start_relay(leased_app.jobs, config()):
         wait_until(lambda: waiting(engine) == 0, "the jobs to be done")
     assert {name: len(what) for name, what in runs(tmp_path).items()} == dict.fromkeys([*QUICK, *names, "killer"], 1)
 
@@ -155,17 +155,17 @@ def test_a_relay_stopped_past_its_lease_begins_nothing_more_of_its_claim(
     engine: Engine, outboxq_database: Database, start_relay: StartRelay, tmp_path: Path
 ) -> None:
     """Another relay has run it all by then; what the stopped one was at is told as lost, and the rest is not begun."""
-    names = enqueue(engine, tmp_path, held_app.call, first="", stands="hold", behind="", last="")
+    names = enqueue(engine, tmp_path, leased_app.call, first="", stands="hold", behind="", last="")
     with RelayProcess(TARGET, outboxq_database.url, config()) as stalled:
         wait_until((tmp_path / "met stands").exists, "the handler to run")
         stalled.pause()
         # Its own lease lasts longer: on a busy machine it must not run out.
-        with start_relay(held_app.jobs, config(lease_seconds=10)) as running:
+        with start_relay(leased_app.jobs, config(lease_seconds=10)) as running:
             wait_until(lambda: waiting(engine) == 0, "the other relay to do it")
         assert {event.crashes for event in running.of(JobCrashed)} <= {0}
         (tmp_path / "gate").touch()
         stalled.resume()
-        enqueue(engine, tmp_path, held_app.call, afterwards="")
+        enqueue(engine, tmp_path, leased_app.call, afterwards="")
         wait_until(lambda: "afterwards" in runs(tmp_path) and not waiting(engine), "another job")
         assert "lease was lost while the job ran" in stalled.log
         assert stalled.stop() == 0
@@ -182,12 +182,12 @@ def test_a_relay_cut_off_while_it_removes_jobs_finds_out_what_stands(
     engine: Engine, outboxq_database: Database, start_relay: StartRelay, tmp_path: Path, cut: str
 ) -> None:
     """Removed or not, every handler ran once, and each job is told as done, once."""
-    names = enqueue(engine, tmp_path, held_app.call, **{f"job {number}": "" for number in range(20)})
+    names = enqueue(engine, tmp_path, leased_app.call, **{f"job {number}": "" for number in range(20)})
     with CommitProxy(outboxq_database.url) as proxy:
         times = 3 if cut == "thrice" else 1
         traps = {"before": proxy.cut_before_commit, "after": proxy.cut_after_commit, "thrice": proxy.cut_after_commit}
         trap = traps[cut](times, containing=COMPLETION)
-        with start_relay(held_app.jobs, config(lease_seconds=2), engine=proxy.url) as running:
+        with start_relay(leased_app.jobs, config(lease_seconds=2), engine=proxy.url) as running:
             assert trap.reached.wait(PATIENCE)
             wait_until(lambda: len(running.of(JobDone)) >= len(names) and not waiting(engine), "every job")
     assert_uncharged(tmp_path, names)

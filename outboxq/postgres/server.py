@@ -1,0 +1,247 @@
+"""A PostgreSQL server and the databases made on it, which go with the process that made them."""
+
+import atexit
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+from psycopg.errors import InsufficientPrivilege, ObjectInUse
+from psycopg.sql import SQL, Composed, Identifier, Literal
+from sqlalchemy import URL
+
+from outboxq.errors import OutboxqError
+from outboxq.postgres.binaries import SourceFailed
+from outboxq.postgres.cluster import Cluster
+
+_CONNECT_SECONDS = 10
+
+
+class PostgresUnavailable(OutboxqError):
+    """No PostgreSQL server could be found, started or reached, or it refuses what was asked of it."""
+
+    def __init__(self, message: str, failures: Sequence[SourceFailed] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """One database, dropped at the end of a `with` block. `url` is SQLAlchemy's, for psycopg."""
+
+    name: str
+    url: str = field(repr=False)
+    _drop: Callable[[str], None] = field(repr=False)
+
+    def drop(self) -> None:
+        """Drop the database and end its sessions. Nothing happens if it is gone already."""
+        self._drop(self.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+
+class Server:
+    """A PostgreSQL server, from `find_server` or `start_embedded`.
+
+    It belongs to the process that got it: in a forked child `close()` does nothing.
+
+    Attributes:
+        url: SQLAlchemy's URL of its maintenance database, for psycopg.
+        source: Its origin, in words.
+        version: `server_version`, as the server reports it.
+    """
+
+    def __init__(self, url: URL, source: str, stop: Callable[[], None] | None, cluster: Cluster | None) -> None:
+        self._url = url
+        self._stop = stop
+        self._cluster = cluster
+        self._owner_process_id = os.getpid()
+        self._is_closed = False
+        self._database_names: set[str] = set()
+        self.url = url.render_as_string(hide_password=False)
+        self.source = source
+        self.version = self._read_version()
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster's process id; None if we did not start it, and while it is stopped."""
+        return None if self._cluster is None else self._cluster.pid
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory with its data and its log; None if we did not start it."""
+        return None if self._cluster is None else self._cluster.directory
+
+    def create_database(self, template: str | None = None, name: str | None = None) -> Database:
+        """Make a database, as a copy of `template` if one is given, named "outboxq_<hex>" unless `name` is.
+
+        Raises:
+            PostgresUnavailable: the server does not answer, or does not let this role make databases.
+        """
+        if name is None:
+            name = f"outboxq_{secrets.token_hex(8)}"
+            # Noted before it exists, so that an interrupt in between leaves nothing behind.
+            self._database_names.add(name)
+        self._make_database(name, template)
+        self._database_names.add(name)
+        return Database(name, self._url.set(database=name).render_as_string(hide_password=False), self._drop_database)
+
+    def create_template(self, prepare: Callable[[str], None]) -> str:
+        """Make a database, let `prepare` fill it once, and return its name for `create_database(template=...)`.
+
+        Args:
+            prepare: Called with the URL. Afterwards its connections are ended, and no new ones are let in.
+        """
+        database = self.create_database(name=None)
+        try:
+            prepare(database.url)
+            self._seal(database.name)
+        except BaseException:
+            database.drop()
+            raise
+        return database.name
+
+    def stop_immediately(self) -> None:
+        """Stop the server as a crash does; committed data is there after `start_again()`.
+
+        Raises:
+            PostgresUnavailable: it was not started here, or it did not stop.
+        """
+        cluster = self._own_cluster()
+        with as_unavailable():
+            cluster.stop_immediately()
+
+    def start_again(self) -> None:
+        """Start the stopped server on its port and data.
+
+        Raises:
+            PostgresUnavailable: it was not started here, it is running, or it did not start.
+        """
+        cluster = self._own_cluster()
+        if cluster.pid is not None:
+            raise PostgresUnavailable(f"{self.source} is running (pid {cluster.pid}): call stop_immediately() first")
+        with as_unavailable():
+            cluster.start_again()
+
+    def close(self) -> None:
+        """Drop every database that was made here and still exists, and stop the server if it was started here."""
+        if self._is_closed or os.getpid() != self._owner_process_id:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._stop is not None:
+            # The databases go with it.
+            self._stop()
+        else:
+            self._drop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server {self._url.render_as_string()} from {self.source}>"
+
+    def _own_cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise PostgresUnavailable(
+                f"{self.source} cannot be stopped and started: use the embedded server or local binaries"
+            )
+        if os.getpid() != self._owner_process_id:
+            raise PostgresUnavailable(f"{self.source} belongs to process {self._owner_process_id}: stop it there")
+        return self._cluster
+
+    def _make_database(self, name: str, template: str | None) -> None:
+        # Not template1, the default: other sessions in it make CREATE DATABASE fail.
+        statement = SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(template or "template0"))
+        if self._cluster is not None and not self._cluster.durable:
+            # Half the work of copying through the log of changes: here a checkpoint writes to no disk.
+            statement += SQL(" STRATEGY FILE_COPY")
+        try:
+            self._execute(statement)
+        except InsufficientPrivilege as error:
+            raise PostgresUnavailable(
+                f"{self.source} does not let the role {self._url.username!r} make databases: grant it CREATEDB"
+            ) from error
+
+    def _drop_database(self, name: str) -> None:
+        statement = SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(Identifier(name))
+        try:
+            self._execute(statement)
+        except ObjectInUse:
+            # FORCE ends sessions, but not prepared transactions.
+            self._roll_back_prepared_transactions(name)
+            self._execute(statement)
+        self._database_names.discard(name)
+
+    def _drop_all(self) -> None:
+        problems: list[str] = []
+        for name in sorted(self._database_names):
+            try:
+                self._drop_database(name)
+            except (psycopg.Error, PostgresUnavailable) as error:
+                problems.append(f"{name} ({error})")
+        if problems:
+            raise PostgresUnavailable(f"{self.source} kept databases, drop them by hand: {', '.join(problems)}")
+
+    def _roll_back_prepared_transactions(self, name: str) -> None:
+        with self._connect(name) as connection:
+            query = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
+            for (gid,) in connection.execute(query).fetchall():
+                connection.execute(SQL("ROLLBACK PREPARED {}").format(Literal(gid)))
+
+    def _seal(self, name: str) -> None:
+        # A template cannot be copied while it has a session.
+        with self._connect() as connection:
+            connection.execute(SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(Identifier(name)))
+            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND usename = user"
+            connection.execute(query, [name])
+
+    def _read_version(self) -> str:
+        with self._connect() as connection:
+            row = connection.execute("SHOW server_version").fetchone()
+        return "" if row is None else str(row[0])
+
+    def _execute(self, statement: Composed) -> None:
+        with self._connect() as connection:
+            connection.execute(statement)
+
+    def _connect(self, database: str | None = None) -> psycopg.Connection:
+        url = self._url if database is None else self._url.set(database=database)
+        try:
+            return psycopg.connect(conninfo(url), autocommit=True)
+        except psycopg.Error as error:
+            raise PostgresUnavailable(
+                f"{self.source} does not answer at {url.render_as_string()}: "
+                f"check that the server runs and lets you in ({str(error).strip()})"
+            ) from error
+
+
+def conninfo(url: URL) -> str:
+    """The URL as libpq's connection string."""
+    # Not the rendered URL: SQLAlchemy and libpq do not agree on the escapes in its query.
+    options = {name: value if isinstance(value, str) else ",".join(value) for name, value in url.query.items()}
+    parts = {"host": url.host, "port": url.port, "user": url.username, "password": url.password, "dbname": url.database}
+    given = {name: value for name, value in parts.items() if value is not None}
+    return make_conninfo("", **{"connect_timeout": _CONNECT_SECONDS, **given, **options})
+
+
+@contextlib.contextmanager
+def as_unavailable() -> Iterator[None]:
+    """Turn the failure of one source into `PostgresUnavailable`."""
+    try:
+        yield
+    except SourceFailed as failure:
+        raise PostgresUnavailable(str(failure), [failure]) from failure

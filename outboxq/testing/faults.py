@@ -1,0 +1,62 @@
+"""Faults that a process brings upon itself at a chosen step of a job's way."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import psycopg
+
+from outboxq.database.urls import psycopg_url
+from outboxq.fault_points import FaultPoint, fault_action
+
+_TERMINATE = (
+    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND application_name = %s AND pid <> pg_backend_pid()"
+)
+_STILL_THERE = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY (%s)"
+_TERMINATE_SECONDS = 10.0
+
+
+@contextmanager
+def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iterator[None]:
+    """Within the block, call `act` when this process passes `point` for the `passing`-th time (from 1), and only then.
+
+    All slots of the process count together; the one that arrives last calls it.
+    """
+    lock, passed = threading.Lock(), 0
+
+    def count(name: FaultPoint) -> None:
+        nonlocal passed
+        if name != point:
+            return
+        with lock:
+            passed += 1
+            is_it = passed == passing
+        if is_it:
+            act()
+
+    with fault_action(count):
+        yield
+
+
+def kill_process_at(point: FaultPoint, passing: int = 1) -> AbstractContextManager[None]:
+    """Within the block, SIGKILL this process when it passes `point` for the `passing`-th time (from 1).
+
+    Nothing is cleaned up and nothing is reported: run it in a process of its own.
+    """
+    return on_passing(point, passing, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def terminate_backends(url: str) -> None:
+    """End, in the server, the connections that have the application name of `url` now, and see them gone."""
+    plain = psycopg_url(url)
+    name = str(plain.query["application_name"])
+    own = plain.set(drivername="postgresql").update_query_dict({"application_name": "outboxq terminator"})
+    with psycopg.connect(own.render_as_string(hide_password=False), autocommit=True) as connection:
+        pids = [pid for pid, _ in connection.execute(_TERMINATE, [name]).fetchall()]
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        while connection.execute(_STILL_THERE, [pids]).fetchone() != (0,) and time.monotonic() < deadline:
+            time.sleep(0.01)

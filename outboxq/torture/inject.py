@@ -1,0 +1,133 @@
+"""Does the planned faults to relays, producers, connections and the server."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import TextClause, text
+
+from outboxq.postgres import Server
+from outboxq.testing.crashes import COMMIT_SCRIPT
+from outboxq.testing.proxy import CommitProxy, Trap
+from outboxq.torture.faults import Fault
+from outboxq.torture.relays import Relays
+from outboxq.torture.watcher import Watcher
+
+_FAULT_SECONDS = 5.0
+# In the producers' transactions: the name of the table of business rows.
+_REQUEST = "request"
+
+_WORKING = text(
+    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND backend_xid IS NOT NULL "
+    "AND pid <> pg_backend_pid() ORDER BY pid"
+)
+_RELAY_BACKENDS = text(
+    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
+    "AND application_name LIKE 'outboxq relay %' ORDER BY pid"
+)
+_TERMINATE = text("SELECT pg_terminate_backend(:pid)")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjector:
+    """Everything that a fault can hit.
+
+    Attributes:
+        let_ahead: Lets the producers go on a little, for a fault that waits for their work.
+    """
+
+    server: Server
+    watcher: Watcher
+    relays: Relays
+    relay_proxy: CommitProxy
+    producer_proxy: CommitProxy
+    interrupted: threading.Event
+    let_ahead: Callable[[], None]
+
+    def inject(self, fault: Fault) -> bool:
+        """Do it; False if it found nothing to hit."""
+        match fault.kind:
+            case "relay-killed" | "relay-stopped":
+                return self._disturb_process(fault)
+            case "backend-terminated" | "backend-killed":
+                return self._disturb_backend(fault)
+            case "server-stopped":
+                return self._stop_server(fault)
+            case "all-connections-cut":
+                return self.relay_proxy.cut() + self.producer_proxy.cut() > 0
+            case "relay-frozen-at-commit":
+                return self._freeze(fault)
+            case "relay-cut-before-commit":
+                return self._wait_for(self.relay_proxy.cut_before_commit(containing=COMMIT_SCRIPT))
+            case "relay-cut-after-commit":
+                return self._wait_for(self.relay_proxy.cut_after_commit(containing=COMMIT_SCRIPT))
+            case "producer-cut-before-commit":
+                return self._wait_for(self.producer_proxy.cut_before_commit(containing=_REQUEST))
+            case "producer-cut-after-commit":
+                return self._wait_for(self.producer_proxy.cut_after_commit(containing=_REQUEST))
+
+    def _disturb_process(self, fault: Fault) -> bool:
+        if fault.kind == "relay-killed":
+            self.relays.kill(fault.pick)
+        else:
+            self.relays.pause(fault.pick, fault.seconds)
+        return True
+
+    def _stop_server(self, fault: Fault) -> bool:
+        self.server.stop_immediately()
+        self.interrupted.wait(fault.seconds)
+        self.server.start_again()
+        return True
+
+    def _wait_for(self, trap: Trap) -> bool:
+        """Wait until the trap has caught a COMMIT, for which producers may have to be let ahead."""
+        deadline = time.monotonic() + _FAULT_SECONDS
+        self.let_ahead()
+        while not trap.reached.wait(0.05):
+            self.relays.tend()
+            if time.monotonic() > deadline or self.interrupted.is_set():
+                trap.release()
+                return False
+        return True
+
+    def _freeze(self, fault: Fault) -> bool:
+        trap = self.relay_proxy.freeze_at_commit(arrives=fault.pick < 0.5, containing=COMMIT_SCRIPT)
+        if not self._wait_for(trap):
+            return False
+        self.interrupted.wait(fault.seconds)
+        if fault.gently:
+            trap.release()
+        else:
+            self.relay_proxy.cut()
+        return True
+
+    def _disturb_backend(self, fault: Fault) -> bool:
+        """Terminate a backend that works, or kill one of a relay, as soon as there is one."""
+        terminate = fault.kind == "backend-terminated"
+        deadline = time.monotonic() + _FAULT_SECONDS
+        while time.monotonic() < deadline and not self.interrupted.is_set():
+            pids = self._pids(_WORKING if terminate else _RELAY_BACKENDS)
+            if pids:
+                pid = pids[int(fault.pick * len(pids))]
+                return self._terminate(pid) if terminate else _kill(pid)
+            self.relays.tend()
+            time.sleep(0.005)
+        return False
+
+    def _pids(self, query: TextClause) -> list[int]:
+        return self.watcher.ask(lambda connection: [int(pid) for pid in connection.execute(query).scalars()])
+
+    def _terminate(self, pid: int) -> bool:
+        return bool(self.watcher.ask(lambda connection: connection.execute(_TERMINATE, {"pid": pid}).scalar_one()))
+
+
+def _kill(pid: int) -> bool:
+    """kill -9 of a backend, after which the server ends all others and recovers."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True

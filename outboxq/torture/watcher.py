@@ -1,0 +1,127 @@
+"""What a run sees of its database, over a connection that no fault is aimed at."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.database.engines import make_engine
+from outboxq.torture.history import SCHEMA
+
+SERVER_SECONDS = 60.0
+_GONE_SECONDS = 20.0
+
+_PROGRESS = text(
+    f"""\
+SELECT (SELECT count(*) FROM outboxq.job) AS backlog,
+  EXISTS (
+    SELECT FROM outboxq.job WHERE state <> 'scheduled' OR run_at <= clock_timestamp()
+  ) AS is_due,
+  (SELECT max(row) FROM {SCHEMA}.effect) AS last_effect,
+  (SELECT count(*) FROM outboxq.dead_job) AS dead"""
+)
+_NOTE_LEASES = text(
+    f"""\
+INSERT INTO {SCHEMA}.sighting (job_id, token, owner)
+SELECT id, lease_token, lease_owner FROM outboxq.job AS job WHERE state = 'leased' AND NOT EXISTS (
+  SELECT FROM {SCHEMA}.sighting
+  WHERE job_id = job.id AND token = job.lease_token AND owner IS NOT DISTINCT FROM job.lease_owner
+)"""
+)
+_NAMES = text("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()")
+_OTHERS = text(
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND backend_type = 'client backend'"
+)
+_UNKNOWN = text(
+    f"""\
+SELECT count(*) AS unknown, count(*) FILTER (
+  WHERE EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) = (
+    EXISTS (SELECT FROM {SCHEMA}.effect WHERE effect.job_id = enqueue.job_id)
+    OR EXISTS (SELECT FROM outboxq.dead_job WHERE id = enqueue.job_id)
+  )
+) AS resolved FROM {SCHEMA}.enqueue WHERE outcome = 'unknown'"""
+)
+_ENDS = text(
+    f"SELECT (SELECT count(*) FROM {SCHEMA}.effect) AS effects, (SELECT count(*) FROM outboxq.dead_job) AS dead"
+)
+
+T = TypeVar("T")
+
+
+class Watcher:
+    """Asks the database, again and again while the server is away."""
+
+    def __init__(self, url: str) -> None:
+        self._engine: Engine = make_engine(url, application_name="outboxq torture")
+        self._connection: Connection | None = None
+
+    def ask(self, question: Callable[[Connection], T]) -> T:
+        """Run `question` until the server answers it. It must bear repetition."""
+        deadline = time.monotonic() + SERVER_SECONDS
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = self._engine.connect()
+                answer = question(self._connection)
+                self._connection.commit()
+                return answer
+            except DBAPIError as error:
+                self._forget()
+                if time.monotonic() > deadline or not (error.connection_invalidated or _is_away(error)):
+                    raise
+                time.sleep(0.05)
+
+    def progress(self) -> Row[Any]:
+        """The backlog, whether a job of it is due, and the latest ends of jobs."""
+        return self.ask(lambda connection: connection.execute(_PROGRESS).one())
+
+    def note_leases(self) -> None:
+        """Note the tokens and owners of the leases that stand at this moment."""
+        self.ask(lambda connection: connection.execute(_NOTE_LEASES).rowcount)
+
+    def unknown(self) -> tuple[int, int]:
+        """How many jobs' producers got no answer to COMMIT, and how many of those jobs ended as their rows say."""
+        row = self.ask(lambda connection: connection.execute(_UNKNOWN).one())
+        return row.unknown, row.resolved
+
+    def count_ends(self) -> tuple[int, int]:
+        """How many rows the ledger has, and how many jobs are dead letters."""
+        row = self.ask(lambda connection: connection.execute(_ENDS).one())
+        return row.effects, row.dead
+
+    def wait_until_connected(self, names: Callable[[], set[str]]) -> None:
+        """Wait until every name has a session: a relay that is still starting would die of the signal to stop."""
+        _wait(lambda: names() <= self.ask(lambda connection: set(connection.execute(_NAMES).scalars())), SERVER_SECONDS)
+
+    def wait_until_alone(self) -> None:
+        """Wait until the server has noticed that all clients are gone; a session that stays is found by the check."""
+        _wait(lambda: not self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()), _GONE_SECONDS)
+
+    def _forget(self) -> None:
+        if self._connection is not None:
+            with suppress(DBAPIError):
+                self._connection.invalidate()
+                self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._forget()
+        self._engine.dispose()
+
+
+def _is_away(error: DBAPIError) -> bool:
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    return sqlstate is None or sqlstate[:2] in ("57", "08")
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)

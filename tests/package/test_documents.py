@@ -1,0 +1,55 @@
+"""The documents: every path, test, module and section that they name is there."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+
+PATH = re.compile(r"`((?:outboxq|tests|benchmarks|examples|docs)/[\w/.*{},-]*)(?:::(test_\w+))?`")
+TEST = re.compile(r"`(test_\w+)`")
+COMMAND = re.compile(r"python -m ((?:outboxq|tests|benchmarks)[\w.]*)")
+LINK = re.compile(r"\]\(([\w./-]*\.md)?(#[\w-]+)?\)")
+CODE = re.compile(r"```.*?```", re.DOTALL)
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def anchors(document: Path) -> set[str]:
+    """The sections of a document, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", document.read_text()), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_every_path_is_there(document: Path) -> None:
+    """A path in backticks leads to a file or a folder; behind `::` stands a test of that file."""
+    for path, test in PATH.findall(document.read_text()):
+        found = list(ROOT.glob(path.replace("NN_....py", "*.py")))
+        assert found, path
+        assert not test or any(f"def {test}(" in file.read_text() for file in found), test
+
+
+@every_document
+def test_every_test_is_there(document: Path) -> None:
+    """A test that is named without its file stands in one of them."""
+    sources = "".join(path.read_text() for folder in ("tests", "examples") for path in ROOT.glob(f"{folder}/**/*.py"))
+    assert [name for name in TEST.findall(document.read_text()) if f"def {name}(" not in sources] == []
+
+
+@every_document
+def test_every_module_can_be_run(document: Path) -> None:
+    """What follows `python -m` is a module."""
+    assert [name for name in COMMAND.findall(document.read_text()) if not importlib.util.find_spec(name)] == []
+
+
+@every_document
+def test_every_link_leads_somewhere(document: Path) -> None:
+    """A link to another document, or to a section, finds it."""
+    for name, anchor in LINK.findall(document.read_text()):
+        target = document.parent / name if name else document
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}{anchor}"

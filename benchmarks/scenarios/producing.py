@@ -18,10 +18,14 @@ from benchmarks.apps.noop import nothing
 from benchmarks.bench import ACCOUNTS, CENTS, Bench, Workbench, conninfo
 from benchmarks.figures import Better, Comparison, Series, Unsupported
 from outboxq import OutboxSession
-from outboxq.job import uuid7
+from outboxq.clock import uuid7s
 
 _A_TRANSACTION = 1_000
 _COPY = b"COPY outboxq.job (id, queue, kind, args, headers, priority, state) FROM STDIN"
+
+
+def _new_id() -> UUID:
+    return UUID(uuid7s(1)[0])
 
 
 class _Base(DeclarativeBase):
@@ -32,7 +36,7 @@ class Note(_Base):
     """A plain row with the columns that `add_job` writes."""
 
     __tablename__ = "note"
-    id: Mapped[UUID] = mapped_column(Uuid, primary_key=True, default=uuid7)
+    id: Mapped[UUID] = mapped_column(Uuid, primary_key=True, default=_new_id)
     topic: Mapped[str]
     kind: Mapped[str]
     body: Mapped[dict[str, Any]] = mapped_column(JSONB)
@@ -98,7 +102,8 @@ def _copied(bench: Bench, workbench: Workbench) -> float:
 
 def _block() -> bytes:
     return "".join(
-        f"{uuid7()}\tbench\tjob\t{json.dumps(_arguments(number))}\t{{}}\t0\tready\n" for number in range(_A_TRANSACTION)
+        f"{_new_id()}\tbench\tjob\t{json.dumps(_arguments(number))}\t{{}}\t0\tready\n"
+        for number in range(_A_TRANSACTION)
     ).encode()
 
 

@@ -704,7 +704,7 @@ MUTANTS = (
     Mutant(
         "the marks of a parking that failed",
         "outboxq/relay/batch_loop.py",
-        "            park_unknown(connection, self._state.schema, queue, kinds, only_marks=True)",
+        "            park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)",
         "            pass",
         ("tests/execution/test_parking.py",),
     ),

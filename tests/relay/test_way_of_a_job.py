@@ -24,7 +24,7 @@ def test_nine_functions_at_most_lead_from_the_serve_loop_to_a_handler(
     def look(ctx: Context) -> None:
         ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_HOUSE)]
         names = [frame.name for frame in ours]
-        ways.append(names[names.index("serve_in_thread") :])
+        ways.append(names[names.index("_serve") :])
 
     with sessions.begin() as session:
         session.add_job(look)

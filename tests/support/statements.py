@@ -23,6 +23,7 @@ from outboxq.statements.aside import WAITS
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.effect_admin import EffectFilter
+from outboxq.statements.effects import EffectLock
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.jobs import JobFilter
 
@@ -34,6 +35,8 @@ _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", 
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
 _NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
+
+_LOCK = EffectLock("pay", "order-7", _ID)
 
 # What is given at the first and at the second call, by the parameter's name, else by its annotation.
 _SAMPLES: Mapping[str, tuple[object, object]] = {
@@ -61,6 +64,8 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "UUID | None": (_ID, None),
     "timedelta": (timedelta(seconds=5), timedelta(seconds=5)),
     "timedelta | None": (timedelta(seconds=5), None),
+    "EffectLock": (_LOCK, _LOCK),
+    "values: dict[str, object]": ({"status": "done"}, {"status": "unknown"}),
     "Status": ("done", "unknown"),
     "Job": (_JOB, _LEASED),
     "Iterable[Job]": ([_LEASED], [_LEASED, _LEASED]),
@@ -155,7 +160,8 @@ def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tu
         annotation = annotation.replace(package, "")
     annotation = annotation.rpartition(".")[2] if annotation.endswith(("Filter", ".Job")) else annotation
     annotation = "Status" if annotation.startswith("Literal[") else annotation
-    annotation = annotation.replace("job.Job]", "Job]").replace("new_job.NewJob", "NewJob")
+    for name in ("job.Job]", "new_job.NewJob", "statements.effects.EffectLock"):
+        annotation = annotation.replace(name, name.rpartition(".")[2])
     for key in (f"{parameter.name}: {annotation}", parameter.name, annotation):
         if key in _SAMPLES:
             return _SAMPLES[key]

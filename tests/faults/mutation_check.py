@@ -58,7 +58,7 @@ MUTANTS = (
         ("tests/relay/test_lease.py",),
     ),
     Mutant(
-        "the certificate: a plain COMMIT",
+        "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
         'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
@@ -86,14 +86,14 @@ MUTANTS = (
         ("tests/admin/test_roles.py",),
     ),
     Mutant(
-        "the withholding of messages where a job is settled",
+        "the withholding of messages when a job is settled",
         "outboxq/execution/outcome.py",
         "    result = runtime.kept(job, result)\n    match result:\n",
         "    match result:\n",
         ("tests/execution/test_withheld.py",),
     ),
     Mutant(
-        "the look at changes of unlocked rows before they are flushed",
+        "the check of changes of unlocked rows before they are flushed",
         "outboxq/execution/handler_session.py",
         "        self.look()\n        super().flush(objects)\n",
         "        super().flush(objects)\n",
@@ -114,7 +114,7 @@ MUTANTS = (
         ("tests/relay/test_wake.py",),
     ),
     Mutant(
-        "the distrust of looks from before all queues were called",
+        "the distrust of polls from before all queues were notified",
         "outboxq/relay/poller.py",
         "max(after.number, self._all_called_after)\n",
         "after.number\n",
@@ -128,7 +128,7 @@ MUTANTS = (
         ("tests/relay/test_following.py",),
     ),
     Mutant(
-        "the breaks of a busy slot, in which the server takes its counts",
+        "the pauses of a busy slot, in which the server takes its row statistics",
         "outboxq/relay/claim_planner.py",
         " or _now() > self._counts_due_at:\n",
         ":\n",
@@ -281,7 +281,7 @@ MUTANTS = (
         ("tests/relay/test_suspects.py",),
     ),
     Mutant(
-        "the look at which run of the server knows a transaction",
+        "the check which run of the server knows a transaction",
         "outboxq/execution/find_outcome.py",
         "_server_epoch(connection) != batch.epoch:",
         "batch.epoch is None:",
@@ -299,7 +299,7 @@ MUTANTS = (
         ("tests/faults/test_deadlines.py",),
     ),
     Mutant(
-        "the token of whoever records what a call came to",
+        "the token of the caller that records what a call came to",
         "outboxq/statements/effects.py",
         "effect.c.key == self.key, effect.c.lock_token == self.token\n",
         "effect.c.key == self.key\n",
@@ -313,7 +313,7 @@ MUTANTS = (
         ("tests/effects/test_once.py", "examples/payments/test_torture.py"),
     ),
     Mutant(
-        "the look at the lock right before the call",
+        "the check of the lock right before the call",
         "outboxq/effects/protocol.py",
         "        if expiry.is_ahead:\n",
         "        if expiry is not None:\n",
@@ -376,7 +376,7 @@ MUTANTS = (
         ("tests/execution/test_prepared_by_handler.py::test_a_transaction_that_the_relay_may_not_end_frees_its_slot",),
     ),
     Mutant(
-        "the look at a leased job's transaction before it is settled",
+        "the check of a leased job's transaction before it is settled",
         "outboxq/execution/run.py",
         "    if batch.is_leased and batch.transaction is not None and is_idle:\n",
         "    if batch is None:\n",
@@ -528,7 +528,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a lease claim's look whether its own lease is alive",
+        "a lease claim's check whether its own lease is alive",
         "outboxq/statements/claim.py",
         '_ALIVE if leased else ""',
         '""',
@@ -542,7 +542,7 @@ MUTANTS = (
         ("tests/statements/test_statement_names.py", "tests/statements/test_lookups.py"),
     ),
     Mutant(
-        "where a migration looks functions up",
+        "the search path of a migration",
         "outboxq/migrations/__init__.py",
         "set_config('search_path', 'pg_catalog, pg_temp', true)",
         "set_config('search_path', search_path_before, true)",
@@ -594,7 +594,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the names in a look, from which alone slots claim",
+        "the names in a poll, from which alone slots claim",
         "outboxq/relay/poller.py",
         "                if ready:\n",
         "                if name:\n",
@@ -716,21 +716,21 @@ MUTANTS = (
         ("tests/faults/test_rows_that_refuse.py",),
     ),
     Mutant(
-        "one by one, where a sweep fails for one row",
+        "one by one, if a sweep fails for one row",
         "outboxq/relay/lease.py",
         "            return self._reap_one_by_one(connection)",
         "            raise",
         ("tests/faults/test_rows_that_refuse.py",),
     ),
     Mutant(
-        "another lost job that comes back, before one is buried",
+        "another lost job that comes back, before one becomes a dead letter",
         "outboxq/relay/lease.py",
         "for job_id, found in came.items() if found is None and rows]:",
         "for job_id, found in came.items() if found is None]:",
         ("tests/faults/test_rows_that_refuse.py",),
     ),
     Mutant(
-        "expired rows one by one, where a batch fails for one",
+        "expired rows one by one, if a batch fails for one",
         "outboxq/relay/maintenance/pruner.py",
         "if not is_of_a_row(error):\n                    break\n                rows, more",
         "if error:\n                    break\n                rows, more",
@@ -858,14 +858,14 @@ MUTANTS = (
         ("tests/relay/test_event_loops.py::test_a_child_task_that_blocks_the_loop_is_counted_against_its_job",),
     ),
     Mutant(
-        "the look whether an idle loop is blocked",
+        "the check whether an idle loop is blocked",
         "outboxq/relay/run.py",
         "            self._end_if_loop_is_stuck()\n",
         "            pass\n",
         ("tests/relay/test_event_loops.py::test_a_callback_that_blocks_an_idle_loop_ends_its_relay",),
     ),
     Mutant(
-        "a call of several jobs, one of which ended the transaction, that is charged to nobody",
+        "a call of several jobs, one of which ended the transaction, that is charged to none",
         "outboxq/execution/recovery.py",
         "    if batch.together > 1:\n",
         "    if batch.together > 1 and not runtime:\n",

@@ -126,9 +126,9 @@ class BatchLoop:
                 leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs)
                 self._has_claimed(leased.queue, leased.jobs, 0)
                 fault_point("after-claim")
-                claimed = None
+                claimed, term = None, self._planner.lease_term
                 # What one leaves on the connection must not meet the next: those behind it wait in the queue again.
-                while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin())) is not None:
+                while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
                     batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
                     committed = None
                     while committed is None:
@@ -150,9 +150,10 @@ class BatchLoop:
                 self.leased_batch = None
         return report
 
-    def _may_begin(self) -> bool:
-        """Whether the lease is held, and the relay is not stopping."""
-        return not self._state.stopping.is_set() and self._state.lease.want()
+    def _may_begin(self, term: int) -> bool:
+        """Whether the lease is held, as it was at the claim, and the relay is not stopping."""
+        lease = self._state.lease
+        return not self._state.stopping.is_set() and lease.want() and lease.term == term
 
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
         self._planner.took(queue, jobs, moved)

@@ -39,6 +39,8 @@ class ClaimPlanner:
         # The last claim that was asked for, and the one that took the jobs that run: another may have been asked for
         # since, to go with their COMMIT, and was not sent.
         self.request: ClaimRequest | None = None
+        # The lease's term when that was.
+        self.lease_term = 0
         self._claimed: ClaimRequest | None = None
         # So many more jobs run one by one.
         self.alone_for = 0
@@ -124,6 +126,7 @@ class ClaimPlanner:
         """The next claim."""
         cursor = self._positions[name].start() if script.is_keyed else None
         limit = self._limit(name, script)
+        self.lease_term = self._state.lease.term
         self.request = ClaimRequest(script, limit, cursor, name, self._timeouts[name], self.prepared)
         return self.request
 

@@ -68,6 +68,8 @@ class RelayLease:
         self._schema = self.config.schema
         self._wanted = False
         self._held_until = 0.0
+        # A new one begins when the lease is taken again after it ran out: what was claimed before may have been taken.
+        self.term = 0
         self._orphans: set[tuple[str, int]] = set()
         # Jobs that ended well although their rows could not be had, each with the crashes that it had before.
         self._excused: dict[tuple[str, int], int] = {}
@@ -170,6 +172,8 @@ class RelayLease:
             statements.extend(self._schema, self.owner, self.config.lease_seconds, socket.gethostname(), os.getpid()),
         )
         with self._changed:
+            if not self._is_held():
+                self.term += 1
             self._held_until = until
             self._changed.notify_all()
 

@@ -494,8 +494,8 @@ MUTANTS = (
     Mutant(
         "a leased job behind one that left something",
         "outboxq/relay/batch_loop.py",
-        "allowed=not runtime.guard.left and self._may_begin()",
-        "allowed=self._may_begin()",
+        "allowed=not runtime.guard.left and self._may_begin(term)",
+        "allowed=self._may_begin(term)",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),

@@ -1,7 +1,7 @@
 """The guard on a relay's connection. All that a handler does with the connection passes here.
 
 While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
-own connection, is not seen; the certificate finds what it did to the transaction.
+own connection, is not seen; the script that commits finds what it did to the transaction.
 
 Each job works with a connection that is lent to it and closed behind it: what it left behind, a thread perhaps, has
 none of the next job's. And the guard knows whether something of a handler's may outlive its transaction on the server:

@@ -38,7 +38,7 @@ class Savepoint(NestedTransaction):
 
 
 class ClaimSavepoint(Savepoint):
-    """The savepoint of a claim, which is there already and which the certificate releases: neither costs a statement.
+    """The savepoint of a claim, which is there already and which COMMIT's script releases: neither costs a statement.
 
     It shows a made-up name, so that a handler cannot name the true one.
     """

@@ -20,10 +20,10 @@ _LOCK_SECONDS = 1.0
 
 
 class Phase(Enum):
-    """What has the last word on a batch: the first to leave RUNNING.
+    """Which of its slot and its relay has the last word on a batch: the first to leave RUNNING.
 
-    Its slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what stands after an error; or the
-    relay takes the batch away from the slot.
+    Its slot sends COMMIT (and goes back to RUNNING if that is refused), and finds out what stands after an error; or
+    the relay takes the batch away from the slot.
     """
 
     RUNNING = auto()
@@ -68,7 +68,7 @@ class BatchState:
         events: What becomes of the jobs before `position`, should the transaction commit.
         unknown: Jobs of kinds that no handler here can run.
         late_result: What a handler returned that never used the database, until its settlement has begun.
-        commit_was_sent: COMMIT was sent, and its answer has not come.
+        commit_was_sent: COMMIT was sent, and was not refused.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
         burial: What a recovery of this batch has written.
     """
@@ -138,7 +138,6 @@ class BatchState:
     def begin_commit(self) -> None:
         """From here on the outcome is the server's alone."""
         self._leave_running(Phase.COMMITTING)
-        self.commit_was_sent = True
 
     def commit_refused(self) -> None:
         """Nothing was committed, and the slot goes on with the batch."""
@@ -154,6 +153,7 @@ class BatchState:
             if self._phase is Phase.SEIZED:
                 raise Abandoned("the relay does not wait for this job any more")
             self._phase = phase
+            self.commit_was_sent |= phase is Phase.COMMITTING
 
     def seize(self) -> bool:
         """Take the batch away from its slot, once; False if its COMMIT, or its recovery, is under way."""

@@ -102,7 +102,7 @@ class Invoker(Protocol):
         """What runs one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
         ...
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
+    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
         """A fresh session that joins the connection's savepoint, which `on_first_use` begins if need be."""
         ...
 
@@ -120,10 +120,10 @@ class SyncInvoker:
         """What runs one attempt in a context of its own."""
         return copy_context().run
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
+    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
         """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = HandlerSession(bind=lend(connection), **SESSION_OPTIONS)
-        session.on_first_use = opener
+        session.on_first_use = on_first_use
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
@@ -159,13 +159,13 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, connection: Connection, opener: Callable[[], None]) -> HandlerSession:
+    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
         """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
         self._session = AsyncOutboxSession(bind=lent, sync_session_class=HandlerSession, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
-        session.on_first_use = opener
+        session.on_first_use = on_first_use
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:

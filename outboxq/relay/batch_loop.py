@@ -41,12 +41,14 @@ class BatchLoop:
         batch: The batch that runs, or whose outcome is not known yet.
         leased_batch: What is claimed under the lease besides the job that runs.
         outages: How often the database was lost since the last batch was committed.
+        claim_failed: The last claim was answered with an error that is not settled, and took nothing.
     """
 
     def __init__(self, state: RelayState, flavour: Flavour, planner: ClaimPlanner, sleep: SlotSleep) -> None:
         self.batch: BatchState | None = None
         self.leased_batch: LeasedBatch | None = None
         self.outages = 0
+        self.claim_failed = False
         self._state = state
         self._flavour: Flavour = flavour
         self._planner = planner
@@ -66,6 +68,7 @@ class BatchLoop:
 
     def run_claims(self, connection: Connection, name: str, script: ClaimScript, runtime: Runtime) -> bool:
         """Run batches of one sort of jobs for as long as each COMMIT claims the next; False if none waits."""
+        self.claim_failed = False
         while True:
             request = self._planner.ask(name, script)
             try:
@@ -111,7 +114,7 @@ class BatchLoop:
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
         """In lease mode: the last claim's report, the others are published; None if nothing waited.
 
-        After any error `_release_waiting` settles what is claimed besides the job that ran.
+        After any error `release_waiting` settles what is claimed besides the job that ran.
         """
         fault_point("before-claim")
         with connection.begin():
@@ -235,7 +238,11 @@ class BatchLoop:
     def _recovered(self, connection: Connection, error: BaseException, runtime: Runtime) -> BatchReport:
         """What became of a claim, or of a batch, that ended in `error`; raises it if it is not settled here."""
         if isinstance(error, TransactionEscaped | LeaseLost):
-            report = self._recover_broken(connection, error, runtime)
+            try:
+                report = self._recover_broken(connection, error, runtime)
+            except (psycopg.Error, SQLAlchemyError) as refused:
+                # What the recovery wrote: then the job is charged, or put off, as for any error of the database.
+                report = self._recover_refused(connection, refused, runtime)
         elif isinstance(error, psycopg.Error | SQLAlchemyError):
             report = self._recover_refused(connection, error, runtime)
         elif self.batch is None or runtime.guard.left is None or not runtime.is_failure(error):
@@ -259,6 +266,7 @@ class BatchLoop:
         if self.batch is None:
             request = self._planner.request
             report = None if request is None else self._failed_claims.recover(connection, request, error)
+            self.claim_failed = report is None
         else:
             self._state.emit(BatchRolledBack(self.batch.queue, self.running, describe_error(error)))
             report = self.recover(connection, self.batch, error, runtime)
@@ -272,6 +280,7 @@ class BatchLoop:
         """After a handler ended its transaction, or its lease was lost."""
         batch, running = self.batch, self.running
         assert batch is not None
+        batch.begin_recovery()
         if isinstance(error, JobRowHeld):
             self._state.lease.excuse(batch.job)
         report = self.recover(connection, batch, error, runtime)

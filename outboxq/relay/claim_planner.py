@@ -30,7 +30,7 @@ class ClaimPlanner:
 
     def __init__(self, state: RelayState, order: Order) -> None:
         queues = order.queues
-        # Of the line that the slot has.
+        # Of the connection that the slot has.
         self.prepared: PreparedClaims | None = None
         # Jobs were found since the last look at its queues.
         self.has_found = True
@@ -67,11 +67,6 @@ class ClaimPlanner:
     def sharing_queues(self) -> frozenset[str]:
         """The queues whose claims may take several jobs."""
         return frozenset(name for name, size in self._batch_sizes.items() if size > 1)
-
-    @property
-    def is_behind_cursor(self) -> bool:
-        """Whether the last claim did not start at the start of its queue."""
-        return self.request is not None and self.request.cursor is not None
 
     def begin_anew(self) -> None:
         """A handler left something on the last line, or lost it: what was claimed with its job had to go back."""

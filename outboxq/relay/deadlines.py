@@ -221,7 +221,7 @@ class DeadlineEnforcer:
             return
 
         def cancel(connection: Connection) -> None:
-            # Held, so that it does not hit the certificate either.
+            # Held, so that it does not hit the COMMIT either.
             with batch.while_running(deadline) as runs:
                 if runs:
                     end_other_transaction(connection, batch, terminate=False)

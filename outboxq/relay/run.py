@@ -194,7 +194,7 @@ class RelayRun:
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
         slots = [runner.slot for runner in [*serving, *hanging]]
-        jobs = [progress.job for slot in slots if (progress := slot.batch) is not None]
+        jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
         # All that were claimed: one that is settled is not looked for.
         jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}

@@ -1,6 +1,6 @@
 """A slot: it runs one batch at a time, on a connection that it has while something waits.
 
-It works on a sync `Connection`, for sync and for async handlers; the thin loops around it are in `serve.py`.
+It works on a sync `Connection`, for sync and for async handlers; the loop around it is in `slot_loop.py`.
 """
 
 import logging
@@ -13,7 +13,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import is_lost, run_alone, run_script
+from outboxq.database.driver import run_alone, run_script
 from outboxq.database.errors import describe_error, is_database_unavailable
 from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
@@ -263,7 +263,7 @@ class Slot:
         try:
             return self._batches.run_claims(connection, name, self._planner.suspects(name), runtime)
         except (psycopg.Error, SQLAlchemyError) as error:
-            if is_lost(connection) or self.running:
+            if not self._batches.claim_failed or self.running:
                 raise
             # Not even claimed: the ready jobs do not wait for it. The lease's next beat finds the suspects again.
             logger.warning("suspects of queue %r could not be claimed: %s", name, describe_error(error))

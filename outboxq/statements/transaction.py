@@ -9,7 +9,7 @@ from outboxq.statements.render import fill
 # How much longer the server waits than the relay, which acts on its own deadlines while it can.
 IDLE_GRACE_SECONDS = 10.0
 
-# Less would hit the claim and the certificate, which share the transaction: a shorter deadline is the relay's alone.
+# Less would hit the claim and the COMMIT, which share the transaction: a shorter deadline is the relay's alone.
 LEAST_SECONDS = 1.0
 
 # As the driver begins a slot's transactions by itself.

@@ -17,9 +17,6 @@ MAX_ATTEMPTS = 25
 RETRY = Backoff(max_attempts=MAX_ATTEMPTS, first_seconds=0.05, cap_seconds=1.0)
 EXIT_CODE = 86
 
-# What a job does before its effect, once: `raise` and `flush-raise` fail the attempt, `exit` ends the process, the two
-# `deadlock` ones lock the same rows in opposite order, `give-up` ends as a dead letter.
-BEHAVIOURS = ("plain", "raise", "flush-raise", "exit", "deadlock-up", "deadlock-down", "give-up")
 
 _EFFECT = text(
     f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted) "

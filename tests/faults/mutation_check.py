@@ -818,9 +818,16 @@ MUTANTS = (
     Mutant(
         "suspects that cannot be claimed, and the ready jobs behind them",
         "outboxq/relay/slot.py",
-        "            if is_lost(connection) or self.running:\n",
+        "            if not self._batches.claim_failed or self.running:\n",
         "            if name:\n",
         ("tests/execution/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
+    ),
+    Mutant(
+        "the second way of a recovery that the database refuses",
+        "outboxq/relay/batch_loop.py",
+        "            except (psycopg.Error, SQLAlchemyError) as refused:\n",
+        "            except ZeroDivisionError as refused:\n",
+        ("tests/faults/test_rows_that_refuse.py::test_a_job_that_escaped_and_cannot_be_a_dead_letter_is_put_off",),
     ),
     Mutant(
         "the end of a transaction that a handler prepared",

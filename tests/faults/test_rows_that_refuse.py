@@ -25,6 +25,10 @@ CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
 END$$;
 CREATE TRIGGER refuse BEFORE {commands} ON outboxq.job FOR EACH ROW EXECUTE FUNCTION refuse();
 """
+NO_DEAD_LETTERS = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'refused'; END$$;
+CREATE TRIGGER refuse BEFORE INSERT ON outboxq.dead_job FOR EACH ROW EXECUTE FUNCTION refuse();
+"""
 # What the claim of each mode does to a row.
 CLAIMS = {"transaction": "DELETE", "lease": "UPDATE"}
 # From the claim on: a bad row may still be buried, by DELETE in lease mode, or put off, by UPDATE in transaction mode.
@@ -261,3 +265,33 @@ def test_an_orphan_that_cannot_be_taken_back_ends_no_lease(
         wait_until(lambda: ledger(engine)["of a dead relay"], "the reaped job")
     assert not [event for event in running.of(JobCrashed) if event.died]
     assert fetch(engine, "SELECT args->>'name' FROM outboxq.job") == [("orphan",)]
+
+
+@pytest.mark.parametrize("mode", ["transaction", "lease"])
+def test_a_job_that_escaped_and_cannot_be_a_dead_letter_is_put_off(
+    mode: str, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its attempt cannot be recorded: it does not run again and again meanwhile, and no relay counts as dead for it."""
+    jobs, ran = Jobs(), []
+
+    @jobs.handler(queue="q", kind="bad", claim=mode, retry=Backoff(max_attempts=1))  # type: ignore[arg-type]  # a mode
+    def bad(ctx: Context) -> None:
+        ran.append(mode)
+        ctx.session.execute(text("SELECT 1"))
+        ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
+
+    @jobs.handler(queue="other", kind="good")
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name="good"))
+
+    run(engine, NO_DEAD_LETTERS)
+    with sessions.begin() as session:
+        session.add_job(bad)
+    config = RelayConfig(slots_per_queue=1, poll_seconds=0.1, lease_seconds=2)
+    with start_relay(jobs, config, engine=engine):
+        state = "SELECT state, crashes, run_at > now() + interval '4 minutes' FROM outboxq.job WHERE kind = 'bad'"
+        wait_until(lambda: fetch(engine, state) == [("scheduled", 0, True)], "the job to be put off")
+        with sessions.begin() as session:
+            session.add_job(good)
+        wait_until(lambda: ledger(engine) == {"good": 1}, "another job")
+    assert ran == [mode]

@@ -56,7 +56,7 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     original: object = error.orig if isinstance(error, DBAPIError) else error
     try:
         sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    except BaseException:  # noqa: BLE001  # users' code, as a property
+    except BaseException:  # noqa: BLE001  # a property of users': what it raises says nothing of the error
         return None
     # Users' errors may call something else so.
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None

@@ -66,7 +66,7 @@ class _OpeningContext(Context[Any]):
 
 
 class _OpeningAsyncContext(AsyncContext[Any]):
-    """As `_OpeningContext`."""
+    """Opens the async session at its first use."""
 
     def __init__(self, run: Run, session: Callable[[], AsyncOutboxSession]) -> None:
         self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)

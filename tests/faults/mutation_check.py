@@ -823,6 +823,13 @@ MUTANTS = (
         ("tests/execution/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
     ),
     Mutant(
+        "the term of the lease that a claim is of",
+        "outboxq/relay/batch_loop.py",
+        " and lease.want() and lease.term == term\n",
+        " and lease.want()\n",
+        ("tests/relay/test_lease_mode.py::test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more",),
+    ),
+    Mutant(
         "the second way of a recovery that the database refuses",
         "outboxq/relay/batch_loop.py",
         "            except (psycopg.Error, SQLAlchemyError) as refused:\n",

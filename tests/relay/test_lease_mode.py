@@ -621,3 +621,36 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
         run_script(connection, script)
         after = connection.exec_driver_sql(counts).one()
     assert [new - old for old, new in zip(before, after, strict=True)] == [0, 1_000, 1_000]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more(
+    engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay whose lease ran out, and was taken again, cannot know which of its jobs another relay has done."""
+    leases: list[RelayLease] = []
+    want, has_claimed, claimed = RelayLease.want, BatchLoop._has_claimed, list[list[str]]()
+
+    def wanting(lease: RelayLease) -> bool:
+        leases.append(lease)
+        return want(lease)
+
+    def noting(loop: BatchLoop, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
+        claimed.append([job.args for job in jobs if "quick" not in job.args])
+        has_claimed(loop, queue, jobs, moved)
+
+    def lapse(_ctx: Context) -> None:
+        leases[-1].term += 1
+
+    monkeypatch.setattr(RelayLease, "want", wanting)
+    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
+    work.tasks = {"lapses": lapse}
+    work.enqueue("first", "lapses", "third", "last")
+    work.drain()
+    first, lapses, third, last = (f'{{"name": "{name}"}}' for name in ("first", "lapses", "third", "last"))
+    claims = [jobs for jobs in claimed if jobs]
+    assert claims[0] == [first, lapses, third, last]
+    # Given back, and claimed again in the term that has begun.
+    assert [job for jobs in claims[1:] for job in jobs] == [third, last]
+    assert work.ran[BEFORE_EIGHT:] == ["first", "lapses", "third", "last"]
+    assert rows(engine) == []

@@ -97,6 +97,7 @@ class Guard:
         driver.server_cursor_factory = watched_cursor(driver.server_cursor_factory, self)
         # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
         self._driver = driver
+        self._libpq = driver.pgconn
         self._through = {name: getattr(driver, name) for name in _FACTORIES}
         for name, listener in self._listeners():
             event.listen(connection, name, listener)
@@ -155,6 +156,12 @@ class Guard:
             yield
         finally:
             self.watcher, connection._execution_options = watcher, options  # noqa: SLF001  # its setter merges
+
+    @property
+    def transaction_status(self) -> int:
+        """The driver's `TransactionStatus`, without I/O; UNKNOWN once the connection is lost."""
+        status: int = self._libpq.transaction_status
+        return status
 
     @property
     def has_own_options(self) -> bool:

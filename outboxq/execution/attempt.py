@@ -12,7 +12,6 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import transaction_status
 from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
 from outboxq.errors import EffectInProgress, HandlerTimedOut, TransactionEndedByHandler
 from outboxq.execution.containment import AttemptSavepoint
@@ -50,7 +49,7 @@ class Attempt:
         begin: Callable[[], str | None],
     ) -> None:
         # Without a lease it is the claim's own.
-        in_transaction = job.lease_token is None or transaction_status(connection) == TransactionStatus.INTRANS
+        in_transaction = job.lease_token is None or runtime.guard.transaction_status == TransactionStatus.INTRANS
         self._connection = connection
         self._handler = handler
         self._job = job

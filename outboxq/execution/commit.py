@@ -28,9 +28,12 @@ _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A batch was committed; `claimed` with it, if a claim went along and took or moved something."""
+    """A batch was committed; `claimed` with it, if a claim went along; it may be empty."""
 
     claimed: Claimed | None = None
+
+
+_COMMITTED = Committed()
 
 
 def commit(
@@ -50,7 +53,7 @@ def commit(
     """
     if batch.transaction is None:
         batch.begin_commit()
-        return Committed()
+        return _COMMITTED
     try:
         return Committed(_send_commit(connection, batch, batch.transaction, next_claim))
     except psycopg.Error as error:

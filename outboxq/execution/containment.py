@@ -7,7 +7,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import driver_connection, is_lost, run_script, transaction_status
+from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.database.guard import Guard
 from outboxq.database.job_savepoint import Savepoint
@@ -52,7 +52,7 @@ class Containment:
                 "the handler rolled its session back, then returned as if done: raise instead, "
                 "or use session.begin_nested() for the part that may fail"
             )
-        if transaction_status(self._connection) == TransactionStatus.INERROR:
+        if self._guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
 
     def keep(self, shared_xid: str | None) -> None:
@@ -84,7 +84,7 @@ class Containment:
             raise ConnectionLost("the connection was lost while a handler ran")
         if self.savepoint is None:
             return self._undo_unsaved(intact=intact)
-        status = transaction_status(self._connection)
+        status = self._guard.transaction_status
         # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
         if not intact or self.savepoint.is_released or status == TransactionStatus.IDLE:
             return False
@@ -94,10 +94,10 @@ class Containment:
             if is_lost(self._connection):
                 raise ConnectionLost("the connection was lost while a handler was undone") from error
             return False
-        return transaction_status(self._connection) == TransactionStatus.INTRANS
+        return self._guard.transaction_status == TransactionStatus.INTRANS
 
     def _undo_unsaved(self, *, intact: bool) -> bool:
-        status = transaction_status(self._connection)
+        status = self._guard.transaction_status
         if self.in_transaction:
             return intact and status == TransactionStatus.INTRANS
         if status != TransactionStatus.IDLE:
@@ -159,8 +159,6 @@ class SharedSavepoint(Containment):
             run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
         self._batch = batch
         self.xid = batch.transaction.xid
-        # Asked after each job.
-        self._libpq = driver_connection(connection).pgconn
         self.begin(inner)
 
     @property
@@ -171,7 +169,7 @@ class SharedSavepoint(Containment):
             savepoint is not None
             and savepoint.is_active
             and self._connection.get_nested_transaction() is savepoint
-            and self._libpq.transaction_status == TransactionStatus.INTRANS
+            and self._guard.transaction_status == TransactionStatus.INTRANS
         )
 
     def is_same_transaction(self) -> bool:

@@ -26,23 +26,25 @@ class Segment:
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-def plan_segments(batch: BatchState, runtime: Runtime) -> list[Segment]:
+# Made once: under a lease each job is a batch of its own.
+_LONE = (Segment("alone", range(1)),)
+
+
+def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
     """
     if len(batch.jobs) == 1:
-        return [Segment("alone", range(1))]
+        return _LONE
+    if batch.runs_apart:
+        return (Segment("alone", range(len(batch.jobs))),)
     shared: list[_Given] = []
     by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
     for job in batch.jobs:
         handler = runtime.handler_of(job)
-        if (
-            job.lease_token is not None
-            or handler is None
-            or not (handler.batchable or isinstance(handler, BatchHandler))
-        ):
+        if handler is None or not (handler.batchable or isinstance(handler, BatchHandler)):
             alone.append(job)
             continue
         arguments = _arguments(handler, job)

@@ -4,14 +4,14 @@ What becomes of each job is written in the batch's transaction; its event become
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_lost, run_script, transaction_status
+from outboxq.database.driver import is_lost, run_script
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution import settle
 from outboxq.execution.attempt import Attempt
@@ -46,9 +46,9 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     """
     # New, or undone to before the first handler.
     runtime.guard.is_altered = False
-    segments = [Segment("alone", range(len(batch.jobs)))] if batch.runs_apart else plan_segments(batch, runtime)
+    segments = plan_segments(batch, runtime)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
-    locks = Locks()
+    locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
     try:
         if not batch.runs_together:
             # Else it locks what it loads.
@@ -59,7 +59,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
             for position in segment.places:
                 batch.position = position
                 began = time.perf_counter()
-                result = _run_alone(connection, batch, runtime, shared=shared)
+                result = _run_alone(connection, batch, runtime, begin, shared=shared)
                 _settle_alone(connection, batch, runtime, result, time.perf_counter() - began)
     finally:
         # Also of handlers that were not seen to their end.
@@ -127,7 +127,9 @@ def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[En
         return []
 
 
-def _run_alone(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: bool) -> Result:
+def _run_alone(
+    connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
+) -> Result:
     """Run the handler of one job, again after a deadlock: what its last attempt came to."""
     job = batch.job
     handler = runtime.handler_of(job)
@@ -138,7 +140,6 @@ def _run_alone(connection: Connection, batch: BatchState, runtime: Runtime, *, s
     seconds = batch.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     xid = batch.transaction.xid if shared and batch.transaction is not None else None
-    begin = partial(_begin, connection, batch, shared=shared)
     free_retries = FREE_RETRIES
     try:
         while True:
@@ -168,8 +169,7 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 
 def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
     """Write what becomes of the job that ran."""
-    job, status = batch.job, transaction_status(connection)
-    is_idle = status == TransactionStatus.IDLE
+    job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
     if isinstance(result, Done | Discard) and batch.transaction is None and not batch.was_begun and is_idle:
         # Leased, and its handler wrote nothing: it is removed together with others.
         batch.events.append(event_of_end(job, runtime.kept(job, result), seconds))

@@ -39,7 +39,7 @@ def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crash
 
     Args:
         run: Runs a statement in a transaction of its own.
-        taking: The statement that takes the job back, given after how many crashes it is buried.
+        taking: The statement that takes the job back, given after how many crashes it becomes a dead letter.
 
     Raises:
         psycopg.Error: not the row is to blame.
@@ -84,14 +84,14 @@ def set_aside_first(
     if failure is None:
         return None
     # What the row holds stays as it is. What users' code makes of it may be mended.
-    ways = (_bury, _put_off) if _of(failure, _FOR_GOOD) else (_put_off, _bury)
+    ways = (_dead_letter, _postpone) if _of(failure, _FOR_GOOD) else (_postpone, _dead_letter)
     job_id = first[1]
     for way in ways:
         events = way(connection, schema, job_id, describe(failure))
         if events is not None:
             return events
     logger.error(
-        "a job can be neither claimed nor buried nor put off: repair or delete its row",
+        "a job can be neither claimed nor moved to the dead letters nor postponed: repair or delete its row",
         extra={"outboxq_job_id": str(job_id)},
     )
     return None
@@ -112,13 +112,13 @@ def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: U
     return failure
 
 
-def _bury(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
+def _dead_letter(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
     reason = f"it could not be claimed: {why}"
     rows = _try(connection, dead_letter_row(schema, job_id, WAITS, reason))
     return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),) if rows else None
 
 
-def _put_off(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
+def _postpone(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
     if not _try(connection, postpone_row(schema, job_id, _PUT_OFF_SECONDS)):
         return None
     logger.error(

@@ -132,7 +132,7 @@ class Attempt:
 
     def _result_of(self, error: BaseException) -> Outcome | Failed:
         if isinstance(error, EffectInProgress):
-            # Counting it could bury a job because its predecessor was killed.
+            # Counting it could end a job for good because its predecessor was killed.
             return Snooze(timedelta(seconds=max(error.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
         limit, seconds = self._handler.timeout_seconds, time.monotonic() - self._began
         if limit is not None and sqlstate_of(error) == QUERY_CANCELED and seconds >= limit * 0.99:

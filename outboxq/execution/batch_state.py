@@ -46,7 +46,7 @@ class BatchReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Burial:
+class DeadLetters:
     """The dead letters that a recovery has written, whose COMMIT may not have been answered."""
 
     xid: str
@@ -70,7 +70,7 @@ class BatchState:
         late_result: What a handler returned that never used the database, until its settlement has begun.
         commit_was_sent: COMMIT was sent, and was not refused.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
-        burial: What a recovery of this batch has written.
+        dead_letters: What a recovery of this batch has written.
     """
 
     queue: str
@@ -91,7 +91,7 @@ class BatchState:
     was_begun: bool = False
     commit_was_sent: bool = False
     has_deadlocked: bool = False
-    burial: Burial | None = None
+    dead_letters: DeadLetters | None = None
     _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -8,7 +8,7 @@ from outboxq.job import Job
 
 
 class ConnectionLost(OutboxqError):
-    """The connection went away: the server has undone the claim, or committed it, and nothing is charged."""
+    """The connection went away: the server has undone the claim, or committed it; no attempt is counted."""
 
 
 class ConnectionSpoiled(ConnectionLost):

@@ -9,7 +9,7 @@ from outboxq.database.driver import is_lost, run_outside_transaction, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.events import JobDied, JobLeaseLost
 from outboxq.execution import settle
-from outboxq.execution.batch_state import BatchReport, BatchState, Burial
+from outboxq.execution.batch_state import BatchReport, BatchState, DeadLetters
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.failure import Failed, describe_failure
 from outboxq.statements.server import server_epoch
@@ -55,14 +55,14 @@ def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
     if batch.transaction is not None and _server_epoch(connection) != batch.epoch:
         return _resolve_by_presence(connection, batch)
     # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
-    if batch.burial is not None and was_committed(connection, batch.burial.xid):
-        return _buried(batch, batch.burial)
+    if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):
+        return _report_of(batch, batch.dead_letters)
     if batch.transaction is None or not was_committed(connection, batch.transaction.xid):
         return None
     if batch.commit_was_sent:
         return batch.report()
     failed = describe_failure(TransactionEndedByHandler(), batch.job)
-    return bury(connection, batch, COMMITTED_BY_HANDLER, failed)
+    return write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed)
 
 
 def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchReport | None:
@@ -124,11 +124,11 @@ def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, le
     """
     if not batch.is_leased:
         return BatchReport(len(batch.jobs), ())
-    return bury(connection, batch, _PREPARED_BY_HANDLER.format(gid=left.gid), failed)
+    return write_dead_letters(connection, batch, _PREPARED_BY_HANDLER.format(gid=left.gid), failed)
 
 
-def bury(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
-    """Bury what may stand already, and put the jobs behind it back."""
+def write_dead_letters(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
+    """Make dead letters of what may stand already, and put the jobs behind it back."""
     jobs, position = batch.jobs, batch.position
     try:
         with connection.begin():
@@ -138,12 +138,12 @@ def bury(connection: Connection, batch: BatchState, reason: str, failed: Failed)
                 settle.dead_letter(connection, job, reason, failed.record)
             for job in jobs[position + batch.together :]:
                 settle.release(connection, job)
-            burial = batch.burial = Burial(str(settle.current_xid(connection)), reason)
+            dead_letters = batch.dead_letters = DeadLetters(str(settle.current_xid(connection)), reason)
     except LeaseLost:
         return BatchReport(len(jobs), (JobLeaseLost(batch.job),))
-    return _buried(batch, burial)
+    return _report_of(batch, dead_letters)
 
 
-def _buried(batch: BatchState, burial: Burial) -> BatchReport:
-    died = (JobDied(job, burial.reason) for job in batch.running_jobs)
+def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
+    died = (JobDied(job, dead_letters.reason) for job in batch.running_jobs)
     return BatchReport(len(batch.jobs), (*batch.events, *died))

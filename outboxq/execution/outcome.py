@@ -25,11 +25,11 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
             settle.dead_letter(connection, job, reason, record)
             return JobDied(job, reason, record.where)
         case Failed(record):
-            return _retry_or_bury(connection, job, record, runtime, None)
+            return _retry_or_dead_letter(connection, job, record, runtime, None)
         case Retry(delay, reason):
             record = ErrorRecord(job.attempt, "outboxq.Retry", describe_reason(reason, job))
             pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_bury(connection, job, record, runtime, pause)
+            return _retry_or_dead_letter(connection, job, record, runtime, pause)
         case Snooze(delay):
             settle.snooze(connection, job, delay)
             return JobSnoozed(job, delay.total_seconds())
@@ -49,7 +49,7 @@ def event_of_end(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
     return JobDone(job, seconds)
 
 
-def _retry_or_bury(
+def _retry_or_dead_letter(
     connection: Connection, job: Job, record: ErrorRecord, runtime: Runtime, pause_seconds: float | None
 ) -> JobEvent:
     policy = runtime.registry.find(job.kind).retry

@@ -26,10 +26,10 @@ from outboxq.execution.failure import Failed, describe_failure
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
     LeftPrepared,
-    bury,
     find_outcome,
     leave_prepared,
     was_committed,
+    write_dead_letters,
 )
 from outboxq.execution.outcome import settle_result
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
@@ -124,7 +124,7 @@ def _recover_escaped(
     failed = runtime.kept(escaped.job, escaped.failed)
     try:
         if batch.transaction is not None and was_committed(connection, batch.transaction.xid):
-            return Recovered(bury(connection, batch, COMMITTED_BY_HANDLER, failed))
+            return Recovered(write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed))
     except LeftPrepared as left:
         return Recovered(leave_prepared(connection, batch, failed, left))
     if batch.together > 1:

@@ -224,12 +224,14 @@ class RelayLease:
 
     def _dead_letter(self, connection: PGconn, job_id: UUID) -> Rows:
         try:
-            bury = statements.dead_letter_lost(self._schema, job_id, "its relay died, and its row cannot be changed")
-            return run_on_libpq(connection, bury)
+            dead_letter = statements.dead_letter_lost(
+                self._schema, job_id, "its relay died, and its row cannot be changed"
+            )
+            return run_on_libpq(connection, dead_letter)
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
             logger.warning(
-                "a job of a dead relay can neither be taken back nor buried: %s",
+                "a job of a dead relay can neither be taken back nor moved to the dead letters: %s",
                 describe(error),
                 extra={"outboxq_job_id": str(job_id)},
             )

@@ -198,6 +198,8 @@ def _start(priority: object, seq: object) -> str:
 class ClaimStatements:
     """The claims of one queue.
 
+    Index: ready jobs by job_ready, due ones by job_scheduled, suspects by job_suspect.
+
     Args:
         owner: The relay's lease; None if only transaction mode is asked for.
     """

@@ -371,8 +371,8 @@ MUTANTS = (
     Mutant(
         "the dead letter of a leased job whose transaction stays prepared",
         "outboxq/execution/find_outcome.py",
-        "    if not batch.is_leased:\n        return BatchReport(len(batch.jobs), ())\n    return bury(",
-        "    if batch is not None:\n        return BatchReport(len(batch.jobs), ())\n    return bury(",
+        "    if not batch.is_leased:\n        return BatchReport(len(batch.jobs), ())\n    return write_dead_letters(",
+        "    if batch is not None:\n        return BatchReport(len(batch.jobs), ())\n    return write_dead_letters(",
         ("tests/execution/test_prepared_by_handler.py::test_a_transaction_that_the_relay_may_not_end_frees_its_slot",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 
-PATH = re.compile(r"`((?:outboxq|tests|benchmarks|examples|docs)/[\w/.*{},-]*)(?:::(test_\w+))?`")
+PATH = re.compile(r"`((?:outboxq|tests|benchmarks|examples|docs)/[\w/.*{},-]*)(?:::([\w.]+))?`")
 TEST = re.compile(r"`(test_\w+)`")
 COMMAND = re.compile(r"python -m ((?:outboxq|tests|benchmarks)[\w.]*)")
 LINK = re.compile(r"\]\(([\w./-]*\.md)?(#[\w-]+)?\)")
@@ -26,11 +26,13 @@ def anchors(document: Path) -> set[str]:
 
 @every_document
 def test_every_path_is_there(document: Path) -> None:
-    """A path in backticks leads to a file or a folder; behind `::` stands a test of that file."""
-    for path, test in PATH.findall(document.read_text()):
+    """A path in backticks leads to a file or a folder; behind `::` stands a name in it, or a class and its method."""
+    for path, name in PATH.findall(document.read_text()):
         found = list(ROOT.glob(path.replace("NN_....py", "*.py")))
         assert found, path
-        assert not test or any(f"def {test}(" in file.read_text() for file in found), test
+        for part in filter(None, name.split(".")):
+            made = re.compile(rf"^ *(?:def |class |async def )?{part}\b[^.]", re.MULTILINE)
+            assert any(made.search(file.read_text()) for file in found), f"{path}::{name}"
 
 
 @every_document

@@ -178,5 +178,6 @@ def _of_script(script: ClaimScript) -> Iterator[str]:
     cursor = Cursor(0, 7) if script.is_keyed else None
     yield from (script.text(5), script.text(5, cursor), script.clearing(5))
     if script.queue:
-        prepared = script.prepared(5, behind=script.is_keyed)
-        yield from (prepared.definition, script.prepared(5, behind=False).definition)
+        for place in dict.fromkeys((cursor, None)):
+            prepared = script.prepared(5, behind=place is not None)
+            yield f"{prepared.definition}; {prepared.execution(place)}"

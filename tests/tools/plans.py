@@ -33,10 +33,7 @@ examples:
   python -m tests.tools.plans claim.ClaimStatements wake
   python -m tests.tools.plans --jobs 100000 jobs"""
 
-_QUERIES = (ast.SelectStmt, ast.InsertStmt, ast.UpdateStmt, ast.DeleteStmt)
-# What is given to a prepared claim: its queue, and the place that it starts behind.
-_ARGUMENTS = {"text": "'mail'", "int4": "0", "int8": "7"}
-
+_QUERIES = (ast.SelectStmt, ast.InsertStmt, ast.UpdateStmt, ast.DeleteStmt, ast.ExecuteStmt)
 # A tenth each is scheduled and leased, and a hundredth suspect; half of all jobs are in the queue of the samples.
 _FILL = """\
 INSERT INTO outboxq.job (id, queue, kind, args, state, run_at, lease_owner)
@@ -161,19 +158,15 @@ def _explain_compiled(connection: Connection, statement: Executable, parameters:
 
 
 def _explain_text(driver: "psycopg.Connection[Any]", script: str) -> list[str]:
-    """The plans of a script's queries. What it sets is set for them; what it prepares is prepared and explained."""
+    """The plans of a script's queries. What it sets is set for them, and what it prepares is prepared."""
     lines: list[str] = []
     for statement in split(script):
         (parsed,) = parse_sql(statement)
-        query = statement
         if isinstance(parsed.stmt, ast.VariableSetStmt | ast.PrepareStmt):
             driver.execute(statement.encode())
-        if isinstance(parsed.stmt, ast.PrepareStmt):
-            given = ", ".join(_ARGUMENTS[kind.names[-1].sval] for kind in parsed.stmt.argtypes)
-            query = f"EXECUTE {parsed.stmt.name}({given})"
-        if isinstance(parsed.stmt, (*_QUERIES, ast.PrepareStmt)):
-            lines += [line for (line,) in driver.execute(f"EXPLAIN {query}".encode())]
-        if isinstance(parsed.stmt, ast.PrepareStmt):
+        if isinstance(parsed.stmt, _QUERIES):
+            lines += [line for (line,) in driver.execute(f"EXPLAIN {statement}".encode())]
+        if isinstance(parsed.stmt, ast.ExecuteStmt):
             driver.execute(f"DEALLOCATE {parsed.stmt.name}".encode())
     return lines
 

@@ -16,6 +16,9 @@ def test_a_statement_is_shown_with_its_plan(outboxq_server: Server) -> None:
         claims = list(plans(engine, ["claim.ClaimStatements"]))
         assert "Index Scan using job_ready" in claims[0].plan
         assert claims[0].statement.startswith("WITH picked")
+        prepared = [claim.plan for claim in claims if claim.statement.startswith("PREPARE")]
+        assert prepared
+        assert [plan for plan in prepared if "Index Scan using job_" not in plan or "Sort" in plan] == []
         (shown, _) = plans(engine, ["stats.count_dead", "jobs.select_job"])
         assert str(shown).startswith("== ")
         assert "job_pkey" in shown.plan

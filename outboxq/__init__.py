@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outboxq.outbox.session import AsyncOutboxSession, OutboxSession, add_job, add_jobs
     from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
     from outboxq.relay.relay import Relay
-    from outboxq.relay.report import RelayReport
+    from outboxq.relay.state import RelayReport
 
 # The names that each module defines.
 _MODULES = {
@@ -47,7 +47,7 @@ _MODULES = {
     "outbox.session": "AsyncOutboxSession OutboxSession add_job add_jobs",
     "outcomes": "DeadLetter Discard Done Outcome Retry Snooze",
     "relay.relay": "Relay",
-    "relay.report": "RelayReport",
+    "relay.state": "RelayReport",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

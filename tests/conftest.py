@@ -11,7 +11,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event
 from outboxq.postgres import Database
-from outboxq.relay.limits import RelayLimits
+from outboxq.relay.state import RelayLimits
 from tests.support import app
 
 

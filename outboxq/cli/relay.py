@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from outboxq.config import RelayConfig
     from outboxq.relay.relay import Relay
-    from outboxq.relay.report import RelayReport
+    from outboxq.relay.state import RelayReport
 
 
 _LAST_WORDS_SECONDS = 2.0

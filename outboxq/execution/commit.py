@@ -13,9 +13,9 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed, describe_failure
-from outboxq.execution.outcome import settle_result
 from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
+from outboxq.execution.settle import settle_result
 from outboxq.fault_points import fault_point
 from outboxq.statements.transaction import xact_status
 

@@ -31,9 +31,8 @@ from outboxq.execution.find_outcome import (
     was_committed,
     write_dead_letters,
 )
-from outboxq.execution.outcome import settle_result
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
-from outboxq.execution.settle import JobRowHeld
+from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.job import Job
 from outboxq.statements.lease import take_back, take_back_locked
 from outboxq.statements.transaction import end_backend

@@ -19,10 +19,10 @@ from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.failure import Failed, describe_failure
-from outboxq.execution.outcome import event_of_end, settle_result
 from outboxq.execution.plan import Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job

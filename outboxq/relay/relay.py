@@ -11,11 +11,10 @@ from outboxq.database.engines import AnyEngine, resolve_engines
 from outboxq.events import Emitter, Event, Hook
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
-from outboxq.relay.limits import RelayLimits
-from outboxq.relay.report import RelayReport
 from outboxq.relay.run import RelayRun
 from outboxq.relay.signals import stop_signals
 from outboxq.relay.slot_groups import check_engines, resolve_groups
+from outboxq.relay.state import RelayLimits, RelayReport
 
 logger = logging.getLogger("outboxq.relay")
 

@@ -24,17 +24,15 @@ from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
-from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.maintenance.service import Maintenance
 from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.report import RelayReport
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
 from outboxq.relay.startup import wait_for_database
-from outboxq.relay.state import RelayState
+from outboxq.relay.state import RelayLimits, RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 
 _TRIM_SECONDS = 1.0

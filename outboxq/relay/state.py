@@ -1,10 +1,12 @@
-"""What the slots of a relay share."""
+"""What the slots of a relay share, with its counters, and the bounds that no user has to know."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 from outboxq.config import RelayConfig
-from outboxq.events import Emitter
+from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, JobSetAside
+from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
 from outboxq.handlers.registry import Registry
 from outboxq.relay.cursors import SweepSchedule
@@ -12,8 +14,60 @@ from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.listener import Listener
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.report import RelayCounters
 from outboxq.relay.suspects import QuarantineTurns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """How long a relay waits for what.
+
+    Args:
+        linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
+        loop_patience_seconds: An event loop that stands still for so long, while no handler runs, is stuck.
+        first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
+    """
+
+    linger_seconds: float = 5.0
+    loop_patience_seconds: float = 60.0
+    first_prune_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayReport:
+    """What a relay did: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
+
+    `leases_lost` counts handlers that ended after another relay had taken their job: their rows were rolled back.
+    """
+
+    done: int
+    failed: int
+    died: int
+    leases_lost: int = 0
+
+
+@dataclass(slots=True)
+class RelayCounters:
+    """What a relay has done so far. Slots add under the lock."""
+
+    claimed: int = 0
+    done: int = 0
+    failed: int = 0
+    died: int = 0
+    leases_lost: int = 0
+
+    def add(self, report: BatchReport) -> None:
+        """Count the events of one committed batch."""
+        of = Counter(map(type, report.events))
+        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
+        self.claimed += report.claimed
+        self.done += of[JobDone]
+        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
+        self.died += of[JobDied] + of[JobSetAside] + sum(event.died for event in crashes)
+        self.leases_lost += of[JobLeaseLost]
+
+    def report(self) -> RelayReport:
+        """The counts that users see."""
+        return RelayReport(self.done, self.failed, self.died, self.leases_lost)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "the withholding of messages when a job is settled",
-        "outboxq/execution/outcome.py",
+        "outboxq/execution/settle.py",
         "    result = runtime.kept(job, result)\n    match result:\n",
         "    match result:\n",
         ("tests/execution/test_withheld.py",),

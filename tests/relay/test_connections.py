@@ -18,8 +18,8 @@ from outboxq.database.engines import EFFECTS_NAME, make_async_engine, make_engin
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
-from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import Slot
+from outboxq.relay.state import RelayLimits
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.waiting import wait_until

@@ -15,8 +15,7 @@ from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConf
 from outboxq.errors import RelayStuck
 from outboxq.events import Event, JobDied, JobDone, RelayStopped
 from outboxq.postgres import Database
-from outboxq.relay.limits import RelayLimits
-from outboxq.relay.report import RelayReport
+from outboxq.relay.state import RelayLimits, RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import effects

@@ -13,34 +13,20 @@ if TYPE_CHECKING:
 
 def setup(_: "Plugin") -> None:
     """Register the operations; Alembic calls this once."""
-    from alembic.operations import MigrateOperation, Operations
+    from alembic.operations import Operations
 
-    class _Step(MigrateOperation):
-        def __init__(self, to: int | None, schema: str) -> None:
-            self.to = to
-            self.schema = schema
-
-    class _Upgrade(_Step):
+    class _Steps:
         @classmethod
         def outboxq_upgrade(cls, operations: "Operations", *, to: int | None = None, schema: str = "outboxq") -> None:
-            operations.invoke(cls(to, schema))
+            from outboxq import migrations
 
-    class _Downgrade(_Step):
+            migrations.upgrade(operations, to=to, schema=schema)
+
         @classmethod
         def outboxq_downgrade(cls, operations: "Operations", *, to: int = 0, schema: str = "outboxq") -> None:
-            operations.invoke(cls(to, schema))
+            from outboxq import migrations
 
-    def upgrade(operations: "Operations", step: _Upgrade) -> None:
-        from outboxq import migrations
+            migrations.downgrade(operations, to=to, schema=schema)
 
-        migrations.upgrade(operations, to=step.to, schema=step.schema)
-
-    def downgrade(operations: "Operations", step: _Downgrade) -> None:
-        from outboxq import migrations
-
-        migrations.downgrade(operations, to=step.to or 0, schema=step.schema)
-
-    Operations.register_operation("outboxq_upgrade")(_Upgrade)
-    Operations.register_operation("outboxq_downgrade")(_Downgrade)
-    Operations.implementation_for(_Upgrade)(upgrade)
-    Operations.implementation_for(_Downgrade)(downgrade)
+    Operations.register_operation("outboxq_upgrade")(_Steps)
+    Operations.register_operation("outboxq_downgrade")(_Steps)

@@ -8,6 +8,7 @@ none of the next job's. And the guard knows whether something of a handler's may
 then the slot starts its next job on another connection.
 """
 
+import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -16,7 +17,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, ExceptionContext, event
+from sqlalchemy import Connection, ExceptionContext, PoolProxiedConnection, event
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
@@ -24,7 +25,6 @@ from outboxq.database.driver import driver_connection, transaction_status
 from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
 from outboxq.database.session_state import NOTHING, left_by
 from outboxq.database.sql_words import refused_verb
-from outboxq.database.watched_connection import WatchedConnection, watched_cursor
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 # What SQLAlchemy keeps in a connection that is closed for good, and in no transaction.
@@ -53,6 +53,21 @@ class Watcher(Protocol):
     def hands_out(self) -> None:
         """The driver's own connection or cursor is about to be taken or used, and then goes unseen."""
         ...
+
+
+class WatchedConnection(Connection):
+    """A connection that says when the driver's own is taken from it, also by way of a result.
+
+    `outboxq_guard` is None once it was lent and taken back.
+    """
+
+    outboxq_guard: "Guard | None"
+
+    @property
+    def connection(self) -> PoolProxiedConnection:
+        if self.outboxq_guard is not None:
+            self.outboxq_guard.hands_out()
+        return super().connection
 
 
 class Guard:
@@ -93,8 +108,8 @@ class Guard:
         connection.__dict__["outboxq_guard"] = self
         driver: Any = driver_connection(connection)
         self._factories = driver.cursor_factory, driver.server_cursor_factory
-        driver.cursor_factory = watched_cursor(driver.cursor_factory, self)
-        driver.server_cursor_factory = watched_cursor(driver.server_cursor_factory, self)
+        driver.cursor_factory = _watched_cursor(driver.cursor_factory, self)
+        driver.server_cursor_factory = _watched_cursor(driver.server_cursor_factory, self)
         # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
         self._driver = driver
         self._libpq = driver.pgconn
@@ -301,3 +316,38 @@ def _looked_at(statement: str, context: ExecutionContext | None) -> str:
     # Sent in pieces. Defaults that are read before an INSERT have its context too.
     is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and statement.startswith("INSERT ")
     return compiled.string if is_piece else statement
+
+
+def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
+    """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
+
+    class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
+        @property
+        def connection(self) -> object:
+            if guard.is_handlers_turn and not _is_asked_by_driver():
+                guard.hands_out()
+            return super().connection
+
+        def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().execute(query, *args, **kwargs)
+
+        def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(query)
+            return super().executemany(query, *args, **kwargs)
+
+        def stream(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().stream(*args, **kwargs)
+
+        def copy(self, *args: Any, **kwargs: Any) -> Any:
+            guard.sends(None)
+            return super().copy(*args, **kwargs)
+
+    return Watched
+
+
+def _is_asked_by_driver() -> bool:
+    # It asks its cursors for their connection too, for the types that it adapts.
+    caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
+    return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")

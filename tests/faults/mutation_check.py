@@ -520,7 +520,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cursor of the driver's that is not looked at",
-        "outboxq/database/watched_connection.py",
+        "outboxq/database/guard.py",
         "            guard.sends(query)\n            return super().execute(",
         "            return super().execute(",
         (

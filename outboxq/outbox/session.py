@@ -22,38 +22,6 @@ from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.pending import add_pending, pending_batch
 
 
-class OutboxSession(Session):
-    """A `Session` with `add_job` and `add_jobs`: `sessionmaker(engine, class_=OutboxSession)`."""
-
-    def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
-        """Add a job to this unit of work: it exists if and only if this transaction commits.
-
-        Does no I/O. Raises what `outboxq.add_job` raises.
-        """
-        return add_job(self, kind, *args, **kwargs)
-
-    def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
-        return add_jobs(self, jobs)
-
-
-class AsyncOutboxSession(AsyncSession):
-    """An `AsyncSession` with `add_job` and `add_jobs`, which do no I/O and are not awaited."""
-
-    sync_session_class = OutboxSession
-
-    def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
-        """Add a job to this unit of work: it exists if and only if this transaction commits.
-
-        Not a coroutine: nothing is sent before the flush. Raises what `outboxq.add_job` raises.
-        """
-        return add_job(self, kind, *args, **kwargs)
-
-    def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many jobs, made by `kind.job(...)`; all are checked before the first is added."""
-        return add_jobs(self, jobs)
-
-
 def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
     """Add a job to any SQLAlchemy session: `Session`, `AsyncSession`, `scoped_session`, or a subclass of these.
 
@@ -82,6 +50,21 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
     """
     # Drawn first: a generator that fails half-way adds nothing.
     return _add(plain_session(session, "add_job"), list(jobs))
+
+
+class OutboxSession(Session):
+    """A `Session` with `add_job` and `add_jobs`: `sessionmaker(engine, class_=OutboxSession)`."""
+
+    add_job = add_job
+    add_jobs = add_jobs
+
+
+class AsyncOutboxSession(AsyncSession):
+    """An `AsyncSession` with `add_job` and `add_jobs`, which do no I/O and are not awaited."""
+
+    sync_session_class = OutboxSession
+    add_job = add_job
+    add_jobs = add_jobs
 
 
 def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:

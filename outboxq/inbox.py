@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session, scoped_session
 from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
-from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection, type_name
+from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.names import check_key
 from outboxq.new_job import JobHandle, NewJob
@@ -184,7 +184,7 @@ class Inbox:
         """
         given = _given(message_id, payload)
         if not isinstance(job, NewJob):
-            raise ArgumentError(f"accept_job takes a job made by kind.job(...), got {type_name(job)}")
+            raise ArgumentError(f"accept_job takes a job made by kind.job(...), got {type(job).__name__}")
 
         def work(target: Session | Connection) -> JobHandle | None:
             if isinstance(target, Connection):
@@ -255,7 +255,9 @@ def _given(message_id: str, payload: object) -> dict[str, bytes | None]:
 def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
     """Each id once, in the order given, and those that came with more than one content."""
     if isinstance(messages, str | bytes):
-        raise InvalidKey(f"accept_all takes an iterable of ids or a mapping, got one {type_name(messages)}: use accept")
+        raise InvalidKey(
+            f"accept_all takes an iterable of ids or a mapping, got one {type(messages).__name__}: use accept"
+        )
     items = messages.items() if isinstance(messages, Mapping) else messages
     # An endless generator is refused too.
     drawn = list(islice(items, MAX_BATCH_MESSAGES + 1))

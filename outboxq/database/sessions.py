@@ -1,15 +1,15 @@
-"""The sessions that callers bring: which database they lead to, and which of them cannot hold rows of ours."""
+"""The sessions that callers bring: which database or shard they lead to, and which cannot hold rows of ours."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.ext.horizontal_shard import ShardedSession
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session, object_mapper, scoped_session
+from sqlalchemy.orm.attributes import instance_state
 
-from outboxq.database.shards import shard_of_rows
 from outboxq.errors import EnqueueError
 from outboxq.tables import JobRow, job_mapper
 from outboxq.tables import metadata as ours
@@ -31,12 +31,7 @@ def plain_session(session: AnySession, what: str) -> Session:
         return session.sync_session
     if isinstance(session, Session):
         return session
-    raise EnqueueError(f"{what} takes an SQLAlchemy session (Session, AsyncSession, ...), got {type_name(session)}")
-
-
-def type_name(value: object) -> str:
-    """How an error names what it was given."""
-    return type(value).__name__
+    raise EnqueueError(f"{what} takes an SQLAlchemy session (Session, AsyncSession, ...), got {type(session).__name__}")
 
 
 def outbox_bind(session: Session) -> Engine | Connection | None:
@@ -95,10 +90,50 @@ def transaction_connection(session: Session) -> Connection:
     """
     arguments: dict[str, Any] = {"mapper": job_mapper()}
     if isinstance(session, ShardedSession):
-        arguments["shard_id"] = shard_of_rows(session)
+        arguments["shard_id"] = _shard_of_rows(session)
     connection = session.connection(bind_arguments=arguments)
     _check_dialect(connection)
     return connection
+
+
+def _shard_of_rows(session: ShardedSession) -> Hashable:
+    """The shard of the rows that wait for the flush; without any, the one that the transaction uses already.
+
+    The session's `shard_chooser` is asked only if that leaves none or several: it would have to know a job's shard from
+    the job, and another one than the rows' would make two transactions.
+
+    Raises:
+        EnqueueError: the `shard_chooser` does not know either.
+    """
+    pending = (*session.new, *session.dirty, *session.deleted)
+    shards = {_shard_of(session, row) for row in pending if not isinstance(row, JobRow)} or _shards_in_use(session)
+    if len(shards) == 1:
+        return shards.pop()
+    try:
+        return _shard_of(session, JobRow(0, lambda *_: None))
+    except Exception as error:
+        raise EnqueueError(
+            f"the rows of this transaction are in {len(shards)} shards, and the session's shard_chooser does not say "
+            "which of them has the jobs: let it answer for an instance of outboxq.tables.JobRow"
+        ) from error
+
+
+def _shard_of(session: ShardedSession, row: object) -> Hashable:
+    state = instance_state(row)
+    if state.key is None:
+        # It asks the chooser, once, and notes the answer, as the flush will.
+        mapper: Any = job_mapper() if isinstance(row, JobRow) else object_mapper(row)
+        session.get_bind(mapper, instance=row)
+        return state.identity_token
+    return state.key[2]
+
+
+def _shards_in_use(session: ShardedSession) -> set[Hashable]:
+    transaction = session.get_transaction()
+    if transaction is None:
+        return set()
+    shards: Mapping[Hashable, Engine | Connection] = session._ShardedSession__shards  # type: ignore[attr-defined]  # noqa: SLF001  # no public reading
+    return {shard for shard, bind in shards.items() if bind in transaction._connections}  # noqa: SLF001  # no public reading either
 
 
 def outbox_connection(session: Session | Connection, what: str) -> Connection:

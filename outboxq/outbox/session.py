@@ -14,7 +14,6 @@ from outboxq.database.sessions import (
     outbox_bind,
     plain_session,
     refuse_autocommit,
-    type_name,
 )
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.new_job import JobHandle, NewJob
@@ -38,7 +37,7 @@ def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P
     """
     plain = plain_session(session, "add_job")
     if not isinstance(kind, JobKind):
-        raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type_name(kind)}")
+        raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type(kind).__name__}")
     return _add(plain, [kind.job(*args, **kwargs)])[0]
 
 
@@ -81,11 +80,11 @@ def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
 
 def _check(session: Session, new: NewJob) -> None:
     if not isinstance(new, NewJob):
-        raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {type_name(new)}")
+        raise ArgumentError(f"add_jobs takes jobs made by kind.job(...), got {type(new).__name__}")
     for entity in new.pending_entities():
         if object_session(entity) is not session:
             raise EnqueueError(
-                f"{new.kind!r} takes a {type_name(entity)} that has no primary key yet and is not in this session: "
+                f"{new.kind!r} takes a {type(entity).__name__} that has no primary key yet and is not in this session: "
                 "session.add() it before add_job"
             )
 

@@ -206,10 +206,12 @@ class ClaimStatements:
 
     def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
         name = quote_literal(queue)
-        self.ready, self.due = (ClaimScript(shape, name) for shape in _transaction_shapes(schema))
+        self.ready = ClaimScript(_shape(schema, None, *_READY), name)
+        self.due = ClaimScript(_shape(schema, None, *_DUE), name)
         if owner is not None:
-            leases = (ClaimScript(shape, name) for shape in _lease_shapes(schema, owner))
-            self.lease_ready, self.lease_due, self.lease_suspect = leases
+            self.lease_ready = ClaimScript(_shape(schema, owner, *_READY), name)
+            self.lease_due = ClaimScript(_shape(schema, owner, *_DUE), name)
+            self.lease_suspect = ClaimScript(_shape(schema, owner, *_SUSPECT, crashed=True), name)
 
 
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
@@ -227,16 +229,7 @@ _ALIVE: LiteralString = (
 _SUSPECT: tuple[LiteralString, LiteralString] = ("state = 'suspect'", "seq")
 
 
-@lru_cache(64)
-def _transaction_shapes(schema: str) -> tuple[ClaimShape, ClaimShape]:
-    return _shape(schema, None, *_READY), _shape(schema, None, *_DUE)
-
-
-@lru_cache(64)
-def _lease_shapes(schema: str, owner: UUID) -> tuple[ClaimShape, ClaimShape, ClaimShape]:
-    return _shape(schema, owner, *_READY), _shape(schema, owner, *_DUE), _shape(schema, owner, *_SUSPECT, crashed=True)
-
-
+@lru_cache(256)
 def _shape(
     schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, *, crashed: bool = False
 ) -> ClaimShape:

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Executable, delete, exists, func, literal_
 from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.statements.builtin import pg
-from outboxq.statements.paging import count_kinds, page_outcome, pick_page
+from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.tables import JOB_SIZES, dead_job, job
 
 
@@ -28,11 +28,7 @@ class DeadFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `dead_job`."""
-        found: list[ColumnElement[bool]] = []
-        if self.queue is not None:
-            found.append(dead_job.c.queue == self.queue)
-        if self.kind is not None:
-            found.append(dead_job.c.kind == self.kind)
+        found = matching(dead_job, queue=self.queue, kind=self.kind)
         if self.reason is not None:
             # strpos and not LIKE: the text is data, without wildcards.
             found.append(pg.strpos(pg.lower(dead_job.c.reason), pg.lower(self.reason)) > 0)

@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, li
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.effects import Status
+from outboxq.statements.paging import matching
 from outboxq.tables import effect
 
 
@@ -19,12 +20,7 @@ class EffectFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `effect`."""
-        found: list[ColumnElement[bool]] = []
-        if self.scope is not None:
-            found.append(effect.c.scope == self.scope)
-        if self.status is not None:
-            found.append(effect.c.status == self.status)
-        return found
+        return matching(effect, scope=self.scope, status=self.status)
 
 
 SUMMARY_COLUMNS = (

@@ -215,17 +215,25 @@ def record(
 
     Index: the primary key. Locks: the effect's row.
     """
-    values: dict[str, object] = {
+    values = ending(status, in_doubt=in_doubt, result=result, error=error, keep=keep)
+    if not unlock:
+        del values["locked_until"]
+    return update(effect).where(*lock.matches()).values(values).returning(effect.c.result, effect.c.error, _durably())
+
+
+def ending(
+    status: Status, *, in_doubt: bool = False, result: str | None, error: str | None, keep: timedelta | None
+) -> dict[str, object]:
+    """The values of a call that has ended; the next caller may take over at once."""
+    return {
         "status": status,
         "in_doubt": in_doubt,
         "result": result,
         "error": error,
+        "locked_until": _now(),
         "changed_at": _now(),
         "expires_at": None if keep is None else _now() + keep,
     }
-    if unlock:
-        values["locked_until"] = _now()
-    return update(effect).where(*lock.matches()).values(values).returning(effect.c.result, effect.c.error, _durably())
 
 
 def extend(lock: EffectLock, lease: timedelta) -> Executable:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from sqlalchemy import Executable, case, null, select, true, update
 
 from outboxq.statements.builtin import pg
-from outboxq.statements.effects import EffectLock, Status, update_started
+from outboxq.statements.effects import EffectLock, Status, ending, update_started
 from outboxq.tables import effect
 
 _now = pg.clock_timestamp
@@ -23,7 +23,7 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
     return (
         update(effect)
         .where(*lock.matches(), effect.c.status.in_(("started", "done")))
-        .values(_settled("done", result, error, keep))
+        .values(ending("done", result=result, error=error, keep=keep))
         .returning(true())
     )
 
@@ -36,7 +36,7 @@ def settle_started(
     Index: the primary key. Locks: the effect's row, never waited for: a transaction that has recorded, and has not
     ended, decides by its end.
     """
-    return update_started(lock, _settled(status, result, error, keep)).returning(true())
+    return update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
 
 
 def release(lock: EffectLock, *, keep: timedelta) -> Executable:
@@ -62,15 +62,3 @@ def release(lock: EffectLock, *, keep: timedelta) -> Executable:
 def select_done(lock: EffectLock) -> Executable:
     """One row if what we recorded was committed, else none. Index: the primary key; no locks."""
     return select(true()).where(*lock.matches(), effect.c.status == "done")
-
-
-def _settled(status: Status, result: str | None, error: str | None, keep: timedelta) -> dict[str, object]:
-    return {
-        "status": status,
-        "in_doubt": False,
-        "result": result,
-        "error": error,
-        "locked_until": _now(),
-        "changed_at": _now(),
-        "expires_at": _now() + keep,
-    }

@@ -23,6 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 
 from outboxq.statements.builtin import pg, unnest
+from outboxq.statements.paging import matching
 from outboxq.tables import StoredText, inbox
 
 # 'unseen': accepted by a transaction that this statement waited for, so that its snapshot misses the row.
@@ -44,11 +45,7 @@ class MessageFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `inbox`."""
-        found: list[ColumnElement[bool]] = []
-        if self.consumer is not None:
-            found.append(inbox.c.consumer == self.consumer)
-        if self.message_id is not None:
-            found.append(inbox.c.message_id == self.message_id)
+        found = matching(inbox, consumer=self.consumer, message_id=self.message_id)
         if self.since is not None:
             # The second follows from the first, and ends the walk of its index.
             found += [inbox.c.seen_at >= self.since, inbox.c.expires_at > self.since]

@@ -41,7 +41,7 @@ from sqlalchemy import (
 from sqlalchemy.types import UserDefinedType
 
 from outboxq.statements.builtin import count, pg
-from outboxq.statements.paging import count_kinds, page_outcome, pick_page
+from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.tables import StoredText, dead_job, job, relay
 
 
@@ -69,11 +69,7 @@ class JobFilter:
 
     def conditions(self, jobs: FromClause = job) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `job`, or an alias of it."""
-        found: list[ColumnElement[bool]] = []
-        if self.queue is not None:
-            found.append(jobs.c.queue == self.queue)
-        if self.kind is not None:
-            found.append(jobs.c.kind == self.kind)
+        found = matching(jobs, queue=self.queue, kind=self.kind)
         if self.state is not None:
             found.append(_in_state(jobs, self.state))
         if self.ids is not None:

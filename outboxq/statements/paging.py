@@ -18,6 +18,11 @@ from outboxq.statements.builtin import count, pg
 MAX_PAGE_ROWS = 200
 
 
+def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
+    """The columns of these names have these values; None stands for any."""
+    return [rows.c[name] == value for name, value in wanted.items() if value is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """What became of one page: rows that were changed, that another transaction held, and that could not be changed.

@@ -100,70 +100,56 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimShape:
-    """A claim's text around the name of its queue, which stands in it twice, its start and its limit.
+class ClaimScript:
+    """The claim of one sort of jobs of a queue.
 
-    One for all queues of a relay: so many as a connection has prepared, whatever the number of its queues.
+    Args:
+        parts: Its text around the name of the queue, which stands in it twice, its start and its limit. The same for
+            all queues of a relay, so that a connection prepares no more claims if there are more queues.
+        queue: The queue's name, as a literal.
+        is_keyed: Whether it may start behind a cursor, so that it need not walk over what was claimed before it and is
+            not vacuumed yet.
+        leased: Whether it takes a lease instead of deleting.
     """
 
     parts: tuple[str, str, str, str, str]
-    is_keyed: bool
-    leased: bool
-
-    def text(self, queue: str, start: str, limit: int, action: str | None = None) -> str:
-        """The claim of up to `limit` jobs, or another `action` on them."""
-        picked, eligible, not_paused, limited, claiming = self.parts
-        # The limit stands in the text: the planner is to know how few rows are wanted.
-        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action or claiming}"
-
-    @lru_cache(1024)  # noqa: B019  # a few for each limit
-    def prepared(self, limit: int, *, behind: bool) -> tuple[str, str]:
-        """Its name as a prepared statement, and what prepares it; `behind` a cursor that comes with each execution."""
-        text = self.text("$1", _start("$2", "$3") if behind else "", limit)
-        # One name for one text: should a pooler show us another client's statement, it is the same one.
-        name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-        return name, f"PREPARE {name} (text{', int, bigint' if behind else ''}) AS {text}"
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimScript:
-    """The claim of one sort of jobs of a queue, whose name is given as a literal.
-
-    `is_keyed`: it may start behind a cursor, so that it need not walk over what was claimed before it and is not
-    vacuumed yet. `leased`: it takes a lease instead of deleting.
-    """
-
-    shape: ClaimShape
     queue: str
-
-    @property
-    def is_keyed(self) -> bool:
-        """Whether it may start behind a cursor."""
-        return self.shape.is_keyed
-
-    @property
-    def leased(self) -> bool:
-        """Whether it takes a lease instead of deleting."""
-        return self.shape.leased
+    is_keyed: bool = False
+    leased: bool = False
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
-        return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit)
+        return _text(self.parts, self.queue, _start(*cursor.key) if cursor else "", limit)
 
     def one(self, job_id: UUID) -> str:
         """The same claim for one job only, if it may take that. Index: the primary key, or the claim's."""
-        return self.shape.text(self.queue, f" AND id = '{job_id}'", 1)
+        return _text(self.parts, self.queue, f" AND id = '{job_id}'", 1)
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
         """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
 
         Index, locks and bound are those of the claim.
         """
-        return self.shape.text(self.queue, _start(*cursor.key) if cursor else "", limit, _CLEARING)
+        return _text((*self.parts[:-1], _CLEARING), self.queue, _start(*cursor.key) if cursor else "", limit)
 
     def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
         """The same claim to be prepared; `behind` a cursor that is given at each execution."""
-        return PreparedClaim(*self.shape.prepared(limit, behind=behind), self.queue)
+        return PreparedClaim(*_prepared(self.parts, limit, behind), self.queue)
+
+
+def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
+    picked, eligible, not_paused, limited, action = parts
+    # The limit stands in the text: the planner is to know how few rows are wanted.
+    return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"
+
+
+# A few for each limit.
+@lru_cache(1024)
+def _prepared(parts: tuple[str, ...], limit: int, behind: bool) -> tuple[str, str]:
+    text = _text(parts, "$1", _start("$2", "$3") if behind else "", limit)
+    # One name for one text: should a pooler show us another client's statement, it is the same one.
+    name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return name, f"PREPARE {name} (text{', int, bigint' if behind else ''}) AS {text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +192,12 @@ class ClaimStatements:
 
     def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
         name = quote_literal(queue)
-        self.ready = ClaimScript(_shape(schema, None, *_READY), name)
-        self.due = ClaimScript(_shape(schema, None, *_DUE), name)
+        self.ready = ClaimScript(_parts(schema, None, *_READY), name, is_keyed=True)
+        self.due = ClaimScript(_parts(schema, None, *_DUE), name)
         if owner is not None:
-            self.lease_ready = ClaimScript(_shape(schema, owner, *_READY), name)
-            self.lease_due = ClaimScript(_shape(schema, owner, *_DUE), name)
-            self.lease_suspect = ClaimScript(_shape(schema, owner, *_SUSPECT, crashed=True), name)
+            self.lease_ready = ClaimScript(_parts(schema, owner, *_READY), name, is_keyed=True, leased=True)
+            self.lease_due = ClaimScript(_parts(schema, owner, *_DUE), name, leased=True)
+            self.lease_suspect = ClaimScript(_parts(schema, owner, *_SUSPECT, crashed=True), name, leased=True)
 
 
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
@@ -230,9 +216,9 @@ _SUSPECT: tuple[LiteralString, LiteralString] = ("state = 'suspect'", "seq")
 
 
 @lru_cache(256)
-def _shape(
+def _parts(
     schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, *, crashed: bool = False
-) -> ClaimShape:
+) -> tuple[str, str, str, str, str]:
     leased = owner is not None
     # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
     alive: LiteralString = _ALIVE if leased else ""
@@ -241,8 +227,7 @@ def _shape(
     wanted = render(schema, _ELIGIBLE, eligible=compose(schema, eligible + alive, owner=owner))
     limited = render(schema, _LIMITED, order=sql.SQL(order))
     action = _leasing(schema, owner, crashed=crashed) if owner is not None else _deleting(schema)
-    parts = (picked, wanted, render(schema, _NOT_PAUSED), limited, action)
-    return ClaimShape(parts, is_keyed=order is _BY_PRIORITY, leased=leased)
+    return picked, wanted, render(schema, _NOT_PAUSED), limited, action
 
 
 def _deleting(schema: str) -> str:
@@ -271,8 +256,7 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} AND state <> 'leased' LIMIT "
     )
-    parts = (render(schema, picked, id=job_id), "", "", "", _deleting(schema))
-    return ClaimScript(ClaimShape(parts, is_keyed=False, leased=False), "")
+    return ClaimScript((render(schema, picked, id=job_id), "", "", "", _deleting(schema)), "")
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:

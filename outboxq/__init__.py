@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from outboxq.backoff import Backoff
     from outboxq.codec.entities import Locked
     from outboxq.config import RelayConfig, SlotGroup
     from outboxq.effects.api import AsyncEffects, Effects
@@ -24,13 +23,12 @@ if TYPE_CHECKING:
     from outboxq.outbox.find import FoundJob, find_job
     from outboxq.outbox.kinds import JobKind, external
     from outboxq.outbox.session import AsyncOutboxSession, OutboxSession, add_job, add_jobs
-    from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
+    from outboxq.outcomes import Backoff, DeadLetter, Discard, Done, Outcome, Retry, Snooze
     from outboxq.relay.relay import Relay
     from outboxq.relay.state import RelayReport
 
 # The names that each module defines.
 _MODULES = {
-    "backoff": "Backoff",
     "codec.entities": "Locked",
     "config": "RelayConfig SlotGroup",
     "effects.api": "AsyncEffects Effects",
@@ -45,7 +43,7 @@ _MODULES = {
     "outbox.find": "FoundJob find_job",
     "outbox.kinds": "JobKind external",
     "outbox.session": "AsyncOutboxSession OutboxSession add_job add_jobs",
-    "outcomes": "DeadLetter Discard Done Outcome Retry Snooze",
+    "outcomes": "Backoff DeadLetter Discard Done Outcome Retry Snooze",
     "relay.relay": "Relay",
     "relay.state": "RelayReport",
 }

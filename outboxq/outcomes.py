@@ -1,5 +1,8 @@
 """How a handler ends, and when a failed job runs again."""
 
+import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,3 +68,72 @@ def _plain(outcome: str, delay: timedelta) -> timedelta:
 
 
 Outcome = Done | Retry | Snooze | DeadLetter | Discard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential backoff with jitter and a cap.
+
+    The pause after failed attempt n is `first_seconds * factor ** (n - 1)`, capped at `cap_seconds`, then moved by up
+    to `jitter` (a fraction from 0 to 1) downwards, so that jobs which failed together do not return together and no
+    pause exceeds the cap.
+
+    The defaults give up after 15 attempts, about four hours.
+    """
+
+    max_attempts: int = 15
+    first_seconds: float = 2.0
+    factor: float = 2.0
+    cap_seconds: float = 3600.0
+    jitter: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_attempts <= 32_767:
+            raise ConfigError(f"Backoff(max_attempts=...) takes 1 to 32767, got {self.max_attempts}")
+        longest = MAX_DELAY.total_seconds()
+        if not (0 <= self.first_seconds <= longest and 0 <= self.cap_seconds <= longest):
+            raise ConfigError(
+                f"Backoff takes first_seconds and cap_seconds from 0 to {longest:,.0f}, "
+                f"got {self.first_seconds} and {self.cap_seconds}"
+            )
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"Backoff(factor=...) takes a number from 1, got {self.factor}")
+        if not 0 <= self.jitter <= 1:
+            raise ConfigError(f"Backoff(jitter=...) takes a fraction from 0 to 1, got {self.jitter}")
+
+    def delay(self, attempt: int, uniform: Callable[[], float] = random.random) -> timedelta:
+        """The pause after failed attempt number `attempt` (from 1); `uniform` draws from [0, 1)."""
+        return timedelta(seconds=self._pause_seconds(attempt) * (1 - self.jitter * uniform()))
+
+    def horizon(self, max_attempts: int | None = None, timeout_seconds: float | None = None) -> timedelta:
+        """The longest time from the start of the first attempt to the end of the last; at most a hundred years.
+
+        All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because it cannot be
+        known: how long a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
+        `Snooze`), and a dead letter that is taken back.
+
+        Args:
+            max_attempts: Of a job that has its own; by default the policy's.
+            timeout_seconds: The deadline of an attempt; None, for a handler without one, counts as 0.
+        """
+        attempts = self.max_attempts if max_attempts is None else max_attempts
+        total_seconds = attempts * (timeout_seconds or 0.0) + self._pauses_seconds(attempts - 1)
+        return timedelta(seconds=min(total_seconds, MAX_DELAY.total_seconds()))
+
+    def _pauses_seconds(self, count: int) -> float:
+        """The first `count` pauses together."""
+        total_seconds = 0.0
+        for made in range(count):
+            pause_seconds = self._pause_seconds(made + 1)
+            # From here on they are all alike.
+            if self.factor == 1 or pause_seconds in (0.0, self.cap_seconds):
+                return total_seconds + pause_seconds * (count - made)
+            total_seconds += pause_seconds
+        return total_seconds
+
+    def _pause_seconds(self, attempt: int) -> float:
+        try:
+            return min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
+        except OverflowError:
+            # 2.0 ** 5000, long after the cap was reached.
+            return self.cap_seconds if self.first_seconds else 0.0

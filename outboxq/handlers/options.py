@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from outboxq.backoff import Backoff
 from outboxq.errors import RegistryError
+from outboxq.outcomes import Backoff
 
 ClaimMode: TypeAlias = Literal["transaction", "lease"]
 Messages: TypeAlias = Literal["redacted", "withheld"]

@@ -7,7 +7,6 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
-from outboxq.backoff import Backoff
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
 from outboxq.handlers.batch_handler import Arguments
@@ -24,6 +23,7 @@ from outboxq.handlers.retention import Owner, Window, check_kinds, check_same, c
 from outboxq.inbox import Inbox
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.outbox.kinds import P
+from outboxq.outcomes import Backoff
 
 T = TypeVar("T")
 

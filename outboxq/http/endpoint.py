@@ -14,7 +14,7 @@ from outboxq.effects.request import Request
 from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
 from outboxq.http.asgi import MutableScope, Scope
 from outboxq.http.responses import Answer, ResponseLike, encode_answer
-from outboxq.statements import http as statements
+from outboxq.statements import effects as statements
 from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.http")

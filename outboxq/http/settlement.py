@@ -21,7 +21,7 @@ from outboxq.http import problems
 from outboxq.http.endpoint import Idempotency
 from outboxq.http.problems import ProblemAnswers
 from outboxq.http.responses import NOT_REPLAYABLE, RECORDED_LATE, Answer, decode_answer, encode_answer
-from outboxq.statements import http as statements
+from outboxq.statements import effects as statements
 from outboxq.statements.effects import EffectState, Status
 
 logger = logging.getLogger("outboxq.http")

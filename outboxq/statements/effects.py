@@ -1,8 +1,8 @@
-"""Effects: claim or take over a call, keep it, record what it came to.
+"""Effects: claim or take over a call, keep it, record what it came to. Guarded HTTP requests are on their rows too.
 
-Each statement is a transaction of its own on READ COMMITTED. A call is fenced by its `lock_token`, a UUID that its
-caller made: the next caller writes a token of its own, and the earlier caller's statements match no row any more.
-All times are the database's.
+Each statement but `record_with_rows` is a transaction of its own on READ COMMITTED. A call is fenced by its
+`lock_token`, a UUID that its caller made: the next caller writes a token of its own, and the earlier caller's
+statements match no row any more. All times are the database's.
 """
 
 from dataclasses import dataclass
@@ -215,13 +215,13 @@ def record(
 
     Index: the primary key. Locks: the effect's row.
     """
-    values = ending(status, in_doubt=in_doubt, result=result, error=error, keep=keep)
+    values = _ending(status, in_doubt=in_doubt, result=result, error=error, keep=keep)
     if not unlock:
         del values["locked_until"]
     return update(effect).where(*lock.matches()).values(values).returning(effect.c.result, effect.c.error, _durably())
 
 
-def ending(
+def _ending(
     status: Status, *, in_doubt: bool = False, result: str | None, error: str | None, keep: timedelta | None
 ) -> dict[str, object]:
     """The values of a call that has ended; the next caller may take over at once."""
@@ -241,14 +241,64 @@ def extend(lock: EffectLock, lease: timedelta) -> Executable:
 
     Index: the primary key. Locks: the effect's row, never waited for.
     """
-    return update_started(lock, {"locked_until": _now() + lease}).returning(true(), _durably())
+    return _update_started(lock, {"locked_until": _now() + lease}).returning(true(), _durably())
 
 
-def update_started(lock: EffectLock, values: dict[str, object]) -> Update:
+def _update_started(lock: EffectLock, values: dict[str, object]) -> Update:
     """Change a call that is under way; no row if it is not ours, is recorded, or is locked, which is not waited for."""
     held = select(effect.c.scope, effect.c.key).where(*lock.matches(), effect.c.status == "started")
     locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
     return update(effect).where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key).values(values)
+
+
+def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None, keep: timedelta) -> Executable:
+    """Write the response in the transaction of the endpoint's rows; no row if another request took over.
+
+    Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: a retry that comes meanwhile
+    is told that it is under way. If the lease has run out it waits, and then sees how the transaction ended.
+    """
+    return (
+        update(effect)
+        .where(*lock.matches(), effect.c.status.in_(("started", "done")))
+        .values(_ending("done", result=result, error=error, keep=keep))
+        .returning(true())
+    )
+
+
+def settle_started(
+    lock: EffectLock, status: Status, *, result: str | None, error: str | None, keep: timedelta
+) -> Executable:
+    """Settle a request that is under way; no row if it was taken over, is recorded, or is just being recorded.
+
+    Index: the primary key. Locks: the effect's row, never waited for: a transaction that has recorded, and has not
+    ended, decides by its end.
+    """
+    return _update_started(lock, _ending(status, result=result, error=error, keep=keep)).returning(true())
+
+
+def release(lock: EffectLock, *, keep: timedelta) -> Executable:
+    """Settle a request that was claimed and not executed; no row if it was taken over.
+
+    A doubt about an earlier request stays: only this one is known not to have been executed. Index: the primary key.
+    Locks: the effect's row.
+    """
+    return (
+        update(effect)
+        .where(*lock.matches(), effect.c.status == "started")
+        .values(
+            status="retryable",
+            error="not executed",
+            locked_until=_now(),
+            changed_at=_now(),
+            expires_at=case((effect.c.in_doubt, null()), else_=_now() + keep),
+        )
+        .returning(true())
+    )
+
+
+def select_done(lock: EffectLock) -> Executable:
+    """One row if what we recorded was committed, else none. Index: the primary key; no locks."""
+    return select(true()).where(*lock.matches(), effect.c.status == "done")
 
 
 def select_deployment() -> Select[Any]:

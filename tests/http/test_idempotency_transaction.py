@@ -10,8 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.postgres import Database
-from outboxq.statements.effects import EffectLock
-from outboxq.statements.http import settle_started
+from outboxq.statements.effects import EffectLock, settle_started
 from tests.support.http_app import make_app
 from tests.support.http_server import closed_gate, is_replay, problem, seen, serve, wait_at_gate
 from tests.support.ledger import ledger

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import run_alone
 from outboxq.database.session_state import CALLABLE_WORDS
-from outboxq.statements.functions import functions_without_side_effects
+from outboxq.statements.catalog import functions_without_side_effects
 
 # A statement with a name that changes all the time must not fill the memory.
 _MOST = 10_000

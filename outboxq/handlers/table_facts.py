@@ -7,7 +7,7 @@ from typing import Literal, assert_never, cast
 from sqlalchemy import Connection, Table
 
 from outboxq.database.driver import run_script
-from outboxq.statements.table_facts import DEFERRABLE, table_facts
+from outboxq.statements.catalog import DEFERRABLE, table_facts
 
 # A migration that runs beside relays is known to them after this time.
 FRESH_SECONDS = 10.0

@@ -51,7 +51,7 @@ from outboxq import (
 from outboxq.database.known_functions import HARMLESS as HARMLESS_FUNCTIONS
 from outboxq.database.session_state import CALLABLE_WORDS, left_by
 from outboxq.postgres import Database
-from outboxq.statements.functions import functions_without_side_effects
+from outboxq.statements.catalog import functions_without_side_effects
 from tests.support.app import Account, Effect
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])

@@ -82,13 +82,6 @@ class JsonText(UserDefinedType[str]):
         return cast(colexpr, Text)
 
 
-def _name_checks() -> tuple[CheckConstraint, ...]:
-    return (
-        CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
-        CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
-    )
-
-
 def _set_storage(table: Table, parameters: str) -> None:
     # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
     statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
@@ -127,7 +120,8 @@ job = Table(
     Column("lease_token", BigInteger, nullable=False, server_default=text("0")),
     Column("errors", JsonText, nullable=False, server_default=text("'[]'::jsonb")),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
-    *_name_checks(),
+    CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
+    CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
     CheckConstraint("state IN ('ready', 'scheduled', 'leased', 'suspect')", name="job_state"),
     CheckConstraint("priority > -32768", name="job_priority"),
     CheckConstraint("jsonb_typeof(args) = 'object'", name="job_args_object"),

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.errors import InstallationInUse
 from outboxq.statements import installation as statements
+from outboxq.statements.stats import count_unknown_effects
 
 _OPEN = "it was open when the installation got a new id; its provider key is the former installation's"
 
@@ -50,5 +51,5 @@ def renew_installation(connection: Connection) -> NewInstallation:
         former_id=former_id,
         doubted=doubted,
         forgotten=forgotten,
-        unknown=connection.execute(statements.count_unknown()).scalar_one(),
+        unknown=connection.execute(count_unknown_effects()).scalar_one(),
     )

@@ -61,25 +61,18 @@ class Parameter:
         return data
 
     def _check_key(self, entity: object, data: bytes) -> None:
-        if entity is None or self.entity is None:
+        state = entity_state(entity)
+        if state is None or state.key is None or self.entity is None:
             return
         try:
             key = self.loaded(self.decoder.decode(data))
         except ValueError:
             key = None
-        if not (isinstance(key, EntityKey) and self.leads_to(key.identity, entity)):
+        if not (isinstance(key, EntityKey) and is_same_key(self.entity, key.identity, tuple(state.key[1]))):
             raise ArgumentError(
                 f"argument {self.name!r}: JSON does not give back the primary key of {type(entity).__name__}: say in "
                 "its class what it is (`id: Mapped[UUID]`), or pass what the row can be found by instead"
             )
-
-    def leads_to(self, key: tuple[object, ...], entity: object) -> bool:
-        """Whether the relay finds the row of an entity by a key that it has read."""
-        state = entity_state(entity)
-        assert state is not None
-        assert state.key is not None
-        assert self.entity is not None
-        return is_same_key(self.entity, key, tuple(state.key[1]))
 
     def plain(self, value: object) -> object:
         """A value that cannot be an entity, or the key of an entity that fits; whatever else is refused.

@@ -93,8 +93,7 @@ def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, 
     Raises:
         psycopg.Error: it failed.
     """
-    listeners = connection.engine.dispatch
-    if listeners.begin or listeners.commit:
+    if is_listened_to(connection):
         # They set up what users' transactions need, a role perhaps.
         with connection.begin():
             return run_script(connection, statement)[0].rows

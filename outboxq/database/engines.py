@@ -230,7 +230,12 @@ def listen_connector(
 
     def by_engine() -> DriverConnection:
         assert engines.sync is not None
-        return _detached(engines.sync)
+        raw = engines.sync.raw_connection()
+        driver = raw.driver_connection
+        raw.detach()
+        assert isinstance(driver, psycopg.Connection)
+        driver.rollback()
+        return driver
 
     async def by_async_engine() -> DriverConnection:
         assert engines.asynchronous is not None
@@ -256,12 +261,3 @@ def _url_connector(url: URL) -> Callable[[], DriverConnection]:
     parameters = {**in_url, **connect_arguments(url, LISTENER_NAME), "autocommit": True}
     refused = threading.Event()
     return lambda: _connect(psycopg.connect, parameters, url, refused)
-
-
-def _detached(engine: Engine) -> DriverConnection:
-    raw = engine.raw_connection()
-    driver = raw.driver_connection
-    raw.detach()
-    assert isinstance(driver, psycopg.Connection)
-    driver.rollback()
-    return driver

@@ -78,13 +78,9 @@ def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJo
 
 
 def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
-    _watch_for_keys(session)
     # A pending entity is in a session whose transaction has begun.
     transaction = session.get_nested_transaction() or session.get_transaction()
     vars(session).setdefault(_WAITING, []).append(_Waiting(job_id, new, transaction))
-
-
-def _watch_for_keys(session: Session) -> None:
     # Only when a job waits: listening costs more than the rest of add_job.
     if not event.contains(session, "after_flush_postexec", _after_flush):
         event.listen(session, "after_flush_postexec", _after_flush)
@@ -98,15 +94,11 @@ def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) 
         batch = JobRow(next(_numbers), _flush_batch)
         session.add(batch)
         vars(session)[_BATCH] = batch
-        _remember(session, batch)
+        added = _added.setdefault(next(_transactions(session)), _Added())
+        # Of a long transaction with many flushes only what is still to be written.
+        added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
     assert batch.jobs is not None
     batch.jobs.update(jobs)
-
-
-def _remember(session: Session, batch: JobRow) -> None:
-    added = _added.setdefault(next(_transactions(session)), _Added())
-    # Of a long transaction with many flushes only what is still to be written.
-    added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
 
 
 def _transactions(session: Session) -> Iterator[SessionTransaction]:

@@ -55,8 +55,3 @@ def doubt_open(reason: str) -> Executable:
 def forget_unapplied() -> Executable:
     """Forget what was surely not applied: it gets a key of the new id. Reads the table once; locks the rows."""
     return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt)
-
-
-def count_unknown() -> Select[Any]:
-    """How many are unknown. One row. Index: effect_unknown; no locks."""
-    return select(count()).select_from(effect).where(effect.c.status == "unknown")

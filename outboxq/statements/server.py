@@ -32,8 +32,7 @@ class ServerFacts:
 
 def server_facts(connection: Connection) -> ServerFacts:
     """Read them from the server. Takes no lock."""
-    row = connection.execute(_FACTS).one()
-    return ServerFacts(row.major, row.version, row.encoding)
+    return ServerFacts(*connection.execute(_FACTS).one())
 
 
 def synchronous_commit(connection: Connection) -> tuple[str, str]:

@@ -6,7 +6,7 @@ operator is, if it has one for exactly the types that it is given.
 
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Function, func, literal_column
+from sqlalchemy import BigInteger, ColumnElement, Float, Function, cast, extract, func, literal_column
 
 pg = func.pg_catalog
 
@@ -14,6 +14,11 @@ pg = func.pg_catalog
 def count() -> Function[int]:
     """`count(*)`."""
     return pg.count(literal_column("*"), type_=BigInteger())
+
+
+def seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
+    """An interval as a number."""
+    return cast(extract("epoch", interval), Float(53))
 
 
 def unnest(*arrays: ColumnElement[Any]) -> Function[Any]:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, cast, extract, literal, or_, select, update
+from sqlalchemy import ColumnElement, Executable, and_, literal, or_, select, update
 
-from outboxq.statements.builtin import pg
+from outboxq.statements.builtin import pg, seconds
 from outboxq.statements.effects import Status
 from outboxq.statements.paging import matching
 from outboxq.tables import effect
@@ -82,13 +82,12 @@ def resolve(
         .returning(*(effect.c[name] for name in SUMMARY_COLUMNS))
         .cte("resolved")
     )
-    locked_seconds = extract("epoch", effect.c.locked_until - pg.clock_timestamp())
     return (
         select(
             *(resolved.c[name] for name in SUMMARY_COLUMNS),
             effect.c.status.label("was_status"),
             is_open.label("was_open"),
-            cast(locked_seconds, Float(53)).label("locked_seconds"),
+            seconds(effect.c.locked_until - pg.clock_timestamp()).label("locked_seconds"),
         )
         .select_from(effect.outerjoin(resolved, effect.c.key == resolved.c.key))
         .where(*_is(scope, key))

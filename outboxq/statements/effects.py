@@ -14,7 +14,6 @@ from sqlalchemy import (
     CTE,
     ColumnElement,
     Executable,
-    Float,
     FromClause,
     Select,
     Update,
@@ -22,7 +21,6 @@ from sqlalchemy import (
     case,
     cast,
     exists,
-    extract,
     func,
     literal,
     null,
@@ -33,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert
 
-from outboxq.statements.builtin import pg
+from outboxq.statements.builtin import pg, seconds
 from outboxq.tables import StoredText, deployment, effect
 
 # The next of them is the greatest that the column holds.
@@ -166,8 +164,8 @@ def _state(
         *(rows.c[name] for name in ("status", "in_doubt", "provider_key")),
         same_request.label("same_request"),
         *(rows.c[name] for name in ("result", "error")),
-        _seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
-        _seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
+        seconds(_now() - rows.c["first_called_at"]).label("known_seconds"),
+        seconds(rows.c["locked_until"] - _now()).label("locked_seconds"),
     ]
 
 
@@ -189,10 +187,6 @@ def _durably() -> ColumnElement[str | None]:
     """Make COMMIT wait for the disk although it is set not to: what a crash forgets would be called again."""
     is_off = pg.current_setting("synchronous_commit", type_=StoredText()) == "off"
     return case((is_off, pg.set_config("synchronous_commit", "on", True))).label("durably")
-
-
-def _seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
-    return cast(extract("epoch", interval), Float(53))
 
 
 def record(

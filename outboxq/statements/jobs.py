@@ -16,7 +16,6 @@ from uuid import UUID
 from sqlalchemy import (
     ColumnElement,
     Executable,
-    Float,
     FromClause,
     Select,
     Text,
@@ -27,7 +26,6 @@ from sqlalchemy import (
     cast,
     column,
     delete,
-    extract,
     false,
     func,
     literal,
@@ -40,7 +38,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
-from outboxq.statements.builtin import count, pg
+from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.tables import StoredText, dead_job, job, relay
 
@@ -226,5 +224,4 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
 
 def _runner() -> Sequence[ColumnElement[Any]]:
     # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
-    seconds = extract("epoch", pg.clock_timestamp() - _activity.c.xact_start)
-    return _activity.c.pid, cast(seconds, Float(53)).label("running_seconds")
+    return _activity.c.pid, seconds(pg.clock_timestamp() - _activity.c.xact_start).label("running_seconds")

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Executable, Float, and_, case, cast, extract, not_, select
+from sqlalchemy import ColumnElement, Executable, and_, case, not_, select
 
-from outboxq.statements.builtin import count, pg
+from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.jobs import STATES, listed, running_transactions, state, xmax
 from outboxq.tables import dead_job, effect, queue
 
@@ -18,7 +18,7 @@ def count_jobs() -> Executable:
         jobs.c.queue,
         *(_count(name, jobs.c.state == name) for name in STATES),
         _count("parked", is_parked),
-        cast(extract("epoch", pg.statement_timestamp() - waited_since), Float(53)).label("oldest_waiting_seconds"),
+        seconds(pg.statement_timestamp() - waited_since).label("oldest_waiting_seconds"),
     ).group_by(jobs.c.queue)
 
 

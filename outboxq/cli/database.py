@@ -29,7 +29,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
     from outboxq.database.driver import run_script
     from outboxq.migrations.server import check_server
     from outboxq.relay.startup import check_version
-    from outboxq.statements.version import schema_version
+    from outboxq.statements.server import schema_version
     from outboxq.tables import SCHEMA
 
     url = config.database_url(database_url)

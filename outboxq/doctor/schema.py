@@ -13,7 +13,7 @@ from outboxq.doctor.formatting import identifier
 from outboxq.doctor.functions import find_different_functions
 from outboxq.migrations import LATEST
 from outboxq.statements.doctor import tables as statements
-from outboxq.statements.version import NEEDED_VERSION, schema_version
+from outboxq.statements.server import NEEDED_VERSION, schema_version
 from outboxq.tables import metadata
 
 _TRIGGER = "wake_relays"

@@ -11,7 +11,7 @@ from outboxq import migrations
 from outboxq.config import check_schema
 from outboxq.errors import SchemaError
 from outboxq.migrations.server import check_server
-from outboxq.statements.version import lock_version, schema_version, try_lock_version, version_lock_holders
+from outboxq.statements.server import lock_version, schema_version, try_lock_version, version_lock_holders
 
 
 def migrate(

@@ -13,8 +13,7 @@ from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
-from outboxq.statements.server import synchronous_commit
-from outboxq.statements.version import NEEDED_VERSION, schema_version
+from outboxq.statements.server import NEEDED_VERSION, schema_version, synchronous_commit
 
 _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 

@@ -16,7 +16,7 @@ from outboxq import migrations
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.statements.render import quote_identifier
-from outboxq.statements.version import schema_version
+from outboxq.statements.server import schema_version
 from tests.migrations.catalog import read_catalog, schema_exists
 from tests.migrations.project import run_psql
 from tests.support.waiting import PATIENCE, wait_until

@@ -18,7 +18,7 @@ from outboxq.errors import ConfigError, SchemaError
 from outboxq.migrations.runner import migrate, migration_sql
 from outboxq.postgres import Database
 from outboxq.statements import wake
-from outboxq.statements.version import schema_version
+from outboxq.statements.server import schema_version
 from tests.migrations.catalog import is_empty, read_catalog, schema_exists
 from tests.migrations.project import run_psql
 from tests.support.urls import libpq_url

@@ -37,17 +37,16 @@ MUTANTS = (
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
-        '        return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}'
-        '{int(limit)}{action or claiming}"\n',
-        '        columns = claiming.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
-        '        walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
-        "        return (\n"
-        '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.queue = {queue} "\n'
-        "            f\"AND claimed.state = 'ready' AND claimed.id IN (\"\n"
-        '            f"SELECT id FROM outboxq.job WHERE queue{walk}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
-        '            f") RETURNING claimed.{columns}) "\n'
-        '            "SELECT 0, claimed.* FROM claimed"\n'
-        "        )\n",
+        '    return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"\n',
+        '    columns = action.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
+        '    walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
+        "    return (\n"
+        '        f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.queue = {queue} "\n'
+        "        f\"AND claimed.state = 'ready' AND claimed.id IN (\"\n"
+        '        f"SELECT id FROM outboxq.job WHERE queue{walk}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
+        '        f") RETURNING claimed.{columns}) "\n'
+        '        "SELECT 0, claimed.* FROM claimed"\n'
+        "    )\n",
         ("tests/execution/test_claim.py::test_a_claim_with_stale_statistics_takes_at_most_its_limit",),
     ),
     Mutant(

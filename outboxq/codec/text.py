@@ -33,8 +33,7 @@ def storable_or_withheld(describe: Callable[[], str]) -> str:
 
 def name_of(error: BaseException) -> str:
     """The exception's class, storable whatever it is called."""
-    return storable_or_withheld(lambda: _class_name(type(error)))
-
-
-def _class_name(kind: type[BaseException]) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    kind = type(error)
+    return storable_or_withheld(
+        lambda: kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -188,16 +188,13 @@ def _connect(connect: Callable[..., T], parameters: Mapping[str, Any], url: URL,
         except psycopg.OperationalError as error:
             if not _refuses_options(error):
                 raise
+    kept = {name: value for name, value in parameters.items() if name != "options"}
+    options = _given_options(url)
+    theirs = {"options": options} if options else {}
     # A pooler, most likely: behind one, a statement that was prepared on one connection is executed on another.
-    connection = connect(**{"prepare_threshold": None, **_without_our_options(parameters, url)})
+    connection = connect(**{"prepare_threshold": None, **kept, **theirs})
     refused.set()
     return connection
-
-
-def _without_our_options(parameters: Mapping[str, Any], url: URL) -> dict[str, Any]:
-    kept = {name: value for name, value in parameters.items() if name != "options"}
-    theirs = _given_options(url)
-    return {**kept, "options": theirs} if theirs else kept
 
 
 def _refuses_options(error: psycopg.OperationalError) -> bool:

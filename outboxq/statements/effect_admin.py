@@ -6,7 +6,7 @@ from datetime import timedelta
 from sqlalchemy import ColumnElement, Executable, and_, literal, or_, select, update
 
 from outboxq.statements.builtin import pg, seconds
-from outboxq.statements.effects import Status
+from outboxq.statements.effects import Status, ending
 from outboxq.statements.paging import matching
 from outboxq.tables import effect
 
@@ -69,16 +69,7 @@ def resolve(
     resolved = (
         update(effect)
         .where(effect.c.scope == picked.c.scope, effect.c.key == picked.c.key)
-        .values(
-            status=status,
-            in_doubt=False,
-            lock_token=pg.gen_random_uuid(),
-            locked_until=pg.clock_timestamp(),
-            result=result,
-            error=error,
-            changed_at=pg.clock_timestamp(),
-            expires_at=pg.clock_timestamp() + keep,
-        )
+        .values(ending(status, result=result, error=error, keep=keep) | {"lock_token": pg.gen_random_uuid()})
         .returning(*(effect.c[name] for name in SUMMARY_COLUMNS))
         .cte("resolved")
     )

@@ -209,13 +209,13 @@ def record(
 
     Index: the primary key. Locks: the effect's row.
     """
-    values = _ending(status, in_doubt=in_doubt, result=result, error=error, keep=keep)
+    values = ending(status, in_doubt=in_doubt, result=result, error=error, keep=keep)
     if not unlock:
         del values["locked_until"]
     return update(effect).where(*lock.matches()).values(values).returning(effect.c.result, effect.c.error, _durably())
 
 
-def _ending(
+def ending(
     status: Status, *, in_doubt: bool = False, result: str | None, error: str | None, keep: timedelta | None
 ) -> dict[str, object]:
     """The values of a call that has ended; the next caller may take over at once."""
@@ -254,7 +254,7 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
     return (
         update(effect)
         .where(*lock.matches(), effect.c.status.in_(("started", "done")))
-        .values(_ending("done", result=result, error=error, keep=keep))
+        .values(ending("done", result=result, error=error, keep=keep))
         .returning(true())
     )
 
@@ -267,7 +267,7 @@ def settle_started(
     Index: the primary key. Locks: the effect's row, never waited for: a transaction that has recorded, and has not
     ended, decides by its end.
     """
-    return _update_started(lock, _ending(status, result=result, error=error, keep=keep)).returning(true())
+    return _update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
 
 
 def release(lock: EffectLock, *, keep: timedelta) -> Executable:

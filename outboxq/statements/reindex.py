@@ -8,17 +8,6 @@ from psycopg import sql
 
 from outboxq.statements.render import fill, quote_identifier, render
 
-# Of a session that is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction that
-# has the table in use; nothing else waits for it, but until it is done vacuum cannot visit the table.
-_SETTINGS = (
-    "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_session_timeout = 0; "
-    "SET default_transaction_read_only = off; SET search_path = pg_catalog"
-)
-
-_LOCK = (
-    "SELECT pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('outboxq upkeep'), pg_catalog.hashtext({schema}))::text"
-)
-
 # The entries of a partial index are counted by vacuum, whenever it has cleaned it. What came since can only be bounded.
 _WASTED = """\
 SELECT index_class.relname, bytes::text
@@ -67,7 +56,12 @@ ORDER BY 1"""
 
 def settings() -> str:
     """Limit every statement of this session: 5 s for a lock, 60 s in all."""
-    return _SETTINGS
+    # Of a session that is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction
+    # that has the table in use; nothing else waits for it, but until it is done vacuum cannot visit the table.
+    return (
+        "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_session_timeout = 0; "
+        "SET default_transaction_read_only = off; SET search_path = pg_catalog"
+    )
 
 
 def backend_pid() -> str:
@@ -89,7 +83,11 @@ def owns_jobs(schema: str) -> str:
 
 def try_lock_reindexing(schema: str) -> str:
     """One row: `true` if this session is now the only one that reindexes this installation, until it ends."""
-    return fill(_LOCK, schema=schema)
+    return fill(
+        "SELECT pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('outboxq upkeep'), "
+        "pg_catalog.hashtext({schema}))::text",
+        schema=schema,
+    )
 
 
 def wasted_indexes(schema: str, min_bytes: int, bytes_per_entry: int) -> str:

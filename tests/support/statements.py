@@ -94,6 +94,7 @@ _NO_STATEMENTS = frozenset(
         "accept_parameters",
         "channel_name",
         "count_kinds",
+        "ending",
         "errors_with",
         "matching",
         "page_outcome",

@@ -22,6 +22,6 @@ def demo(
     Example:
       outboxq demo --jobs 5000
     """
-    from outboxq.demo import run_demo
+    from outboxq.demo.story import run_demo
 
     raise typer.Exit(run_demo(jobs=jobs, seed=seed, json=as_json))

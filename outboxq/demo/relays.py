@@ -1,22 +1,18 @@
 """The demo's relays: real processes, one of which is killed while it is at work."""
 
-import subprocess
 import time
 from dataclasses import dataclass
 from uuid import UUID
 
-from sqlalchemy import Engine, make_url, text
+from sqlalchemy import Engine, text
 
-from outboxq.config import DATABASE_URL_VARIABLE, PARENT_PIPE_VARIABLE
+from outboxq.config import RelayConfig
 from outboxq.demo.shop import SCHEMA
 from outboxq.errors import OutboxqError
-from outboxq.testing.child import ChildProcess
+from outboxq.testing.relay_process import RelayProcess
 
-# Two slots for each queue.
-_COMMAND = ("outboxq", "relay", "outboxq.demo.shop:jobs")
-_OPTIONS = ("--processes", "1", "--queue", "warehouse=2", "--queue", "mail=2")
-SLOTS = 4
-
+_SLOTS_PER_QUEUE = 2
+_SLOTS = 2 * _SLOTS_PER_QUEUE  # of the shop's two queues
 _START_SECONDS = 30.0
 
 # A claim is an open transaction that has deleted the job: its id stands in the row's xmax. The lock on the ledger tells
@@ -47,26 +43,12 @@ class Kill:
     written: int
 
 
-class DemoRelay(ChildProcess):
-    """`outboxq relay` as a process of its own.
+class DemoRelay(RelayProcess):
+    """A relay of the shop. Its connections carry its name, so that the database can tell what it does."""
 
-    Its connections carry its name, so that the database can tell what it does. It ends when this process does, however
-    that happens: it holds the other end of a pipe of ours.
-    """
-
-    def __init__(self, number: int, url: str, parent_pipe: int) -> None:
-        self.name = f"relay {number}"
-        own_url = make_url(url).update_query_dict({"application_name": self.name})
-        super().__init__(
-            *_COMMAND,
-            *_OPTIONS,
-            environment={
-                DATABASE_URL_VARIABLE: own_url.render_as_string(hide_password=False),
-                PARENT_PIPE_VARIABLE: str(parent_pipe),
-            },
-            pass_fds=(parent_pipe,),
-            stdin=subprocess.DEVNULL,
-        )
+    def __init__(self, number: int, url: str) -> None:
+        config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
+        super().__init__("outboxq.demo.shop:jobs", url, config, name=f"relay {number}")
 
     def check(self) -> None:
         """See that it runs.
@@ -85,7 +67,7 @@ class DemoRelay(ChildProcess):
             DemoFailed: it ended by itself, or takes too long.
         """
         deadline = time.monotonic() + _START_SECONDS
-        while self._connections(engine) < SLOTS:
+        while self._connections(engine) < _SLOTS:
             self.check()
             if time.monotonic() > deadline:
                 raise DemoFailed(f"{self.name} was to serve within {_START_SECONDS:.0f} s: is this machine overloaded?")

@@ -19,7 +19,7 @@ from outboxq.testing.relay_process import RelayOrder
 def main() -> None:
     """Obey the order on standard input, until SIGTERM or the parent's death."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RelayOrder)
-    logging.basicConfig(level=order.log_level, format="%(asctime)s %(levelname)s [%(process)d] %(message)s")
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s [%(process)d] %(message)s")
     relay = Relay(order.url, load_jobs(order.target), order.config)
     stop_when_parent_dies(sys.stdin.fileno(), relay.stop)
     with _fault(order):

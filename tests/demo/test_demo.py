@@ -13,10 +13,11 @@ from sqlalchemy.orm import sessionmaker
 from sqlalchemy.schema import CreateSchema
 
 from outboxq import Relay
-from outboxq.demo import customers, run_demo, shop
+from outboxq.demo import customers, shop
 from outboxq.demo.proof import prove
 from outboxq.demo.relays import Kill
 from outboxq.demo.show import as_object, open_show
+from outboxq.demo.story import run_demo
 from outboxq.errors import ConfigError
 from outboxq.migrations.runner import migrate
 from outboxq.outbox.session import OutboxSession
@@ -24,7 +25,7 @@ from outboxq.postgres import Server
 
 LIMIT_SECONDS = 120
 
-RUN = "import sys; from outboxq.demo import run_demo; sys.exit(run_demo(jobs=150, seed=1, json={as_json}))"
+RUN = "import sys; from outboxq.demo.story import run_demo; sys.exit(run_demo(jobs=150, seed=1, json={as_json}))"
 
 # Between the last relay's end and the count, the ledger is changed.
 TAMPER = """
@@ -77,7 +78,7 @@ def test_a_doubled_or_lost_effect_makes_the_demo_fail(statement: str, figure: st
 
 def test_ctrl_c_ends_the_demo_and_every_process_that_it_started() -> None:
     """After SIGINT the exit code is 130, and neither a process nor the server's directory is left."""
-    program = "import sys; from outboxq.demo import run_demo; sys.exit(run_demo(jobs=5000))"
+    program = "import sys; from outboxq.demo.story import run_demo; sys.exit(run_demo(jobs=5000))"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None

@@ -2,8 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -70,6 +69,8 @@ def crash_at_every_step(
     url = psycopg_url(database_url)
     config = RelayConfig(**{"slots_per_queue": 1, "poll_seconds": 0.1, **settings})
     engine = make_engine(url, application_name="outboxq crash test")
+    if config.schema != SCHEMA:
+        engine = engine.execution_options(schema_translate_map={SCHEMA: config.schema})
     try:
         for step in steps:
             _CrashTest(step, engine, target, url, config, timeout_seconds).run(enqueue, effects)
@@ -100,7 +101,7 @@ class _CrashTest:
         before = self._count(effects)
         if before.waiting:
             raise ConfigError(f"{before.waiting} jobs wait already: crash_at_every_step needs a database of its own")
-        with OutboxSession(self.engine.execution_options(**self._options)) as session:
+        with OutboxSession(self.engine) as session:
             enqueue(session)
             session.commit()
         enqueued = self._count(effects).waiting
@@ -174,11 +175,11 @@ class _CrashTest:
             raise AssertionError(f"at {self.step}: {message}")
 
     def _sessions(self, relay: RelayProcess) -> int:
-        with self._connect() as connection:
+        with self.engine.connect() as connection:
             return int(connection.execute(_SESSIONS, {"name": relay.name}).scalar_one())
 
     def _count(self, effects: Callable[[Connection], int]) -> _Count:
-        with self._connect() as connection:
+        with self.engine.connect() as connection:
             waiting, dead = (
                 connection.execute(select(count()).select_from(table)).scalar_one() for table in (job, dead_job)
             )
@@ -187,7 +188,7 @@ class _CrashTest:
     def _describe_waiting(self) -> str:
         """The jobs that wait, in words; empty if there are none."""
         columns = (job.c.kind, job.c.state, job.c.attempt, job.c.crashes, job.c.lease_owner)
-        with self._connect() as connection:
+        with self.engine.connect() as connection:
             rows = connection.execute(select(*columns).limit(20)).all()
         return "; ".join(
             f"{row.kind} is {row.state}, attempt {row.attempt}, crashes {row.crashes}, lease {row.lease_owner}"
@@ -195,15 +196,6 @@ class _CrashTest:
         )
 
     def _why_dead(self) -> str:
-        with self._connect() as connection:
+        with self.engine.connect() as connection:
             reason = connection.execute(select(dead_job.c.reason).order_by(dead_job.c.died_at.desc())).scalar()
         return "" if reason is None else f": {reason}"
-
-    @contextmanager
-    def _connect(self) -> Iterator[Connection]:
-        with self.engine.connect() as connection:
-            yield connection.execution_options(**self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {} if self.config.schema == SCHEMA else {"schema_translate_map": {SCHEMA: self.config.schema}}

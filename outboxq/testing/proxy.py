@@ -8,7 +8,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from enum import Enum
 from typing import Self, TypeAlias
 
 from sqlalchemy import URL, make_url
@@ -20,20 +19,6 @@ _JOIN_SECONDS = 5.0
 _Address: TypeAlias = "tuple[str, int] | str"
 
 
-class Moment(Enum):
-    """What a trap does, and when."""
-
-    CUT_BEFORE = "cut before COMMIT"
-    CUT_AFTER = "cut after COMMIT"
-    HOLD_REPLY = "hold the reply"
-    FREEZE_BEFORE = "freeze before COMMIT"
-    FREEZE_AFTER = "freeze after COMMIT"
-
-    @property
-    def lets_commit_through(self) -> bool:
-        return self in (Moment.CUT_AFTER, Moment.HOLD_REPLY, Moment.FREEZE_AFTER)
-
-
 class Trap:
     """A fault that waits for a COMMIT.
 
@@ -41,13 +26,15 @@ class Trap:
         reached: Set when the fault has happened: the connection is cut, or stands still. If COMMIT was let through,
             the server has answered it by then.
         count: How many COMMITs it has caught.
-        moment: What it does, and when.
+        cuts: Whether it cuts the connection, instead of having it stand still until `release()`.
+        lets_commit_through: Whether COMMIT reaches the server before that.
     """
 
-    def __init__(self, moment: Moment, times: int, containing: str) -> None:
+    def __init__(self, times: int, containing: str, *, cuts: bool, lets_commit_through: bool) -> None:
         self.reached = threading.Event()
         self.count = 0
-        self.moment = moment
+        self.cuts = cuts
+        self.lets_commit_through = lets_commit_through
         self._times_left = times
         self._containing = containing.lower()
         self.released = threading.Event()
@@ -110,15 +97,15 @@ class CommitProxy:
 
     def cut_before_commit(self, times: int = 1, *, containing: str = "") -> Trap:
         """Cut the connection instead of handing COMMIT on: nothing is committed, and the client cannot know."""
-        return self._set(Moment.CUT_BEFORE, times, containing)
+        return self._set(Trap(times, containing, cuts=True, lets_commit_through=False))
 
     def cut_after_commit(self, times: int = 1, *, containing: str = "") -> Trap:
         """Hand COMMIT on, and cut the connection once the server has answered: the client never reads the answer."""
-        return self._set(Moment.CUT_AFTER, times, containing)
+        return self._set(Trap(times, containing, cuts=True, lets_commit_through=True))
 
     def hold_reply(self, times: int = 1, *, containing: str = "") -> Trap:
         """Hand COMMIT on, and keep the server's answer back until `release()`."""
-        return self._set(Moment.HOLD_REPLY, times, containing)
+        return self.freeze_at_commit(times, arrives=True, containing=containing)
 
     def freeze_at_commit(self, times: int = 1, *, arrives: bool = False, containing: str = "") -> Trap:
         """At COMMIT hand nothing on any more in either direction; both sides keep an open connection.
@@ -128,7 +115,7 @@ class CommitProxy:
         Args:
             arrives: Whether COMMIT itself still reaches the server.
         """
-        return self._set(Moment.FREEZE_AFTER if arrives else Moment.FREEZE_BEFORE, times, containing)
+        return self._set(Trap(times, containing, cuts=False, lets_commit_through=arrives))
 
     def freeze(self) -> None:
         """Hand nothing on, of any connection, until `thaw()`: open, and dead."""
@@ -171,8 +158,7 @@ class CommitProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _set(self, moment: Moment, times: int, containing: str) -> Trap:
-        trap = Trap(moment, times, containing)
+    def _set(self, trap: Trap) -> Trap:
         with self._lock:
             self._traps = [*(kept for kept in self._traps if not kept.is_spent), trap]
         return trap
@@ -281,7 +267,7 @@ class _Link:
         trap = self._find_trap(self._watcher.statements)
         if trap is None:
             return True
-        if trap.moment.lets_commit_through:
+        if trap.lets_commit_through:
             self._trap = trap
             return True
         return self._act(trap)
@@ -306,7 +292,7 @@ class _Link:
 
     def _act(self, trap: Trap) -> bool:
         """Cut the connection, or let it stand still until the trap is released; False if the connection is over."""
-        if trap.moment in (Moment.CUT_BEFORE, Moment.CUT_AFTER):
+        if trap.cuts:
             self.cut()
             trap.reached.set()
             return False

@@ -5,7 +5,8 @@ process that started it: by `close()`, by its normal end, or killed. On a server
 in databases with random names, which `close()` drops.
 """
 
-from outboxq.postgres.server import Database, PostgresUnavailable, Server
+from outboxq.postgres.binaries import PostgresUnavailable
+from outboxq.postgres.server import Database, Server
 from outboxq.postgres.sources import find_server, start_embedded
 
 __all__ = ["Database", "PostgresUnavailable", "Server", "find_server", "start_embedded"]

@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,19 @@ _UNUSED_PARTS = frozenset({"include", "pgxs", "pkgconfig", "doc"})
 _UNUSED_SUFFIX = ".a"
 
 
-class SourceFailed(OutboxqError):
+class PostgresUnavailable(OutboxqError):
+    """No PostgreSQL server could be found, started or reached, or it refuses what was asked of it."""
+
+    def __init__(self, message: str, failures: "Sequence[SourceFailed]" = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+
+
+class SourceFailed(PostgresUnavailable):
     """One source of a PostgreSQL server gave none."""
 
     def __init__(self, source: str, reason: str, remedy: str) -> None:
-        super().__init__(f"{source}: {reason}; {remedy}")
+        super().__init__(f"{source}: {reason}; {remedy}", [self])
         self.source = source
         self.reason = reason
         self.remedy = remedy
@@ -118,17 +126,8 @@ def shared_temp_directory(user: ServerUser | None) -> Path:
 
 
 def can_enter(directory: Path, user: ServerUser | None) -> bool:
-    """Whether the permissions on the way to `directory` let `user` through."""
-    if user is None:
-        return True
-    resolved = directory.resolve()
-    for path in (resolved, *resolved.parents):
-        status = path.stat()
-        is_owner, is_in_group = status.st_uid == user.uid, status.st_gid == user.gid
-        needed = stat.S_IXUSR if is_owner else stat.S_IXGRP if is_in_group else stat.S_IXOTH
-        if not status.st_mode & needed:
-            return False
-    return True
+    """Whether `user` may pass through to `directory`."""
+    return user is None or _run_as(user, "test", "-x", str(directory)).returncode == 0
 
 
 def _server_user(source: str) -> ServerUser | None:
@@ -152,19 +151,7 @@ def _problem_with_running(directory: Path, user: ServerUser | None, source: str)
     for program in ("initdb", "postgres"):
         path = directory / program
         try:
-            result = subprocess.run(  # noqa: S603 - a program of PostgreSQL
-                [path, "--version"],
-                user=None if user is None else user.uid,
-                group=None if user is None else user.gid,
-                extra_groups=None if user is None else [],
-                cwd="/",
-                env={"PATH": os.defpath, "LC_ALL": "C"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
+            result = _run_as(user, str(path), "--version")
         except (OSError, subprocess.TimeoutExpired) as error:
             # Not the program's: this is how changing the user fails, without the right to or in a user namespace.
             if user is not None and isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EINVAL):
@@ -174,6 +161,22 @@ def _problem_with_running(directory: Path, user: ServerUser | None, source: str)
         if result.returncode != 0:
             return f"{path} does not run here ({result.stderr.strip()})"
     return None
+
+
+def _run_as(user: ServerUser | None, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603 - a program of PostgreSQL, or `test`
+        command,
+        user=None if user is None else user.uid,
+        group=None if user is None else user.gid,
+        extra_groups=None if user is None else [],
+        cwd="/",
+        env={"PATH": os.defpath, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
 
 
 def _name_of(user: ServerUser | None) -> str:

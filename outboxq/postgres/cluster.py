@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -56,7 +55,8 @@ class Cluster:
         self._binaries = binaries
         self._lock = threading.RLock()
         self._is_closed = False
-        parent = _parent_directory(binaries.user, durable=durable)
+        in_memory = not durable and _has_room_in_memory(binaries.user)
+        parent = _SHARED_MEMORY if in_memory else shared_temp_directory(binaries.user)
         self.directory = Path(tempfile.mkdtemp(prefix="outboxq-postgres-", dir=parent))
         try:
             self._watchdog, self._commands, self._replies = _start_watchdog(self.directory)
@@ -205,10 +205,6 @@ class Cluster:
         return self.directory / "postgresql.conf"
 
 
-def _parent_directory(user: ServerUser | None, *, durable: bool) -> Path:
-    return shared_temp_directory(user) if durable or not _has_room_in_memory(user) else _SHARED_MEMORY
-
-
 def _has_room_in_memory(user: ServerUser | None) -> bool:
     # Half the time of initdb and of CREATE DATABASE is file work. A user who sets TMPDIR has chosen a place already.
     if tempfile.gettempdir() != "/tmp" or not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):  # noqa: S108 - compared
@@ -220,7 +216,8 @@ def _start_watchdog(directory: Path) -> tuple[subprocess.Popen[bytes], FileIO, F
     their_commands, our_commands = os.pipe()
     our_replies, their_replies = os.pipe()
     commands, replies = FileIO(our_commands, "w"), FileIO(our_replies, "r")
-    _close_in_forked_children(commands)
+    # A child that was forked without exec shares the pipe, and would keep the server alive after its owner's death.
+    os.register_at_fork(after_in_child=commands.close)
     script = Path(__file__).with_name("watchdog.py")
     try:
         with (directory / "log").open("ab") as log:
@@ -241,18 +238,6 @@ def _start_watchdog(directory: Path) -> tuple[subprocess.Popen[bytes], FileIO, F
         os.close(their_commands)
         os.close(their_replies)
     return watchdog, commands, replies
-
-
-def _close_in_forked_children(commands: FileIO) -> None:
-    # A child that was forked without exec shares the pipe, and would keep the server alive after its owner's death.
-    reference = weakref.ref(commands)
-
-    def close_the_copy() -> None:
-        pipe = reference()
-        if pipe is not None:
-            pipe.close()
-
-    os.register_at_fork(after_in_child=close_the_copy)
 
 
 def _free_port() -> int:

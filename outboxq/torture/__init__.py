@@ -5,16 +5,13 @@
 nothing of how it came about.
 """
 
-__all__ = ["Mode", "TortureOptions", "TortureReport", "run_torture"]
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from outboxq.errors import ConfigError
 
 Mode: TypeAlias = Literal["transaction", "lease", "mixed"]
-MODES: tuple[Mode, ...] = ("transaction", "lease", "mixed")
+MODES: tuple[Mode, ...] = get_args(Mode)
 FEWEST_JOBS = 200
 JOBS_PER_FAULT = 10
 
@@ -72,20 +69,3 @@ class TortureReport:
     seconds: float
     server: str
     problems: list[str]
-
-
-def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
-    """Start a server, relays and producers, do the faults, and check the history. Nothing is left behind.
-
-    No configured database is touched: there is no way to name one.
-
-    Args:
-        say: Given a line of progress now and then.
-
-    Raises:
-        PostgresUnavailable: the embedded server does not run here.
-        TortureFailed: a relay could not be started, or someone pressed Ctrl-C.
-    """
-    from outboxq.torture.run import play
-
-    return play(options, say)

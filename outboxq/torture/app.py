@@ -10,6 +10,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs
+from outboxq.job import Job
 from outboxq.torture.history import SCHEMA
 
 MAX_ATTEMPTS = 25
@@ -36,43 +37,33 @@ class Misbehaviour(Exception):
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
 
 
-@jobs.handler(queue="torture", retry=RETRY)
-def record(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
+def _record(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
     """Misbehave once if told to, then write the effect."""
-    return run(ctx.session, ctx.job.id, ctx.job.attempt, ctx.job.crashes, behaviour)
+    return _run(ctx.session, ctx.job, behaviour)
 
 
-@jobs.handler(queue="torture-async", retry=RETRY)
-async def record_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
+async def _record_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
     """Misbehave once if told to, then write the effect; awaited."""
-    job = ctx.job
-    return await ctx.session.run_sync(run, job.id, job.attempt, job.crashes, behaviour)
+    return await ctx.session.run_sync(_run, ctx.job, behaviour)
 
 
-@leased.handler(queue="torture-lease", retry=RETRY, claim="lease")
-def record_leased(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
-    """Misbehave once if told to, then write the effect; claimed with a lease."""
-    return run(ctx.session, ctx.job.id, ctx.job.attempt, ctx.job.crashes, behaviour)
-
-
-@leased.handler(queue="torture-lease-async", retry=RETRY, claim="lease")
-async def record_leased_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
-    """Misbehave once if told to, then write the effect; awaited, and claimed with a lease."""
-    job = ctx.job
-    return await ctx.session.run_sync(run, job.id, job.attempt, job.crashes, behaviour)
-
-
+record = jobs.handler(kind="record", queue="torture", retry=RETRY)(_record)
+record_async = jobs.handler(kind="record_async", queue="torture-async", retry=RETRY)(_record_async)
+record_leased = leased.handler(kind="record_leased", queue="torture-lease", retry=RETRY, claim="lease")(_record)
+record_leased_async = leased.handler(
+    kind="record_leased_async", queue="torture-lease-async", retry=RETRY, claim="lease"
+)(_record_async)
 mixed.include(jobs)
 mixed.include(leased)
 
 
-def run(session: Session, job_id: UUID, attempt: int, crashes: int, behaviour: str) -> DeadLetter | None:
+def _run(session: Session, job: Job, behaviour: str) -> DeadLetter | None:
     """The work of every handler, in whatever mode it was claimed."""
     connection = session.connection()
-    token = connection.execute(_TOKEN, {"job_id": job_id}).scalar()
-    effect = {"job_id": job_id, "attempt": attempt, "crashes": crashes, "token": token}
+    token = connection.execute(_TOKEN, {"job_id": job.id}).scalar()
+    effect = {"job_id": job.id, "attempt": job.attempt, "crashes": job.crashes, "token": token}
     counts = behaviour.startswith("deadlock")
-    if behaviour in ("raise", "flush-raise", "exit") and _is_first_time(connection, job_id):
+    if behaviour in ("raise", "flush-raise", "exit") and _is_first_time(connection, job.id):
         if behaviour == "flush-raise":
             connection.execute(_EFFECT, {**effect, "counted": False})
         if behaviour == "exit":

@@ -49,77 +49,81 @@ class Rule:
     meaning: str
 
 
-# The end of each job: how many effects it has, how many dead letters, and whether its row still waits.
+# The end of each job: how many effects it has, how many dead letters, whether its row still waits, and the highest
+# attempt and number of crashes in any of these.
 _ENDS = f"""\
 WITH enqueued AS (
   SELECT job_id, min(outcome) AS outcome, count(*) AS told,
     EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) AS is_true
   FROM {SCHEMA}.enqueue GROUP BY job_id
 ), ends AS (
-  SELECT job_id, sum(effects) AS effects, sum(dead) AS dead, sum(waiting) AS waiting FROM (
-    SELECT job_id, 1 AS effects, 0 AS dead, 0 AS waiting FROM {SCHEMA}.effect
-    UNION ALL SELECT id, 0, 1, 0 FROM outboxq.dead_job
-    UNION ALL SELECT id, 0, 0, 1 FROM outboxq.job
+  SELECT job_id, sum(effects) AS effects, sum(dead) AS dead, sum(waiting) AS waiting,
+    max(attempt) AS attempt, max(crashes) AS crashes
+  FROM (
+    SELECT job_id, 1 AS effects, 0 AS dead, 0 AS waiting, attempt, crashes FROM {SCHEMA}.effect
+    UNION ALL SELECT id, 0, 1, 0, attempt, crashes FROM outboxq.dead_job
+    UNION ALL SELECT id, 0, 0, 1, attempt, crashes FROM outboxq.job
   ) AS every_end GROUP BY job_id
 ), jobs AS (
   SELECT coalesce(enqueued.job_id, ends.job_id) AS job_id, outcome, coalesce(told, 0) AS told,
     coalesce(is_true, EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = ends.job_id)) AS is_true,
-    coalesce(effects, 0) AS effects, coalesce(dead, 0) AS dead, coalesce(waiting, 0) AS waiting
+    coalesce(effects, 0) AS effects, coalesce(dead, 0) AS dead, coalesce(waiting, 0) AS waiting,
+    attempt, crashes
   FROM enqueued FULL JOIN ends USING (job_id)
 )
 """
 
-LOST = Rule(
-    "lost",
-    _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting = 0 AND (outcome = 'ok' OR is_true)",
-    "committed jobs without an effect or a dead letter",
-)
-DOUBLED = Rule(
-    "doubled", _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting > 1", "jobs that ended more than once"
-)
-GHOSTS = Rule(
-    "ghosts",
-    _ENDS + "SELECT job_id FROM jobs WHERE effects + dead + waiting > 0 AND (outcome = 'failed' OR NOT is_true)",
-    "jobs that came to something although they were rolled back",
-)
-LEFT = Rule("left", _ENDS + "SELECT job_id FROM jobs WHERE waiting > 0", "jobs that still wait")
-UNTRUE = Rule(
-    "untrue",
-    _ENDS + "SELECT job_id FROM jobs WHERE (outcome = 'ok' AND NOT is_true) OR (outcome = 'failed' AND is_true)",
-    "jobs whose business row contradicts what the producer was told",
-)
-UNTOLD = Rule("untold", _ENDS + "SELECT job_id FROM jobs WHERE told <> 1", "jobs that no producer has noted, or two")
-OVER_ATTEMPTS = Rule(
-    "over attempts",
-    f"""\
-SELECT job_id FROM {SCHEMA}.effect WHERE attempt > :max_attempts
-UNION SELECT id FROM outboxq.dead_job WHERE attempt > :max_attempts
-UNION SELECT id FROM outboxq.job WHERE attempt > :max_attempts""",
-    "jobs with more attempts than they are allowed",
-)
-OVER_CRASHES = Rule(
-    "over crashes",
-    f"""\
-SELECT job_id FROM {SCHEMA}.effect WHERE crashes > :max_crashes
-UNION SELECT id FROM outboxq.dead_job WHERE crashes > :max_crashes
-UNION SELECT id FROM outboxq.job WHERE crashes > :max_crashes""",
-    "jobs with more crashes than they are allowed",
-)
-TWO_OWNERS = Rule(
-    "two owners",
-    f"SELECT job_id FROM {SCHEMA}.sighting WHERE owner IS NOT NULL GROUP BY job_id, token "
-    "HAVING count(DISTINCT owner) > 1",
-    "jobs with one lease token in two hands",
-)
-OLD_TOKEN = Rule(
-    "old token",
-    f"SELECT effect.job_id FROM {SCHEMA}.effect JOIN {SCHEMA}.sighting USING (job_id) "
-    "WHERE sighting.token > effect.token",
-    "jobs whose effect was committed under a lease that had been replaced",
-)
+
+def _by_ends(name: str, condition: str, meaning: str) -> Rule:
+    return Rule(name, f"{_ENDS}SELECT job_id FROM jobs WHERE {condition}", meaning)
+
+
 RULES = (
-    LOST, DOUBLED, GHOSTS, LEFT, UNTRUE, UNTOLD, OVER_ATTEMPTS, OVER_CRASHES, TWO_OWNERS, OLD_TOKEN,
-)  # fmt: skip
+    _by_ends(
+        "lost",
+        "effects + dead + waiting = 0 AND (outcome = 'ok' OR is_true)",
+        "committed jobs without an effect or a dead letter",
+    ),
+    _by_ends("doubled", "effects + dead + waiting > 1", "jobs that ended more than once"),
+    _by_ends(
+        "ghosts",
+        "effects + dead + waiting > 0 AND (outcome = 'failed' OR NOT is_true)",
+        "jobs that came to something although they were rolled back",
+    ),
+    _by_ends("left", "waiting > 0", "jobs that still wait"),
+    _by_ends(
+        "untrue",
+        "(outcome = 'ok' AND NOT is_true) OR (outcome = 'failed' AND is_true)",
+        "jobs whose business row contradicts what the producer was told",
+    ),
+    _by_ends("untold", "told <> 1", "jobs that no producer has noted, or two"),
+    _by_ends("over attempts", "attempt > :max_attempts", "jobs with more attempts than they are allowed"),
+    _by_ends("over crashes", "crashes > :max_crashes", "jobs with more crashes than they are allowed"),
+    Rule(
+        "two owners",
+        f"SELECT job_id FROM {SCHEMA}.sighting WHERE owner IS NOT NULL GROUP BY job_id, token "
+        "HAVING count(DISTINCT owner) > 1",
+        "jobs with one lease token in two hands",
+    ),
+    Rule(
+        "old token",
+        f"SELECT effect.job_id FROM {SCHEMA}.effect JOIN {SCHEMA}.sighting USING (job_id) "
+        "WHERE sighting.token > effect.token",
+        "jobs whose effect was committed under a lease that had been replaced",
+    ),
+)
+_UNKNOWN = f"SELECT count(*) FROM {SCHEMA}.enqueue WHERE outcome = 'unknown'"
+_FIGURES = {
+    "effects": f"SELECT count(*) FROM {SCHEMA}.effect",
+    "dead": "SELECT count(*) FROM outboxq.dead_job",
+    "unknown": _UNKNOWN,
+    "unknown_resolved": _UNKNOWN
+    + f"""\
+ AND EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) = (
+  EXISTS (SELECT FROM {SCHEMA}.effect WHERE effect.job_id = enqueue.job_id)
+  OR EXISTS (SELECT FROM outboxq.dead_job WHERE id = enqueue.job_id)
+)""",
+}
 
 # A handler that adds to two counters and writes an effect that says so does all of it, or nothing.
 _HALF_DONE = (
@@ -150,9 +154,14 @@ SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id =
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many jobs break which rule, and everything that is wrong, in words."""
+    """How many jobs break which rule, figures besides, and everything that is wrong, in words.
+
+    The figure `unknown` counts the jobs whose producer got no answer to COMMIT, and `unknown_resolved` those of them
+    that ended as their business row says.
+    """
 
     counts: dict[str, int]
+    figures: dict[str, int]
     problems: tuple[str, ...]
 
 
@@ -177,7 +186,8 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
         number = connection.execute(text(query)).scalar_one()
         if number:
             problems.append(f"{number} {name} after the end")
-    return Verdict(counts, tuple(problems))
+    figures = {name: int(connection.execute(text(query)).scalar_one()) for name, query in _FIGURES.items()}
+    return Verdict(counts, figures, tuple(problems))
 
 
 def _describe(connection: Connection, job_id: str) -> str:

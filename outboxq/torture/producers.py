@@ -60,48 +60,30 @@ class Journal:
             del self._pending[: len(pending)]
 
 
-class Pace:
-    """How far the producers may go ahead, so that each fault still finds work and memory stays bounded."""
-
-    def __init__(self) -> None:
-        self.stopping = threading.Event()
-        self._changed = threading.Condition()
-        self._limit = 0
-
-    def allow(self, limit: int) -> None:
-        """Up to `limit` jobs in all may be enqueued."""
-        with self._changed:
-            self._limit = limit
-            self._changed.notify_all()
-
-    def wait(self, journal: Journal) -> bool:
-        """Wait for permission; False if the run is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.stopping.is_set() or journal.enqueued < self._limit)
-        return not self.stopping.is_set()
-
-    def stop(self) -> None:
-        """End all producers."""
-        self.stopping.set()
-        with self._changed:
-            self._changed.notify_all()
-
-
 class Producers:
-    """The threads that work off the planned transactions."""
+    """The threads that work off the planned transactions, as far ahead as `allow` lets them.
 
-    def __init__(
-        self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]], pace: Pace
-    ) -> None:
+    So each fault still finds work, and memory stays bounded.
+    """
+
+    def __init__(self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]]) -> None:
         self.journal = Journal()
         self.rolled_back = 0
         self._engine: Engine = create_engine(url, pool_size=PRODUCERS, hide_parameters=True)
         self._transactions = transactions
         self._kinds = kinds
-        self._pace = pace
+        self._limit = 0
+        self._allowed = threading.Condition()
+        self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PRODUCERS, thread_name_prefix="producer")
         self._ends: list[Future[None]] = [self._pool.submit(self._produce) for _ in range(PRODUCERS)]
+
+    def allow(self, limit: int) -> None:
+        """Up to `limit` jobs in all may be enqueued."""
+        with self._allowed:
+            self._limit = limit
+            self._allowed.notify_all()
 
     def have_finished(self) -> bool:
         """Whether every transaction was tried to its end. Raises what a thread raised."""
@@ -112,18 +94,26 @@ class Producers:
 
     def close(self) -> None:
         """End the threads after the transaction at hand."""
-        self._pace.stop()
+        self._stopping.set()
+        with self._allowed:
+            self._allowed.notify_all()
         self._pool.shutdown()
         self._engine.dispose()
 
     def _produce(self) -> None:
-        while self._pace.wait(self.journal):
+        while self._may_go_on():
             with self._lock:
                 planned = next(self._transactions, None)
             if planned is None:
                 return
-            while not self._is_over(planned) and not self._pace.stopping.wait(_RETRY_SECONDS):
+            while not self._is_over(planned) and not self._stopping.wait(_RETRY_SECONDS):
                 pass
+
+    def _may_go_on(self) -> bool:
+        """Wait for permission; False if the run is over."""
+        with self._allowed:
+            self._allowed.wait_for(lambda: self._stopping.is_set() or self.journal.enqueued < self._limit)
+        return not self._stopping.is_set()
 
     def _is_over(self, planned: PlannedTransaction) -> bool:
         """Try once; False if it certainly failed although it was to be committed."""

@@ -19,7 +19,7 @@ from outboxq.torture import Mode, TortureOptions, TortureReport, app
 from outboxq.torture.faults import Fault, plan_run, plan_transactions
 from outboxq.torture.history import CREATE, check_history
 from outboxq.torture.inject import FaultInjector
-from outboxq.torture.producers import Pace, Producers
+from outboxq.torture.producers import Producers
 from outboxq.torture.relays import LEASE_SECONDS, MAX_CRASHES, Relays
 from outboxq.torture.watcher import Watcher
 
@@ -38,8 +38,18 @@ class TortureFailed(OutboxqError):
     """The run could not be played to its end."""
 
 
-def play(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
-    """Play a run on a server of its own, and report what it has left."""
+def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
+    """Start a server, relays and producers, do the faults, and check the history. Nothing is left behind.
+
+    No configured database is touched: there is no way to name one.
+
+    Args:
+        say: Given a line of progress now and then.
+
+    Raises:
+        PostgresUnavailable: the embedded server does not run here.
+        TortureFailed: a relay could not be started, or someone pressed Ctrl-C.
+    """
     interrupted = threading.Event()
     with stop_signals(interrupted.set), start_embedded(settings=_SERVER_SETTINGS) as server:
         say(f"PostgreSQL {server.version} of its own (pid {server.pid}), seed {options.seed}")
@@ -78,7 +88,6 @@ class _Run:
         self._due = list(reversed(self._plan.faults))
         self._done: Counter[str] = Counter(self._plan.inside)
         self._not_met = 0
-        self._pace = Pace()
         self._last_ends: tuple[object, ...] = ()
         self._longest_stall = 0.0
         self._backlog = 0
@@ -95,7 +104,7 @@ class _Run:
             self._injector = FaultInjector(*everything, self.interrupted, self._let_producers_ahead)
             kinds = _kinds(self.options.mode)
             transactions = plan_transactions(self.options, self._plan, len(kinds))
-            self._producers = Producers(producer_proxy.url, transactions, kinds, self._pace)
+            self._producers = Producers(producer_proxy.url, transactions, kinds)
             stack.callback(self._producers.close)
             gave_up = self._torture()
             self._producers.close()
@@ -148,7 +157,7 @@ class _Run:
         if self._due:
             ahead = min(_AHEAD_OF_FAULT, int(self.options.jobs * _AHEAD_OF_LAST_FAULT))
             limit = min(limit, self._due[-1].at + ahead)
-        self._pace.allow(limit + more)
+        self._producers.allow(limit + more)
 
     def _let_producers_ahead(self) -> None:
         self._allow(more=int(self.options.jobs * _AHEAD_OF_LAST_FAULT) // 2)
@@ -165,20 +174,15 @@ class _Run:
         verdict = self.watcher.ask(
             lambda connection: check_history(connection, max_attempts=app.MAX_ATTEMPTS, max_crashes=MAX_CRASHES)
         )
-        unknown, resolved = self.watcher.unknown()
-        effects, dead = self.watcher.count_ends()
         return TortureReport(
             seed=self.options.seed,
             mode=self.options.mode,
             jobs=self.options.jobs,
             enqueued=self._producers.journal.enqueued,
             rolled_back=self._producers.rolled_back,
-            unknown=unknown,
-            unknown_resolved=resolved,
             faults=dict(sorted(self._done.items())),
             faults_not_met=self._not_met,
-            effects=effects,
-            dead=dead,
+            **verdict.figures,
             **{name: verdict.counts[name] for name in ("lost", "doubled", "ghosts", "left")},
             relays_started=self._relays.started,
             longest_stall_seconds=round(self._longest_stall, 1),

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.engines import make_engine
+from outboxq.database.errors import is_database_unavailable
 from outboxq.torture.history import SCHEMA
 
 SERVER_SECONDS = 60.0
@@ -36,19 +37,6 @@ _OTHERS = text(
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
     "AND backend_type = 'client backend'"
 )
-_UNKNOWN = text(
-    f"""\
-SELECT count(*) AS unknown, count(*) FILTER (
-  WHERE EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) = (
-    EXISTS (SELECT FROM {SCHEMA}.effect WHERE effect.job_id = enqueue.job_id)
-    OR EXISTS (SELECT FROM outboxq.dead_job WHERE id = enqueue.job_id)
-  )
-) AS resolved FROM {SCHEMA}.enqueue WHERE outcome = 'unknown'"""
-)
-_ENDS = text(
-    f"SELECT (SELECT count(*) FROM {SCHEMA}.effect) AS effects, (SELECT count(*) FROM outboxq.dead_job) AS dead"
-)
-
 T = TypeVar("T")
 
 
@@ -71,7 +59,7 @@ class Watcher:
                 return answer
             except DBAPIError as error:
                 self._forget()
-                if time.monotonic() > deadline or not (error.connection_invalidated or _is_away(error)):
+                if time.monotonic() > deadline or not (error.connection_invalidated or is_database_unavailable(error)):
                     raise
                 time.sleep(0.05)
 
@@ -82,16 +70,6 @@ class Watcher:
     def note_leases(self) -> None:
         """Note the tokens and owners of the leases that stand at this moment."""
         self.ask(lambda connection: connection.execute(_NOTE_LEASES).rowcount)
-
-    def unknown(self) -> tuple[int, int]:
-        """How many jobs' producers got no answer to COMMIT, and how many of those jobs ended as their rows say."""
-        row = self.ask(lambda connection: connection.execute(_UNKNOWN).one())
-        return row.unknown, row.resolved
-
-    def count_ends(self) -> tuple[int, int]:
-        """How many rows the ledger has, and how many jobs are dead letters."""
-        row = self.ask(lambda connection: connection.execute(_ENDS).one())
-        return row.effects, row.dead
 
     def wait_until_connected(self, names: Callable[[], set[str]]) -> None:
         """Wait until every name has a session: a relay that is still starting would die of the signal to stop."""
@@ -114,11 +92,6 @@ class Watcher:
     def __exit__(self, *_: object) -> None:
         self._forget()
         self._engine.dispose()
-
-
-def _is_away(error: DBAPIError) -> bool:
-    sqlstate = getattr(error.orig, "sqlstate", None)
-    return sqlstate is None or sqlstate[:2] in ("57", "08")
 
 
 def _wait(is_so: Callable[[], bool], seconds: float) -> None:

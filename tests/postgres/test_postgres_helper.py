@@ -18,12 +18,11 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from sqlalchemy import make_url
 
 import outboxq
 from outboxq.postgres import PostgresUnavailable, Server, binaries, cluster, find_server, start_embedded
 from outboxq.postgres.binaries import SourceFailed, embedded_binaries
-from outboxq.postgres.server import conninfo
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(outboxq.__file__).parents[1]
@@ -36,7 +35,7 @@ WAIT_FOREVER = "signal.pause()"
 
 
 def connect(url: str) -> psycopg.Connection:
-    return psycopg.connect(conninfo(make_url(url)), autocommit=True)
+    return psycopg.connect(libpq_url(url), autocommit=True)
 
 
 def fetch_value(url: str, query: str) -> object:

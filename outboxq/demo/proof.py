@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from outboxq.demo.relays import Kill
 from outboxq.demo.shop import STOCK
 
 
@@ -69,6 +68,16 @@ _BY_RELAY = text("SELECT relay, count(*) AS effects FROM shop.effect GROUP BY re
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """A relay that was killed, the jobs that it ran at that moment, and how many had written their effect."""
+
+    relay: str
+    pid: int
+    running: tuple[UUID, ...]
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What became of the orders.
 
@@ -119,4 +128,4 @@ def prove(connection: Connection, kill: Kill | None) -> Proof:
     if kill is not None:
         named = {"running": list(kill.running), "killed": kill.relay}
         taken_over = connection.execute(_TAKEN_OVER, named).scalar_one()
-    return Proof(MappingProxyType(values), MappingProxyType(by_relay), kill, taken_over)
+    return Proof(values, by_relay, kill, taken_over)

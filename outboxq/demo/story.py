@@ -3,21 +3,23 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, Row, TextClause, create_engine, text
 from sqlalchemy.schema import CreateSchema
 
+from outboxq.config import RelayConfig
 from outboxq.demo.customers import CUSTOMERS, Customers, PlannedOrder, add_products, plan_orders
-from outboxq.demo.proof import Proof, prove
-from outboxq.demo.relays import DemoRelay, Kill
+from outboxq.demo.proof import Kill, Proof, prove
 from outboxq.demo.shop import SCHEMA, Base
 from outboxq.demo.show import Show, open_show
 from outboxq.errors import ConfigError, OutboxqError
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Server, start_embedded
 from outboxq.relay.signals import stop_signals
+from outboxq.testing.relay_process import RelayProcess
 
 FEWEST_JOBS = 100
 _LIMIT_SECONDS = 300.0
@@ -25,8 +27,23 @@ _POLL_SECONDS = 0.05
 _STOP_SECONDS = 15.0
 INTERRUPTED = 130
 
-_DONE = text("SELECT count(*) FROM shop.effect")
-_HAS_JOBS = text("SELECT EXISTS (SELECT FROM outboxq.job)")
+_SLOTS_PER_QUEUE = 2
+_SLOTS = 2 * _SLOTS_PER_QUEUE  # of the shop's two queues
+_START_SECONDS = 30.0
+
+# A claim is an open transaction that has deleted the job: its id stands in the row's xmax. The lock on the ledger tells
+# that the handler has written its effect.
+_RUNNING = text(
+    f"""\
+SELECT job.id, activity.state_change, EXISTS (
+  SELECT FROM pg_locks
+  WHERE pid = activity.pid AND relation = '{SCHEMA}.effect'::regclass AND mode = 'RowExclusiveLock'
+) AS has_written
+FROM outboxq.job JOIN pg_stat_activity AS activity ON activity.backend_xid = job.xmax
+WHERE activity.application_name = :relay AND activity.state = 'idle in transaction'"""  # noqa: S608  # a constant
+)
+_CONNECTIONS = text("SELECT FROM pg_stat_activity WHERE application_name = :relay")
+_PROGRESS = text("SELECT count(*) AS done, EXISTS (SELECT FROM outboxq.job) AS has_jobs FROM shop.effect")
 
 
 def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
@@ -66,6 +83,10 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
     return 0 if proof.holds else 1
 
 
+class DemoFailed(OutboxqError):
+    """The demo could not be played to its end."""
+
+
 class Interrupted(OutboxqError):
     """Ctrl-C was pressed."""
 
@@ -90,7 +111,7 @@ class _Story:
     def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
         self._url, self._engine, self._show, self._stack = url, engine, show, stack
         self._jobs = sum(order.jobs for order in orders)
-        self._relays: list[DemoRelay] = []
+        self._relays: list[RelayProcess] = []
         self._started = 0
 
     def start_relays(self) -> None:
@@ -98,7 +119,7 @@ class _Story:
         for _ in range(2):
             self._start_relay()
         for relay in self._relays:
-            relay.wait_until_it_serves(self._engine)
+            self._wait_until_it_serves(relay)
         names = " and ".join(f"{relay.name} (pid {relay.pid})" for relay in self._relays)
         self._show.say(f"{names} serve the queues warehouse (sync handlers) and mail (async handlers).")
 
@@ -107,14 +128,14 @@ class _Story:
         kill: Kill | None = None
         deadline = time.monotonic() + _LIMIT_SECONDS
         while time.monotonic() < deadline:
-            done, has_jobs = self._look()
-            self._show.progress(done, self._jobs)
+            [seen] = self._ask(_PROGRESS)
+            self._show.progress(seen.done, self._jobs)
             for relay in self._relays:
-                relay.check()
-            if kill is None and done >= self._jobs // 2:
-                kill = self._kill_second_relay(done)
+                _check(relay)
+            if kill is None and seen.done >= self._jobs // 2:
+                kill = self._kill_second_relay(seen.done)
             # In this order: what is enqueued after the look is not missed.
-            if customers.have_finished() and not has_jobs and not self._look()[1]:
+            if customers.have_finished() and not seen.has_jobs and not self._ask(_PROGRESS)[0].has_jobs:
                 return kill
             if interrupted.wait(_POLL_SECONDS):
                 raise Interrupted
@@ -128,16 +149,18 @@ class _Story:
         for relay in self._relays:
             relay.wait(_STOP_SECONDS)
 
-    def _start_relay(self) -> DemoRelay:
+    def _start_relay(self) -> RelayProcess:
+        """Start one whose connections carry its name, so that the database can tell what it does."""
         self._started += 1
-        relay = DemoRelay(self._started, self._url)
+        config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
+        relay = RelayProcess("outboxq.demo.shop:jobs", self._url, config, name=f"relay {self._started}")
         self._stack.callback(relay.close)
         self._relays.append(relay)
         return relay
 
     def _kill_second_relay(self, done: int) -> Kill | None:
         victim = self._relays[1]
-        kill = victim.kill_at_work(self._engine)
+        kill = self._kill_at_work(victim)
         if kill is None:
             return None
         self._relays.remove(victim)
@@ -150,9 +173,45 @@ class _Story:
         self._show.say(f"{third.name} (pid {third.pid}) started in its place: {others} take over.")
         return kill
 
-    def _look(self) -> tuple[int, bool]:
+    def _wait_until_it_serves(self, relay: RelayProcess) -> None:
+        """Wait for its connections, one a slot."""
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._ask(_CONNECTIONS, relay=relay.name)) < _SLOTS:
+            _check(relay)
+            if time.monotonic() > deadline:
+                raise DemoFailed(
+                    f"{relay.name} was to serve within {_START_SECONDS:.0f} s: is this machine overloaded?"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _kill_at_work(self, relay: RelayProcess) -> Kill | None:
+        """Kill it with SIGKILL if it runs jobs at this moment, else let it go on and return None.
+
+        It is stopped for the look, so that what it was seen to run is what it ran when it died.
+        """
+        relay.pause()
+        try:
+            running = self._ask(_RUNNING, relay=relay.name)
+            # A COMMIT that was on its way when the process was stopped has arrived by now.
+            time.sleep(0.1)
+            still = [row for row in self._ask(_RUNNING, relay=relay.name) if row in running]
+            if not still:
+                return None
+            relay.kill()
+            return Kill(relay.name, relay.pid, tuple(row.id for row in still), sum(row.has_written for row in still))
+        finally:
+            relay.resume()
+
+    def _ask(self, question: TextClause, **parameters: object) -> Sequence[Row[Any]]:
         with self._engine.connect() as connection:
-            return connection.execute(_DONE).scalar_one(), connection.execute(_HAS_JOBS).scalar_one()
+            return connection.execute(question, parameters).all()
+
+
+def _check(relay: RelayProcess) -> None:
+    """See that it runs; the error holds the end of its log."""
+    code = relay.returncode
+    if code is not None:
+        raise DemoFailed(f"{relay.name} (pid {relay.pid}) was to run, but ended with code {code}:\n{relay.log}")
 
 
 @contextmanager

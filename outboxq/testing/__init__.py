@@ -5,13 +5,11 @@ The pytest fixtures `outboxq_server` and `outboxq_database` come with the packag
 
 from outboxq.fault_points import EFFECT_FAULT_POINTS, FAULT_POINTS, FaultPoint, fault_action
 from outboxq.postgres import Database, Server, find_server, start_embedded
-from outboxq.testing.assertions import assert_enqueued
-from outboxq.testing.contexts import async_context, sync_context
 from outboxq.testing.crashes import CRASH_STEPS, CrashStep, crash_at_every_step
-from outboxq.testing.drain import DrainReport, drain
 from outboxq.testing.faults import kill_process_at
 from outboxq.testing.proxy import CommitProxy, Trap
 from outboxq.testing.relay_process import RelayProcess
+from outboxq.testing.transaction import DrainReport, assert_enqueued, async_context, drain, sync_context
 
 __all__ = [
     "CRASH_STEPS",

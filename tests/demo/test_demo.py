@@ -14,8 +14,7 @@ from sqlalchemy.schema import CreateSchema
 
 from outboxq import Relay
 from outboxq.demo import customers, shop
-from outboxq.demo.proof import prove
-from outboxq.demo.relays import Kill
+from outboxq.demo.proof import Kill, prove
 from outboxq.demo.show import as_object, open_show
 from outboxq.demo.story import run_demo
 from outboxq.errors import ConfigError

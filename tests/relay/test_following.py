@@ -29,7 +29,7 @@ from outboxq.relay.slot import Slot
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.transaction import BEGIN
-from outboxq.testing.contexts import unit_test_job as _unit_test_job
+from outboxq.testing.transaction import unit_test_job as _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child

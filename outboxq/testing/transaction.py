@@ -1,31 +1,116 @@
-"""Runs the jobs of a test's transaction inside that transaction."""
+"""What a test does inside its own transaction: assert which jobs it has enqueued, call a handler, run all jobs."""
 
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import overload
+from uuid import UUID
 
-from sqlalchemy import Connection, event
+import msgspec
+from sqlalchemy import Connection, event, select
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.clock import uuid7s
+from outboxq.codec.values import encode_value, join_object
+from outboxq.config import DEFAULT_RETENTION
 from outboxq.database.driver import run_script
 from outboxq.database.guard import Guard, keep_cancelled
-from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
+from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
+from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
+from outboxq.job import Job
+from outboxq.new_job import JobHandle
+from outboxq.outbox.kinds import JobKind, P
+from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.transaction import local_timeouts_off
-from outboxq.tables import mapped_schema
-from outboxq.testing.contexts import async_effect_runner, effect_runner
+from outboxq.tables import job, mapped_schema
 
+_LEASE_SECONDS = 30.0
 _DRAIN_LIMIT = 10_000
+
+
+@overload
+def assert_enqueued(session: Session, kind: "JobKind[P] | str", /, **args: object) -> JobHandle: ...
+
+
+@overload
+def assert_enqueued(session: AsyncSession, kind: "JobKind[P] | str", /, **args: object) -> Awaitable[JobHandle]: ...
+
+
+def assert_enqueued(
+    session: Session | AsyncSession, kind: "JobKind[P] | str", /, **args: object
+) -> JobHandle | Awaitable[JobHandle]:
+    """Assert that a job of `kind` waits whose arguments include `args`; await it for an async session.
+
+    Flushes the session first, and sees what its transaction sees. Entities are compared by primary key.
+
+    Raises:
+        AssertionError: there is none; the message lists the jobs that wait.
+    """
+    name = kind if isinstance(kind, str) else kind.kind
+    if isinstance(session, AsyncSession):
+        return session.run_sync(_assert_enqueued, name, args)
+    return _assert_enqueued(session, name, args)
+
+
+def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> JobHandle:
+    session.flush()
+    expected = join_object({name: encode_value(name, value) for name, value in args.items()})
+    columns = select(job.c.id, job.c.kind, job.c.queue, job.c.args).order_by(job.c.seq)
+    found = session.execute(
+        columns.where(job.c.kind == kind, job.c.args.cast(JSONB).contains(msgspec.json.decode(expected)))
+    ).first()
+    if found is not None:
+        return JobHandle(found.id.hex, found.kind, found.queue)
+    waiting = [f"  {row.kind} {row.args}" for row in session.execute(columns.limit(20))]
+    raise AssertionError(
+        f"no job {kind} with {expected} is enqueued; waiting are:\n" + ("\n".join(waiting) or "  none")
+    )
+
+
+def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
+    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
+
+    Its `once` records in savepoints of the test's own transaction: undone with it, and with what surrounds the call.
+    """
+    return Context(unit_test_job(), state, session, EffectAccess(effect_runner(session), _retention))
+
+
+def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
+    """A context for calling an async handler in a unit test."""
+    return AsyncContext(unit_test_job(), state, session, EffectAccess(async_effect_runner(session), _retention))
+
+
+def effect_runner(session: Session) -> EffectRunner:
+    """Runs effects in savepoints of the test's own transaction."""
+    return EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
+
+
+def async_effect_runner(session: AsyncSession) -> AsyncEffectRunner:
+    """Runs effects of coroutines in savepoints of the test's own transaction."""
+    return AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
+
+
+def _retention(_scope: str) -> timedelta:
+    return DEFAULT_RETENTION
+
+
+def unit_test_job() -> Job:
+    """A job without arguments, as a relay would have claimed it now."""
+    now = datetime.now(UTC)
+    return Job(UUID(uuid7s(1)[0]), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)
 
 
 @dataclass(frozen=True, slots=True)

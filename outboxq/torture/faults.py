@@ -5,6 +5,7 @@ not repeated: which job a relay runs at that moment is up to the machine.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -90,25 +91,21 @@ def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
     drawn = chance.choices(names, weights=[*_OUTSIDE.values(), *_INSIDE.values()], k=options.faults)
     outside: list[Fault] = []
     behaviours: dict[int, str] = {}
-    inside: dict[str, int] = {}
+    inside: Counter[str] = Counter()
     for position, name in enumerate(drawn):
         at = int(options.jobs * LAST_FAULT_AT) * (position + 1) // (options.faults + 1)
         if name in _INSIDE:
-            inside[name] = inside.get(name, 0) + 1
-            _misbehave(behaviours, name.removeprefix("handler-"), at)
+            inside[name] += 1
+            if name == "handler-deadlock":
+                behaviours[at], behaviours[at + 1] = "deadlock-up", "deadlock-down"
+            else:
+                behaviours[at] = name.removeprefix("handler-")
         else:
             longest = lease_seconds * 2 if name == "relay-stopped" else 0.5
             # The names that are not of handlers are those of `OutsideKind`.
             kind: OutsideKind = name  # type: ignore[assignment]  # the rest of the drawn names
             outside.append(Fault(kind, at, chance.random(), chance.uniform(0.1, longest), chance.random() < 0.5))
     return Plan(tuple(outside), behaviours, inside)
-
-
-def _misbehave(behaviours: dict[int, str], name: str, number: int) -> None:
-    if name != "deadlock":
-        behaviours[number] = name
-        return
-    behaviours[number], behaviours[number + 1] = "deadlock-up", "deadlock-down"
 
 
 def plan_transactions(options: TortureOptions, plan: Plan, queues: int) -> Iterator[PlannedTransaction]:

@@ -18,9 +18,8 @@ from outboxq.testing.proxy import CommitProxy
 from outboxq.torture import Mode, TortureOptions, TortureReport, app
 from outboxq.torture.faults import Fault, plan_run, plan_transactions
 from outboxq.torture.history import CREATE, check_history
-from outboxq.torture.inject import FaultInjector
+from outboxq.torture.inject import LEASE_SECONDS, MAX_CRASHES, FaultInjector, Relays
 from outboxq.torture.producers import Producers
-from outboxq.torture.relays import LEASE_SECONDS, MAX_CRASHES, Relays
 from outboxq.torture.watcher import Watcher
 
 _BACKLOG = 600

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.engines import make_engine
@@ -44,22 +43,20 @@ class Watcher:
     """Asks the database, again and again while the server is away."""
 
     def __init__(self, url: str) -> None:
-        self._engine: Engine = make_engine(url, application_name="outboxq torture")
-        self._connection: Connection | None = None
+        self._engine = make_engine(url, application_name="outboxq torture", pooled=True)
 
     def ask(self, question: Callable[[Connection], T]) -> T:
         """Run `question` until the server answers it. It must bear repetition."""
         deadline = time.monotonic() + SERVER_SECONDS
         while True:
             try:
-                if self._connection is None:
-                    self._connection = self._engine.connect()
-                answer = question(self._connection)
-                self._connection.commit()
-                return answer
+                with self._engine.connect() as connection:
+                    answer = question(connection)
+                    connection.commit()
+                    return answer
             except DBAPIError as error:
-                self._forget()
-                if time.monotonic() > deadline or not (error.connection_invalidated or is_database_unavailable(error)):
+                is_away = error.connection_invalidated or is_database_unavailable(error)
+                if time.monotonic() > deadline or not is_away:
                     raise
                 time.sleep(0.05)
 
@@ -79,18 +76,10 @@ class Watcher:
         """Wait until the server has noticed that all clients are gone; a session that stays is found by the check."""
         _wait(lambda: not self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()), _GONE_SECONDS)
 
-    def _forget(self) -> None:
-        if self._connection is not None:
-            with suppress(DBAPIError):
-                self._connection.invalidate()
-                self._connection.close()
-            self._connection = None
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forget()
         self._engine.dispose()
 
 

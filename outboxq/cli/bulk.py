@@ -1,16 +1,18 @@
 """Change many rows: check which are meant, ask first, and go on page by page with a transaction each."""
 
+import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 from uuid import UUID
 
 import typer
 
 from outboxq.cli.errors import WrongUsage
+from outboxq.cli.options import DatabaseOptions, Yes
 from outboxq.cli.output import notice, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -47,62 +49,82 @@ class Total:
         return 1 if self.held or self.refused or self.not_found else 0
 
 
-def check_selection(
-    ids: Sequence[UUID] | None, filters: Mapping[str, str | None], *, everything: bool, asks: bool
-) -> None:
-    """Refuse a selection that is empty or ambiguous, and one of everything if there is no terminal to ask at.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeOptions(DatabaseOptions):
+    """The options of every command that changes many rows; a subclass brings its filters."""
 
-    Raises:
-        WrongUsage: with what to do.
-    """
-    given = [option for option, value in filters.items() if value is not None]
-    options = ", ".join(filters)
-    if any(value == "" for value in filters.values()):
-        raise WrongUsage(f"an empty filter matches nothing or everything: give {options} a value")
-    if (ids and (given or everything)) or (given and everything):
-        raise WrongUsage(f"give ids, or filters ({options}), or --all, and not two of them")
-    if not ids and not given and not everything:
-        raise WrongUsage(f"which ones? Give ids, or filters ({options}), or --all")
-    if everything and asks and not sys.stdin.isatty():
-        raise WrongUsage("--all asks first, and there is no terminal to ask at: add --yes, or look with --dry-run")
+    ids: Annotated[
+        list[UUID] | None,
+        typer.Argument(metavar="ID", help="Ids as `list` prints them; or give filters.", show_default=False),
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="All of them, of every queue. Asks first.")] = False
+    yes: Yes = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing: only say how many would be changed, by queue and kind.")
+    ] = False
 
+    @property
+    def filters(self) -> dict[str, str | None]:
+        """The values of the filters, by name."""
+        return {name: getattr(self, name) for name in inspect.get_annotations(type(self))}
 
-def confirm(verb: str, things: str, counted: "Sequence[KindCount]", *, everything: bool) -> None:
-    """Ask before everything, or more than 100 rows, are changed.
+    @property
+    def distinct_ids(self) -> tuple[UUID, ...] | None:
+        """The ids, each once; None if there are none."""
+        return tuple(dict.fromkeys(self.ids)) if self.ids else None
 
-    Raises:
-        WrongUsage: there is no terminal to ask at.
-        typer.Abort: the answer was no.
-    """
-    number = sum(kind.count for kind in counted)
-    if number <= _UNASKED and not (everything and number):
-        return
-    if not sys.stdin.isatty():
-        raise WrongUsage(
-            f"{number:,} {things} match, more than {_UNASKED} are changed only after a question, and there is no "
-            "terminal to ask at: add --yes, or look with --dry-run"
-        )
-    typer.confirm(
-        f"{verb.capitalize()} {number:,} {things}{' of all queues' if everything else ''}?", abort=True, err=True
-    )
+    def check_selection(self) -> None:
+        """Refuse a selection that is empty or ambiguous, and one of everything if there is no terminal to ask at.
 
+        Raises:
+            WrongUsage: with what to do.
+        """
+        given = [value for value in self.filters.values() if value is not None]
+        options = ", ".join(f"--{name}" for name in self.filters)
+        if "" in given:
+            raise WrongUsage(f"an empty filter matches nothing or everything: give {options} a value")
+        if (self.ids and (given or self.everything)) or (given and self.everything):
+            raise WrongUsage(f"give ids, or filters ({options}), or --all, and not two of them")
+        if not self.ids and not given and not self.everything:
+            raise WrongUsage(f"which ones? Give ids, or filters ({options}), or --all")
+        if self.everything and not (self.yes or self.dry_run) and not sys.stdin.isatty():
+            raise WrongUsage("--all asks first, and there is no terminal to ask at: add --yes, or look with --dry-run")
 
-def report_dry_run(done: str, things: str, counted: "Sequence[KindCount]", missing: int, *, as_json: bool) -> None:
-    """Print what would be done, and how many ids are missing; ends the command.
+    def ask(
+        self, verb: str, done: str, things: str, counted: "Sequence[KindCount]", there: "Sequence[KindCount]"
+    ) -> None:
+        """With --dry-run, say what would be done, and end; else ask before everything, or over 100 rows, are changed.
 
-    Raises:
-        typer.Exit: always; with 1 if ids are missing.
-    """
-    number = sum(kind.count for kind in counted)
-    if as_json:
-        print_json({"dry_run": True, f"would_be_{done}": number, "kinds": counted, "not_found": missing})
-    else:
-        if counted:
-            print_rows(("queue", "kind", "count"), counted)
-        typer.echo(f"dry run: {number:,} {things} would be {done}")
-    if missing:
-        notice(f"{missing:,} of the ids are not there")
-    raise typer.Exit(1 if missing else 0)
+        Args:
+            counted: The rows that would be changed.
+            there: Those of the ids that are there, if ids are given.
+
+        Raises:
+            WrongUsage: there is no terminal to ask at.
+            typer.Abort: the answer was no.
+            typer.Exit: nothing is to be changed; with 1 if ids are missing.
+        """
+        number = sum(kind.count for kind in counted)
+        if self.dry_run:
+            missing = len(self.distinct_ids) - sum(kind.count for kind in there) if self.distinct_ids else 0
+            if self.as_json:
+                print_json({"dry_run": True, f"would_be_{done}": number, "kinds": counted, "not_found": missing})
+            else:
+                if counted:
+                    print_rows(("queue", "kind", "count"), counted)
+                typer.echo(f"dry run: {number:,} {things} would be {done}")
+            if missing:
+                notice(f"{missing:,} of the ids are not there")
+            raise typer.Exit(1 if missing else 0)
+        if self.ids or self.yes or (number <= _UNASKED and not (self.everything and number)):
+            return
+        if not sys.stdin.isatty():
+            raise WrongUsage(
+                f"{number:,} {things} match, more than {_UNASKED} are changed only after a question, and there is no "
+                "terminal to ask at: add --yes, or look with --dry-run"
+            )
+        where = " of all queues" if self.everything else ""
+        typer.confirm(f"{verb.capitalize()} {number:,} {things}{where}?", abort=True, err=True)
 
 
 def sweep(run_page: RunPage, verb: str) -> Total:

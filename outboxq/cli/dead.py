@@ -1,36 +1,25 @@
 """`outboxq dead`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.bulk import Total, check_selection, confirm, in_groups, report_dry_run, sweep
-from outboxq.cli.options import (
-    DEFAULT_SCHEMA,
-    AsJson,
-    DatabaseUrl,
-    DryRun,
-    Everything,
-    Ids,
-    KindFilter,
-    Limit,
-    OneId,
-    QueueFilter,
-    Schema,
-    Yes,
-    takes,
-)
-from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep
+from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists, shows
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from uuid import UUID
 
+    from sqlalchemy import Connection
+
     from outboxq.admin.dead_letters import DeadFilter
     from outboxq.cli.database import Begin
-    from outboxq.statements.paging import KindCount, Page
+    from outboxq.statements.paging import Page
 
 app = typer.Typer(
     help="List, show, retry and discard dead letters: jobs that were given up.",
@@ -45,15 +34,15 @@ ReasonFilter = Annotated[
 
 
 @app.command("list")
+@lists("dead", ("id", "queue", "kind", "attempt", "died_at", "reason"), "--queue, --kind or --reason")
 def list_dead(
+    connection: "Connection",
     queue: QueueFilter = None,
     kind: KindFilter = None,
     reason: ReasonFilter = None,
-    limit: Limit = 50,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+    *,
+    limit: int,
+) -> "Sequence[object]":
     """List dead letters, the latest first.
 
     \b
@@ -62,19 +51,14 @@ def list_dead(
       outboxq dead list --reason timeout --json
     """
     from outboxq.admin import dead_letters
-    from outboxq.cli.database import open_database
 
     wanted = dead_letters.DeadFilter(queue=queue, kind=kind, reason=reason)
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = dead_letters.list_dead(connection, wanted, limit=limit + 1)
-    columns = ("id", "queue", "kind", "attempt", "died_at", "reason")
-    print_list("dead", found, limit, columns, "--queue, --kind or --reason", as_json=as_json)
+    return dead_letters.list_dead(connection, wanted, limit=limit)
 
 
 @app.command("show")
-def show_dead(
-    job_id: OneId, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
-) -> None:
+@shows
+def show_dead(connection: "Connection", job_id: OneId) -> object:
     """Show one dead letter with its arguments and every error.
 
     \b
@@ -82,35 +66,22 @@ def show_dead(
       outboxq dead show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
     from outboxq.admin import dead_letters
-    from outboxq.cli.database import open_database
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        detail = dead_letters.show_dead(connection, job_id)
-    fields = asdict(detail.dead) | {
-        "priority": detail.priority, "unique_key": detail.unique_key, "group_key": detail.group_key,
-    }  # fmt: skip
-    print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
+    return dead_letters.show_dead(connection, job_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeOptions:
-    """A field per option of the commands that change dead letters."""
+class DeadOptions(ChangeOptions):
+    """Which dead letters are meant."""
 
-    ids: Ids = None
     queue: QueueFilter = None
     kind: KindFilter = None
     reason: ReasonFilter = None
-    everything: Everything = False
-    yes: Yes = False
-    dry_run: DryRun = False
-    as_json: AsJson = False
-    schema: Schema = DEFAULT_SCHEMA
-    database_url: DatabaseUrl = field(default=None, repr=False)
 
 
 @app.command("retry")
-@takes(ChangeOptions)
-def retry_dead(options: ChangeOptions) -> None:
+@takes(DeadOptions)
+def retry_dead(options: DeadOptions) -> None:
     """Make dead letters ready jobs again, with all their attempts before them.
 
     They keep their id, arguments and errors. One whose id a job has already stays a dead letter, and is reported. Asks
@@ -128,8 +99,8 @@ def retry_dead(options: ChangeOptions) -> None:
 
 
 @app.command("discard")
-@takes(ChangeOptions)
-def discard_dead(options: ChangeOptions) -> None:
+@takes(DeadOptions)
+def discard_dead(options: DeadOptions) -> None:
     """Delete dead letters for good. Asks before it deletes more than 100 that a filter finds.
 
     \b
@@ -142,51 +113,24 @@ def discard_dead(options: ChangeOptions) -> None:
     _change(options, dead_letters.discard_page, "discard", "discarded")
 
 
-def _change(options: ChangeOptions, run_page: "Callable[..., Page]", verb: str, done: str) -> None:
-    from outboxq.cli.database import open_database
+def _change(options: DeadOptions, run_page: "Callable[..., Page]", verb: str, done: str) -> None:
+    from outboxq.admin.dead_letters import DeadFilter, count_matching
+    from outboxq.statements.paging import database_clock
 
-    filters = {"--queue": options.queue, "--kind": options.kind, "--reason": options.reason}
-    asks = not (options.yes or options.dry_run)
-    check_selection(options.ids, filters, everything=options.everything, asks=asks)
-    with open_database(options.database_url, options.schema) as begin:
-        wanted, counted = _select(begin, options, to_retry=verb == "retry")
-        if options.dry_run:
-            missing = _count_missing(begin, options.ids or ())
-            report_dry_run(done, "dead letters", counted, missing, as_json=options.as_json)
-        if not (options.ids or options.yes):
-            confirm(verb, "dead letters", counted, everything=options.everything)
+    options.check_selection()
+    with options.open() as begin:
+        with begin() as connection:
+            # Without jobs that die from now on.
+            until = database_clock(connection)
+            wanted = DeadFilter(**options.filters, ids=options.distinct_ids, died_before=until)
+            counted = count_matching(connection, wanted, to_retry=verb == "retry")
+            there = count_matching(connection, wanted) if options.dry_run and options.ids else counted
+        options.ask(verb, done, "dead letters", counted, there)
         if options.ids:
             total = _change_ids(begin, options.ids, run_page)
         else:
             total = _change_matching(begin, wanted, run_page, done)
     _report(total, done, as_json=options.as_json)
-
-
-def _select(begin: "Begin", options: ChangeOptions, *, to_retry: bool) -> "tuple[DeadFilter, tuple[KindCount, ...]]":
-    """What the command is to change, without jobs that die from now on, and how many that are."""
-    from outboxq.admin import dead_letters
-    from outboxq.statements.paging import database_clock
-
-    ids = tuple(options.ids) if options.ids else None
-    with begin() as connection:
-        wanted = dead_letters.DeadFilter(
-            queue=options.queue,
-            kind=options.kind,
-            reason=options.reason,
-            ids=ids,
-            died_before=database_clock(connection),
-        )
-        return wanted, dead_letters.count_matching(connection, wanted, to_retry=to_retry)
-
-
-def _count_missing(begin: "Begin", ids: "Sequence[UUID]") -> int:
-    """How many of the ids are no dead letters."""
-    from outboxq.admin import dead_letters
-
-    distinct = tuple(set(ids))
-    with begin() as connection:
-        found = dead_letters.count_matching(connection, dead_letters.DeadFilter(ids=distinct))
-    return len(distinct) - sum(kind.count for kind in found)
 
 
 def _change_matching(begin: "Begin", wanted: "DeadFilter", run_page: "Callable[..., Page]", done: str) -> Total:

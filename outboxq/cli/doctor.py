@@ -1,34 +1,22 @@
 """`outboxq doctor`."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
+from outboxq.cli.options import DatabaseOptions, takes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outboxq.doctor import Finding
 
-
-class Purpose(StrEnum):
-    """What the role of the URL is for."""
-
-    relay = "relay"
-    producer = "producer"
-    receiver = "receiver"
-    reader = "reader"
-    operator = "operator"
-
-
 _HEADINGS = {"problem": "Problems", "warning": "Warnings", "info": "Good to know"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorOptions:
+class DoctorOptions(DatabaseOptions):
     """A field per option."""
 
     target: Annotated[
@@ -65,8 +53,9 @@ class DoctorOptions:
         typer.Option("--short-timeout", metavar="SECONDS", min=0, help="Report time-outs of the server below this."),
     ] = 60.0
     purpose: Annotated[
-        Purpose, typer.Option("--for", help="What the role of the URL is for: decides which rights it needs.")
-    ] = Purpose.relay
+        Literal["relay", "producer", "receiver", "reader", "operator"],
+        typer.Option("--for", help="What the role of the URL is for: decides which rights it needs."),
+    ] = "relay"
     listen_url: Annotated[
         str | None,
         typer.Option(
@@ -77,9 +66,6 @@ class DoctorOptions:
             show_default=False,
         ),
     ] = field(default=None, repr=False)
-    as_json: AsJson = False
-    schema: Schema = DEFAULT_SCHEMA
-    database_url: DatabaseUrl = field(default=None, repr=False)
 
 
 @takes(DoctorOptions)
@@ -131,7 +117,7 @@ def _run_checks(options: DoctorOptions) -> "list[Finding]":
             lambda: connect(url),
             schema=config.check_schema(options.schema),
             limits=limits,
-            use=options.purpose.value,
+            use=options.purpose,
             registry=registry,
             listen_connect=None if listen is None else lambda: connect(psycopg_url(listen)),
         )

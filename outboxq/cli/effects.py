@@ -1,28 +1,21 @@
 """`outboxq effects`."""
 
 import sys
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.options import (
-    DEFAULT_SCHEMA,
-    AsJson,
-    DatabaseUrl,
-    EffectStatusFilter,
-    Limit,
-    Schema,
-    ScopeFilter,
-    Yes,
-    takes,
-)
-from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.cli.options import DatabaseOptions, Yes, only, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists, shows
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from outboxq.admin.effects import Verdict
-    from outboxq.admin.installation import NewInstallation
 
 app = typer.Typer(
     help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.",
@@ -32,17 +25,25 @@ app = typer.Typer(
 
 Scope = Annotated[str, typer.Argument(metavar="SCOPE", show_default=False)]
 Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False)]
+StatusFilter: TypeAlias = Annotated[
+    Literal["started", "done", "failed", "retryable", "unknown"] | None,
+    typer.Option("--status", help="Only in this status.", show_default=False),
+]
 
 
 @app.command("list")
+@lists(
+    "effects",
+    ("scope", "key", "status", "in_doubt", "attempts", "first_called_at", "changed_at", "error"),
+    "--scope or --status",
+)
 def list_effects(
-    scope: ScopeFilter = None,
-    status: EffectStatusFilter = None,
-    limit: Limit = 50,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+    connection: "Connection",
+    scope: Annotated[str | None, only("scope")] = None,
+    status: StatusFilter = None,
+    *,
+    limit: int,
+) -> Sequence[object]:
     """List effects, the latest change first, without their results.
 
     started: a call is under way, or its caller died. done and failed: later callers get its outcome. retryable: the
@@ -55,23 +56,13 @@ def list_effects(
       outboxq effects list --scope payments --limit 10 --json
     """
     from outboxq.admin import effects
-    from outboxq.cli.database import open_database
 
-    wanted = effects.EffectFilter(scope=scope, status=status.value if status else None)
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = effects.list_effects(connection, wanted, limit=limit + 1)
-    columns = ("scope", "key", "status", "in_doubt", "attempts", "first_called_at", "changed_at", "error")
-    print_list("effects", found, limit, columns, "--scope or --status", as_json=as_json)
+    return effects.list_effects(connection, effects.EffectFilter(scope=scope, status=status), limit=limit)
 
 
 @app.command("show")
-def show_effect(
-    scope: Scope,
-    key: Key,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+@shows
+def show_effect(connection: "Connection", scope: Scope, key: Key) -> object:
     """Show one effect with its result.
 
     The provider key is the idempotency key that the other side was given: look the call up there by it.
@@ -81,16 +72,12 @@ def show_effect(
       outboxq effects show payments order-1001
     """
     from outboxq.admin import effects
-    from outboxq.cli.database import open_database
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        detail = effects.show_effect(connection, scope, key)
-    fields = asdict(detail.effect) | {"is_locked": detail.is_locked, "fingerprint": detail.fingerprint}
-    print_detail(fields, {"result": detail.result}, as_json=as_json)
+    return effects.show_effect(connection, scope, key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolveOptions:
+class ResolveOptions(DatabaseOptions):
     """A field per option."""
 
     scope: Scope
@@ -111,9 +98,6 @@ class ResolveOptions:
     retention_days: Annotated[
         int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="How long to remember it.")
     ] = 30
-    as_json: AsJson = False
-    schema: Schema = DEFAULT_SCHEMA
-    database_url: DatabaseUrl = field(default=None, repr=False)
 
 
 @app.command("resolve")
@@ -139,10 +123,9 @@ def resolve_effect(options: ResolveOptions) -> None:
     from datetime import timedelta
 
     from outboxq.admin import effects
-    from outboxq.cli.database import open_database
 
     verdict, keep = _verdict(options), timedelta(days=options.retention_days)
-    with open_database(options.database_url, options.schema) as begin, begin() as connection:
+    with options.transaction() as connection:
         found = effects.resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
     if options.as_json:
         print_json({"resolved": found})
@@ -163,13 +146,16 @@ def _verdict(options: ResolveOptions) -> "Verdict":
     return WasApplied(options.result) if options.applied else WasNotApplied()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewInstallationOptions(DatabaseOptions):
+    """A field per option."""
+
+    yes: Yes = False
+
+
 @app.command("new-installation")
-def new_installation(
-    yes: Yes = False,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+@takes(NewInstallationOptions)
+def new_installation(options: NewInstallationOptions) -> None:
     """Give a copied database an id, and so keys, of its own.
 
     Outboxq makes the keys that it gives to other services from the installation's id, and a dump, a snapshot or a clone
@@ -194,25 +180,17 @@ def new_installation(
       outboxq effects new-installation --yes --json
     """
     from outboxq.admin.installation import renew_installation
-    from outboxq.cli.database import open_database
 
-    if not yes:
-        _confirm_new_id()
-    with open_database(database_url, schema) as begin, begin() as connection:
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
+        question = "Give this installation a new id? Calls of the former one are not repeated."
+        typer.confirm(question, abort=True, err=True)
+    with options.transaction() as connection:
         renewed = renew_installation(connection)
-    if as_json:
+    if options.as_json:
         print_json({"installation": renewed})
         return
-    _print_installation(renewed)
-
-
-def _confirm_new_id() -> None:
-    if not sys.stdin.isatty():
-        raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
-    typer.confirm("Give this installation a new id? Calls of the former one are not repeated.", abort=True, err=True)
-
-
-def _print_installation(renewed: "NewInstallation") -> None:
     typer.echo(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
     typer.echo(f"{renewed.forgotten:,} effects that were not applied are forgotten: they get a key of the new id")
     typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: they are not called")

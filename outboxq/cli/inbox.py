@@ -1,13 +1,19 @@
 """`outboxq inbox`."""
 
-from dataclasses import asdict
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, ConsumerFilter, DatabaseUrl, Limit, Schema, Since
-from outboxq.cli.output import notice, print_fields, print_json, print_list
+from outboxq.cli.options import DatabaseOptions, only, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists, shows
 from outboxq.codec.text import several
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 app = typer.Typer(
     help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
@@ -15,18 +21,38 @@ app = typer.Typer(
 
 Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", show_default=False)]
 MessageId = Annotated[str, typer.Argument(metavar="MESSAGE_ID", show_default=False)]
-MessageIds = Annotated[list[str], typer.Argument(metavar="MESSAGE_ID", show_default=False)]
+
+
+def read_moment(text: str) -> datetime:
+    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time: give 2026-01-31, or 2026-01-31T08:00:00Z") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+Since: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--since",
+        metavar="TIME",
+        parser=read_moment,
+        help="Only messages accepted since: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
+        show_default=False,
+    ),
+]
 
 
 @app.command("list")
+@lists("messages", ("consumer", "message_id", "seen_at", "expires_at"), "--consumer or --since")
 def list_messages(
-    consumer: ConsumerFilter = None,
+    connection: "Connection",
+    consumer: Annotated[str | None, only("consumer")] = None,
     since: Since = None,
-    limit: Limit = 50,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+    *,
+    limit: int,
+) -> Sequence[object]:
     """List accepted messages, first those that are remembered longest: of one consumer, the latest.
 
     A message is remembered by its id and a fingerprint of its content, without the content.
@@ -37,23 +63,13 @@ def list_messages(
       outboxq inbox list --since 2026-01-31T08:00:00 --json
     """
     from outboxq.admin import messages
-    from outboxq.cli.database import open_database
 
-    wanted = messages.MessageFilter(consumer=consumer, since=since)
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = messages.list_messages(connection, wanted, limit=limit + 1)
-    columns = ("consumer", "message_id", "seen_at", "expires_at")
-    print_list("messages", found, limit, columns, "--consumer or --since", as_json=as_json)
+    return messages.list_messages(connection, messages.MessageFilter(consumer=consumer, since=since), limit=limit)
 
 
 @app.command("show")
-def show_message(
-    consumer: Consumer,
-    message_id: MessageId,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+@shows
+def show_message(connection: "Connection", consumer: Consumer, message_id: MessageId) -> object:
     """Show when one message was accepted, and until when it is remembered.
 
     \b
@@ -61,24 +77,21 @@ def show_message(
       outboxq inbox show payments evt_1Nq2
     """
     from outboxq.admin import messages
-    from outboxq.cli.database import open_database
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = messages.show_message(connection, consumer, message_id)
-    if as_json:
-        print_json(found)
-    else:
-        print_fields(asdict(found).items())
+    return messages.show_message(connection, consumer, message_id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForgetOptions(DatabaseOptions):
+    """A field per option."""
+
+    consumer: Consumer
+    message_ids: Annotated[list[str], typer.Argument(metavar="MESSAGE_ID", show_default=False)]
 
 
 @app.command("forget")
-def forget_messages(
-    consumer: Consumer,
-    message_ids: MessageIds,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+@takes(ForgetOptions)
+def forget_messages(options: ForgetOptions) -> None:
     """Forget messages, so that they are accepted again if they are delivered again.
 
     What they led to stays: the consumer will do its work for such a message a second time. A message that another
@@ -90,11 +103,10 @@ def forget_messages(
       outboxq inbox forget payments evt_1Nq2 evt_1Nq3 --json
     """
     from outboxq.admin import messages
-    from outboxq.cli.database import open_database
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        result = messages.forget_messages(connection, consumer, message_ids)
-    if as_json:
+    with options.transaction() as connection:
+        result = messages.forget_messages(connection, options.consumer, options.message_ids)
+    if options.as_json:
         print_json(result)
     elif result.forgotten:
         number = several(len(result.forgotten), "message", "messages")
@@ -102,7 +114,7 @@ def forget_messages(
     else:
         typer.echo("forgot nothing")
     for message_id in result.not_found:
-        notice(f"no message {message_id!r} of consumer {consumer!r}")
+        notice(f"no message {message_id!r} of consumer {options.consumer!r}")
     for message_id in result.held:
         notice(f"not forgotten, because another transaction holds it: {message_id!r}")
     raise typer.Exit(1 if result.not_found or result.held else 0)

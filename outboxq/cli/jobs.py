@@ -1,55 +1,51 @@
 """`outboxq jobs`."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from outboxq.cli.bulk import Total, check_selection, confirm, in_groups, report_dry_run, sweep, unmarked
-from outboxq.cli.options import (
-    DEFAULT_SCHEMA,
-    AsJson,
-    DatabaseUrl,
-    DryRun,
-    Everything,
-    Ids,
-    KindFilter,
-    Limit,
-    OneId,
-    QueueFilter,
-    Schema,
-    State,
-    StateFilter,
-    Yes,
-    takes,
-)
-from outboxq.cli.output import notice, print_detail, print_json, print_list
+from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep, unmarked
+from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists, shows
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
+    from sqlalchemy import Connection
+
     from outboxq.admin.jobs import JobFilter
     from outboxq.cli.database import Begin
-    from outboxq.statements.paging import KindCount, Page
+    from outboxq.statements.paging import Page
 
 app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_is_help=True, rich_markup_mode=None)
 
+StateFilter: TypeAlias = Annotated[
+    Literal["ready", "running", "scheduled", "due", "leased", "orphaned", "suspect"] | None,
+    typer.Option("--state", help="Only in this state.", show_default=False),
+]
+
 
 @app.command("list")
+@lists(
+    "jobs",
+    ("id", "queue", "kind", "state", "attempt", "run_at", "pid", "running_seconds"),
+    "--queue, --kind or --state",
+)
 def list_jobs(
+    connection: "Connection",
     running: Annotated[
         bool, typer.Option("--running", help="Only jobs that a relay is running now: running, or leased.")
     ] = False,
     queue: QueueFilter = None,
     kind: KindFilter = None,
     state: StateFilter = None,
-    limit: Limit = 50,
-    as_json: AsJson = False,
-    schema: Schema = DEFAULT_SCHEMA,
-    database_url: DatabaseUrl = None,
-) -> None:
+    *,
+    limit: int,
+) -> "Sequence[object]":
     """List jobs that wait or run, the oldest first, in the order in which they came into the table.
 
     The states are those of `outboxq stats`: ready; scheduled; due (scheduled, and its time has come); running (in a
@@ -63,19 +59,14 @@ def list_jobs(
       outboxq jobs list --running
     """
     from outboxq.admin import jobs
-    from outboxq.cli.database import open_database
 
-    wanted = _filter(queue, kind, state)
-    with open_database(database_url, schema) as begin, begin() as connection:
-        found = jobs.list_jobs(connection, wanted, running=running, limit=limit + 1)
-    columns = ("id", "queue", "kind", "state", "attempt", "run_at", "pid", "running_seconds")
-    print_list("jobs", found, limit, columns, "--queue, --kind or --state", as_json=as_json)
+    wanted = jobs.JobFilter(queue=queue, kind=kind, state=state)
+    return jobs.list_jobs(connection, wanted, running=running, limit=limit)
 
 
 @app.command("show")
-def show_job(
-    job_id: OneId, as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None
-) -> None:
+@shows
+def show_job(connection: "Connection", job_id: OneId) -> object:
     """Show one job with its arguments and the errors of its earlier attempts.
 
     \b
@@ -83,35 +74,24 @@ def show_job(
       outboxq jobs show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
     from outboxq.admin import dead_letters, jobs
-    from outboxq.cli.database import open_database
     from outboxq.cli.errors import CommandFailed
     from outboxq.errors import JobNotFound
 
-    with open_database(database_url, schema) as begin, begin() as connection:
-        try:
-            detail = jobs.show_job(connection, job_id)
-        except JobNotFound as missing:
-            if dead_letters.is_dead(connection, job_id):
-                raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
-            raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
-    fields = asdict(detail.job) | {"unique_key": detail.unique_key, "group_key": detail.group_key}
-    print_detail(fields, {"args": detail.args, "headers": detail.headers, "errors": detail.errors}, as_json=as_json)
+    try:
+        return jobs.show_job(connection, job_id)
+    except JobNotFound as missing:
+        if dead_letters.is_dead(connection, job_id):
+            raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
+        raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelOptions:
-    """A field per option."""
+class CancelOptions(ChangeOptions):
+    """Which jobs are meant."""
 
-    ids: Ids = None
     queue: QueueFilter = None
     kind: KindFilter = None
     state: StateFilter = None
-    everything: Everything = False
-    yes: Yes = False
-    dry_run: DryRun = False
-    as_json: AsJson = False
-    schema: Schema = DEFAULT_SCHEMA
-    database_url: DatabaseUrl = field(default=None, repr=False)
 
 
 @app.command("cancel")
@@ -128,18 +108,17 @@ def cancel_jobs(options: CancelOptions) -> None:
       outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
       outboxq jobs cancel --queue mail --kind send_welcome
     """
-    from outboxq.cli.database import open_database
+    from outboxq.admin import jobs
+    from outboxq.statements.paging import database_clock
 
-    filters = {"--queue": options.queue, "--kind": options.kind, "--state": options.state}
-    asks = not (options.yes or options.dry_run)
-    check_selection(options.ids, filters, everything=options.everything, asks=asks)
-    with open_database(options.database_url, options.schema) as begin:
-        wanted, counted = _select(begin, options)
-        if options.dry_run:
-            missing = len(set(options.ids)) - sum(kind.count for kind in counted) if options.ids else 0
-            report_dry_run("cancelled", "jobs", counted, missing, as_json=options.as_json)
-        if not (options.ids or options.yes):
-            confirm("cancel", "jobs", counted, everything=options.everything)
+    options.check_selection()
+    with options.open() as begin:
+        with begin() as connection:
+            # Without jobs that are added from now on.
+            until = database_clock(connection)
+            wanted = jobs.JobFilter(**options.filters, ids=options.distinct_ids, created_before=until)
+            counted = jobs.count_matching(connection, wanted)
+        options.ask("cancel", "cancelled", "jobs", counted, there=counted)
         total = _cancel_ids(begin, options.ids) if options.ids else _cancel_matching(begin, wanted)
     _report(total, as_json=options.as_json)
 
@@ -154,18 +133,6 @@ def _report(total: Total, *, as_json: bool) -> None:
     for job_id in total.held:
         notice(f"not cancelled, because it is running: {job_id} (see `outboxq jobs list --running`)")
     raise typer.Exit(total.exit_code)
-
-
-def _select(begin: "Begin", options: CancelOptions) -> "tuple[JobFilter, tuple[KindCount, ...]]":
-    """What the command is to change, without jobs that are added from now on, and how many that are."""
-    from outboxq.admin import jobs
-    from outboxq.statements.paging import database_clock
-
-    ids = tuple(options.ids) if options.ids else None
-    with begin() as connection:
-        filtered = _filter(options.queue, options.kind, options.state)
-        wanted = replace(filtered, ids=ids, created_before=database_clock(connection))
-        return wanted, jobs.count_matching(connection, wanted)
 
 
 def _cancel_ids(begin: "Begin", ids: "Sequence[UUID]") -> Total:
@@ -193,9 +160,3 @@ def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
         return replace(page, last=ids[-1] if ids else None)
 
     return sweep(cancel, "cancelled")
-
-
-def _filter(queue: str | None, kind: str | None, state: State | None) -> "JobFilter":
-    from outboxq.admin.jobs import JobFilter
-
-    return JobFilter(queue=queue, kind=kind, state=state.value if state else None)

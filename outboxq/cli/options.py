@@ -1,32 +1,51 @@
 """Options that several commands share, and commands whose options are the fields of a dataclass."""
 
 import inspect
-from collections.abc import Callable
-from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from uuid import UUID
 
 import typer
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from outboxq.cli.database import Begin
 
 Options = TypeVar("Options")
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Turn a function that takes this dataclass into a command with an option for each of its fields.
+    """Turn a function that takes this dataclass into a command with an option for each of its fields."""
 
-    Typer reads a command's signature: it is shown the one of the dataclass.
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        return as_command(function, parameters_of(options), lambda given: function(options(**given)))
+
+    return decorate
+
+
+def as_command(
+    documented: Callable[..., object], parameters: Sequence[inspect.Parameter], run: Callable[[dict[str, Any]], None]
+) -> Callable[..., None]:
+    """A command with the docstring of one function, these options, and the work of another function.
+
+    Typer reads a command's signature: it is shown one that is made of the parameters.
     """
 
-    def as_command(function: Callable[[Options], None]) -> Callable[..., None]:
-        def command(**given: object) -> None:
-            function(options(**given))
+    def command(**given: object) -> None:
+        run(given)
 
-        command.__doc__ = function.__doc__
-        vars(command)["__signature__"] = inspect.signature(options)
-        return command
+    command.__doc__ = documented.__doc__
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command
 
-    return as_command
+
+def parameters_of(options: type) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass, those of its own before the inherited ones."""
+    parameters = inspect.signature(options).parameters
+    return [parameters[name] for each in options.__mro__ for name in inspect.get_annotations(each)]
 
 
 DatabaseUrl: TypeAlias = Annotated[
@@ -45,77 +64,35 @@ Schema: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; later versions keep its keys.")]
 
 
-def _only(what: str) -> Any:
+def only(what: str) -> Any:
+    """The option of a filter by name."""
     return typer.Option(f"--{what}", metavar="NAME", help=f"Only of this {what}.", show_default=False)
 
 
-QueueFilter: TypeAlias = Annotated[str | None, _only("queue")]
-KindFilter: TypeAlias = Annotated[str | None, _only("kind")]
-ConsumerFilter: TypeAlias = Annotated[str | None, _only("consumer")]
-ScopeFilter: TypeAlias = Annotated[str | None, _only("scope")]
-
-
-def read_moment(text: str) -> datetime:
-    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no time: give 2026-01-31, or 2026-01-31T08:00:00Z") from None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-
-
-Since: TypeAlias = Annotated[
-    datetime | None,
-    typer.Option(
-        "--since",
-        metavar="TIME",
-        parser=read_moment,
-        help="Only messages accepted since: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
-        show_default=False,
-    ),
-]
-Everything: TypeAlias = Annotated[bool, typer.Option("--all", help="All of them, of every queue. Asks first.")]
+QueueFilter: TypeAlias = Annotated[str | None, only("queue")]
+KindFilter: TypeAlias = Annotated[str | None, only("kind")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing: only say how many would be changed, by queue and kind.")
-]
-Limit: TypeAlias = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")]
-Ids: TypeAlias = Annotated[
-    list[UUID] | None,
-    typer.Argument(metavar="ID", help="Ids as `list` prints them; or give filters.", show_default=False),
-]
 OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]
 
 DEFAULT_SCHEMA = "outboxq"
 
 
-class State(StrEnum):
-    """The states of a job: those of `outboxq.admin.jobs.STATES`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatabaseOptions:
+    """The options of a command that asks the database, and the way to it."""
 
-    ready = "ready"
-    running = "running"
-    scheduled = "scheduled"
-    due = "due"
-    leased = "leased"
-    orphaned = "orphaned"
-    suspect = "suspect"
+    as_json: AsJson = False
+    schema: Schema = DEFAULT_SCHEMA
+    database_url: DatabaseUrl = field(default=None, repr=False)
 
+    def open(self) -> "AbstractContextManager[Begin]":
+        """Connect, for several transactions: see `open_database` for what it yields and raises."""
+        from outboxq.cli.database import open_database
 
-StateFilter: TypeAlias = Annotated[
-    State | None, typer.Option("--state", help="Only in this state.", show_default=False)
-]
+        return open_database(self.database_url, self.schema)
 
-
-class EffectStatus(StrEnum):
-    """The statuses of an effect's row."""
-
-    started = "started"
-    done = "done"
-    failed = "failed"
-    retryable = "retryable"
-    unknown = "unknown"
-
-
-EffectStatusFilter: TypeAlias = Annotated[
-    EffectStatus | None, typer.Option("--status", help="Only in this status.", show_default=False)
-]
+    @contextmanager
+    def transaction(self) -> "Iterator[Connection]":
+        """Connect, for one transaction, which is committed at the end."""
+        with self.open() as begin, begin() as connection:
+            yield connection

@@ -7,9 +7,11 @@ or as markup.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import typer
@@ -18,6 +20,8 @@ from outboxq.codec.text import printable
 
 # Without a terminal, which sets a width, nothing is cut off: ids are there to be copied and grepped.
 _WIDTH_WITHOUT_TERMINAL = 1_000
+# Attributes of things that hold JSON as text.
+_DOCUMENTS = ("args", "headers", "errors", "result")
 
 
 def print_json(value: object) -> None:
@@ -50,21 +54,12 @@ def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | N
     print_table(columns, ([_plain(name, getattr(row, name)) for name in columns] for row in rows), title=title)
 
 
-def print_list(
-    name: str, found: Sequence[object], limit: int, columns: Sequence[str], filters: str, *, as_json: bool
-) -> None:
-    """The first `limit` of these things; one more was asked for, to know whether there are more."""
-    shown, more = found[:limit], len(found) > limit
-    if as_json:
-        print_json({name: shown, "more": more})
-        return
-    print_rows(columns, shown)
-    if more:
-        notice(f"there are more than these {limit:,}: see --limit, or narrow it down with {filters}")
-
-
-def print_detail(fields: Mapping[str, object], documents: Mapping[str, str | None], *, as_json: bool) -> None:
-    """One thing in full: its fields, and what is stored of it as JSON text."""
+def print_detail(detail: object, *, as_json: bool) -> None:
+    """One thing in full: its fields, and those of its summary, and what is stored of it as JSON text."""
+    fields: dict[str, Any] = {}
+    for name, value in asdict(detail).items():  # type: ignore[call-overload]
+        fields |= value if isinstance(value, dict) else {name: value}
+    documents = {name: fields.pop(name) for name in _DOCUMENTS if name in fields}
     texts = {name: _with_our_times(text) if name == "errors" and text else text for name, text in documents.items()}
     if as_json:
         # The stored text itself: decoding it could change a number.

@@ -1,12 +1,13 @@
 """`outboxq queues`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
+from outboxq.cli.options import DatabaseOptions, takes
+from outboxq.cli.output import notice, print_json, print_rows
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -15,7 +16,8 @@ app = typer.Typer(help="List, pause and resume queues.", no_args_is_help=True, r
 
 
 @app.command("list")
-def list_queues(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
+@takes(DatabaseOptions)
+def list_queues(options: DatabaseOptions) -> None:
     """List every queue that has a setting, a job or a dead letter.
 
     \b
@@ -23,30 +25,25 @@ def list_queues(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, databa
       outboxq queues list
     """
     from outboxq.admin import queues
-    from outboxq.cli.database import open_database
-    from outboxq.cli.output import print_json, print_rows
 
-    with open_database(database_url, schema) as begin, begin() as connection:
+    with options.transaction() as connection:
         found = queues.list_queues(connection)
-    if as_json:
+    if options.as_json:
         print_json({"queues": found})
     else:
         print_rows(("queue", "paused_at"), found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeOptions:
+class QueuesOptions(DatabaseOptions):
     """A field per option of the commands that change queues."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", show_default=False)]
-    as_json: AsJson = False
-    schema: Schema = DEFAULT_SCHEMA
-    database_url: DatabaseUrl = field(default=None, repr=False)
 
 
 @app.command("pause")
-@takes(ChangeOptions)
-def pause(options: ChangeOptions) -> None:
+@takes(QueuesOptions)
+def pause(options: QueuesOptions) -> None:
     """Keep relays from claiming jobs of these queues.
 
     Jobs that run already go on, and new jobs can still be added. A queue without any job, dead letter or setting is
@@ -62,8 +59,8 @@ def pause(options: ChangeOptions) -> None:
 
 
 @app.command("resume")
-@takes(ChangeOptions)
-def resume(options: ChangeOptions) -> None:
+@takes(QueuesOptions)
+def resume(options: QueuesOptions) -> None:
     """Let relays claim jobs of these queues again, at once.
 
     A queue without any job, dead letter or setting was not paused, and is reported in case its name was mistyped.
@@ -78,14 +75,12 @@ def resume(options: ChangeOptions) -> None:
 
 
 def _change(
-    options: ChangeOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
+    options: QueuesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
 ) -> None:
     """Pause or resume queues, and print for each what it is now, or was already."""
     from outboxq.admin import queues
-    from outboxq.cli.database import open_database
-    from outboxq.cli.output import notice, print_json
 
-    with open_database(options.database_url, options.schema) as begin, begin() as connection:
+    with options.transaction() as connection:
         known = {row.queue for row in queues.list_queues(connection)}
         changed = change(connection, options.names)
     wanted = list(dict.fromkeys(options.names))

@@ -2,9 +2,8 @@
 
 import sys
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -13,14 +12,7 @@ from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrl, Schema
 if TYPE_CHECKING:
     from outboxq.config import RelayConfig
 
-
-class LogLevel(StrEnum):
-    """Python's levels."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +112,7 @@ class RelayOptions:
     ] = field(default=None, repr=False)
     no_listen: Annotated[bool, typer.Option("--no-listen", help="Do not LISTEN for new jobs: poll only.")] = False
     schema: Schema = DEFAULT_SCHEMA
-    log_level: Annotated[LogLevel, typer.Option("--log-level", help="What to log to standard error.")] = LogLevel.info
+    log_level: Annotated[LogLevel, typer.Option("--log-level", help="What to log to standard error.")] = "info"
     database_url: DatabaseUrl = field(default=None, repr=False)
 
     def config(self) -> "RelayConfig":
@@ -149,7 +141,7 @@ class RelayOptions:
     def of_one_process(self) -> list[str]:
         """The command line of one of several processes; without the URLs, which other users could read there."""
         command = [sys.executable, "-m", "outboxq", "relay", self.target]
-        command += ["--schema", self.schema, "--log-level", self.log_level.value]
+        command += ["--schema", self.schema, "--log-level", self.log_level]
         command += [part for text in self.queue or () for part in ("--queue", text)]
         command += ["--batch-size", str(self.batch_size), "--poll-seconds", str(self.poll_seconds)]
         command += ["--drain-seconds", str(self.drain_seconds), "--lease-seconds", str(self.lease_seconds)]

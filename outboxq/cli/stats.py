@@ -1,9 +1,12 @@
 """`outboxq stats`."""
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+from outboxq.cli.options import DatabaseOptions, takes
+from outboxq.cli.output import notice, print_json, print_rows
+from outboxq.codec.text import several
 
 
-def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url: DatabaseUrl = None) -> None:
+@takes(DatabaseOptions)
+def stats(options: DatabaseOptions) -> None:
     """Count the jobs that wait, run and died, per queue.
 
     The states are those of `outboxq jobs list`. Parked jobs, which are also counted as scheduled or due, were postponed
@@ -16,13 +19,10 @@ def stats(as_json: AsJson = False, schema: Schema = DEFAULT_SCHEMA, database_url
     """
     from outboxq.admin.jobs import STATES
     from outboxq.admin.stats import collect_stats
-    from outboxq.cli.database import open_database
-    from outboxq.cli.output import notice, print_json, print_rows
-    from outboxq.codec.text import several
 
-    with open_database(database_url, schema) as begin, begin() as connection:
+    with options.transaction() as connection:
         found = collect_stats(connection)
-    if as_json:
+    if options.as_json:
         print_json(found)
         return
     columns = ("queue", *STATES, "parked", "dead", "oldest_waiting_seconds", "paused_at")

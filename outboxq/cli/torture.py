@@ -1,8 +1,7 @@
 """`outboxq torture`."""
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -10,14 +9,6 @@ from outboxq.cli.options import AsJson, takes
 
 if TYPE_CHECKING:
     from outboxq.torture import TortureReport
-
-
-class Mode(StrEnum):
-    """The mode in which the tortured handlers run."""
-
-    transaction = "transaction"
-    lease = "lease"
-    mixed = "mixed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +21,9 @@ class Options:
         int | None,
         typer.Option("--seed", help="Repeat an earlier run's transactions and faults.", show_default=False),
     ] = None
-    mode: Annotated[Mode, typer.Option("--mode", help="The mode in which the handlers run.")] = Mode.transaction
+    mode: Annotated[
+        Literal["transaction", "lease", "mixed"], typer.Option("--mode", help="The mode in which the handlers run.")
+    ] = "transaction"
     relays: Annotated[int, typer.Option("--relays", min=1, max=16, help="How many relay processes.")] = 3
     minutes: Annotated[float, typer.Option("--minutes", help="Give up after so long.")] = 30.0
     as_json: AsJson = False
@@ -62,7 +55,7 @@ def torture(options: Options) -> None:
         jobs=options.jobs,
         faults=options.faults,
         seed=random.randrange(1_000_000) if options.seed is None else options.seed,
-        mode=options.mode.value,
+        mode=options.mode,
         relays=options.relays,
         minutes=options.minutes,
     )

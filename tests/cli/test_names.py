@@ -13,7 +13,8 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, external
 from outboxq.admin.jobs import STATES
-from outboxq.cli.options import EffectStatus, State
+from outboxq.cli.effects import StatusFilter
+from outboxq.cli.jobs import StateFilter
 from outboxq.events import Event
 from outboxq.postgres import Database
 from outboxq.statements.effects import Status
@@ -82,6 +83,11 @@ def columns(table: str) -> list[str]:
     """The names above the first rule of a table."""
     lines = table.splitlines()
     return lines[next(n for n, line in enumerate(lines) if set(line.strip()) == {"─"}) - 1].split()
+
+
+def choices(option: Any) -> tuple[str, ...]:
+    """The words that `Annotated[Literal[...] | None, ...]` allows."""
+    return get_args(get_args(get_args(option)[0])[0])
 
 
 def both(*words: str, url: str) -> tuple[str, Any]:
@@ -158,8 +164,8 @@ def test_cancelling_by_state_means_the_same_states(
 
 def test_the_command_line_knows_all_states() -> None:
     """What can be filtered by is what can be there."""
-    assert tuple(State) == STATES
-    assert set(EffectStatus) == set(get_args(Status))
+    assert choices(StateFilter) == STATES
+    assert set(choices(StatusFilter)) == set(get_args(Status))
 
 
 def test_times_have_one_form(filled: dict[str, tuple[str, ...]], outboxq_database: Database, engine: Engine) -> None:

@@ -1,0 +1,73 @@
+"""Commands that read: a function that takes a connection becomes one that lists things, or shows one."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from outboxq.cli.options import DatabaseOptions, as_command, parameters_of
+from outboxq.cli.output import notice, print_detail, print_json, print_rows
+
+Shared = TypeVar("Shared", bound=DatabaseOptions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListOptions(DatabaseOptions):
+    """The options of every list, beside its filters."""
+
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")] = 50
+
+
+def lists(
+    name: str, columns: Sequence[str], filters: str
+) -> Callable[[Callable[..., Sequence[object]]], Callable[..., None]]:
+    """Turn a function that finds things into a command that lists them.
+
+    Args:
+        name: That of the list in the JSON.
+        columns: Attributes of the things, for the table.
+        filters: The options that narrow the list down.
+    """
+
+    def decorate(find: Callable[..., Sequence[object]]) -> Callable[..., None]:
+        def run(given: dict[str, Any]) -> None:
+            options = _take(ListOptions, given)
+            with options.transaction() as connection:
+                # One more, to know whether there are more.
+                found = find(connection, limit=options.limit + 1, **given)
+            shown, more = found[: options.limit], len(found) > options.limit
+            if options.as_json:
+                print_json({name: shown, "more": more})
+                return
+            print_rows(columns, shown)
+            if more:
+                notice(f"there are more than these {options.limit:,}: see --limit, or narrow it down with {filters}")
+
+        return as_command(find, _options_of(find, ListOptions), run)
+
+    return decorate
+
+
+def shows(find: Callable[..., object]) -> Callable[..., None]:
+    """Turn a function that finds one thing into a command that prints everything of it."""
+
+    def run(given: dict[str, Any]) -> None:
+        options = _take(DatabaseOptions, given)
+        with options.transaction() as connection:
+            found = find(connection, **given)
+        print_detail(found, as_json=options.as_json)
+
+    return as_command(find, _options_of(find, DatabaseOptions), run)
+
+
+def _options_of(find: Callable[..., object], shared: type[DatabaseOptions]) -> list[inspect.Parameter]:
+    """A parameter for each that the function takes beside the connection and the limit, and the shared ones."""
+    own = [each for each in inspect.signature(find).parameters.values() if each.name not in ("connection", "limit")]
+    return [*own, *parameters_of(shared)]
+
+
+def _take(shared: type[Shared], given: dict[str, Any]) -> Shared:
+    """Take the values of the shared options out of those that were given."""
+    return shared(**{each.name: given.pop(each.name) for each in parameters_of(shared)})

@@ -94,12 +94,14 @@ def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext
     with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
         tables = structure.existing_tables(context)
     context = replace(context, tables=tables)
-    version = structure.Version(is_usable=bool(tables), is_current=bool(tables))
+    version: Finding | None = None
     grant = f"SELECT on {context.schema}.migration"
     with _reporting("the version of the tables", grant, context, found), _transaction(context.connection):
         version = structure.look_at_version(context)
-    found += version.findings
-    return replace(context, tables=tables if version.is_usable else frozenset(), is_current=version.is_current)
+    if version is None:
+        return replace(context, is_current=bool(tables))
+    found.append(version)
+    return replace(context, tables=frozenset()) if version.code == structure.TABLES_MISSING else context
 
 
 @contextmanager
@@ -111,25 +113,27 @@ def _transaction(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _reporting(subject: str, grant: str, context: CheckContext, found: list[Finding]) -> Iterator[None]:
-    """A check that the database refuses is a finding; one that loses the connection ends the doctor's work."""
+    """A check that the database refuses is a finding; one that loses the connection ends the doctor's work.
+
+    Raises:
+        ConnectionLost: with the finding that says so.
+    """
     try:
         yield
     except (DBAPIError, psycopg.Error) as error:
         original = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = original.sqlstate if isinstance(original, psycopg.Error) else None
         if sqlstate is None or is_lost(context.connection):
-            raise ConnectionLost(_lost(subject)) from error
+            raise ConnectionLost(
+                Finding(
+                    "connection-lost",
+                    "problem",
+                    f"the connection to the database was lost while the doctor looked at {subject}",
+                    {"check": subject},
+                    "Run the doctor again; if it happens again, read the server's log.",
+                )
+            ) from error
         found.append(_refused(subject, grant, sqlstate, original))
-
-
-def _lost(subject: str) -> Finding:
-    return Finding(
-        "connection-lost",
-        "problem",
-        f"the connection to the database was lost while the doctor looked at {subject}",
-        {"check": subject},
-        "Run the doctor again; if it happens again, read the server's log.",
-    )
 
 
 def _refused(subject: str, grant: str, sqlstate: str, original: BaseException | None) -> Finding:

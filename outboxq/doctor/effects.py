@@ -33,7 +33,13 @@ def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
     """Effects whose caller died or failed in doubt, and that were not called again."""
     bytes_to_read: int = context.scalar(statements.bytes_to_read(context.schema))
     if bytes_to_read > statements.MAX_READ_BYTES:
-        yield _not_read(bytes_to_read)
+        yield Finding(
+            "effects-not-read",
+            "info",
+            f"table effect has {size(bytes_to_read)}, and was not searched for calls that nobody came back for",
+            {"bytes": bytes_to_read},
+            "To search it: outboxq effects list --status started. A shorter retention keeps the table small.",
+        )
         return
     found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
@@ -48,16 +54,6 @@ def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
             "letter. Else ask the other side (outboxq effects list --status started, and --status retryable), then: "
             "outboxq effects resolve SCOPE KEY --applied, or --not-applied.",
         )
-
-
-def _not_read(number_of_bytes: int) -> Finding:
-    return Finding(
-        "effects-not-read",
-        "info",
-        f"table effect has {size(number_of_bytes)}, and was not searched for calls that nobody came back for",
-        {"bytes": number_of_bytes},
-        "To search it: outboxq effects list --status started. A shorter retention keeps the table small.",
-    )
 
 
 def _effects(number: int) -> str:

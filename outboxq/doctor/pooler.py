@@ -1,5 +1,7 @@
 """Whether the URL leads to a transaction pooler: behind one, two connections are given each other's backends."""
 
+from collections.abc import Iterator
+
 from sqlalchemy import Connection
 
 from outboxq.database.driver import driver_connection
@@ -34,25 +36,42 @@ def unreachable(error: OutboxqError) -> Finding:
     )
 
 
-def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> list[Finding]:
+def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> Iterator[Finding]:
     """Findings about the URL, and about the one for listening if there is one."""
-    findings = []
     try:
         if shares_backends(connection, connect):
-            findings.append(_transaction_mode(has_listen_url=listen_connect is not None))
+            yield _transaction_mode(has_listen_url=listen_connect is not None)
     except OutboxqError as error:
-        findings.append(_no_second_connection(error))
+        yield Finding(
+            "check-not-made",
+            "warning",
+            f"could not look at {SUBJECT}: {error}",
+            {"check": SUBJECT, "reason": str(error), "sqlstate": None, "grant": None},
+            "It takes a second connection: see the other findings for limits of connections, and run the doctor again.",
+        )
     if listen_connect is not None:
-        findings += _look_at_listen_url(listen_connect)
-    return findings
+        yield from _look_at_listen_url(listen_connect)
 
 
-def _look_at_listen_url(connect: Connect) -> list[Finding]:
+def _look_at_listen_url(connect: Connect) -> Iterator[Finding]:
     try:
         with connect() as listening:
-            return [_LISTEN_URL_POOLED] if shares_backends(listening, connect) else []
+            if shares_backends(listening, connect):
+                yield Finding(
+                    "listen-url-pooled",
+                    "problem",
+                    "the URL for listening leads to a transaction pooler, which drops LISTEN",
+                    {},
+                    "Point --listen-url (OUTBOXQ_LISTEN_URL) at the server itself, or at a pool in session mode.",
+                )
     except OutboxqError as error:
-        return [_listen_url_unreachable(error)]
+        yield Finding(
+            "listen-url-unreachable",
+            "problem",
+            f"the URL for listening leads nowhere, so relays poll: {error}",
+            {},
+            "Mend --listen-url (OUTBOXQ_LISTEN_URL), or leave it out if the database URL leads to the server itself.",
+        )
 
 
 def shares_backends(first: Connection, connect: Connect) -> bool:
@@ -83,33 +102,4 @@ def _transaction_mode(*, has_listen_url: bool) -> Finding:
         if has_listen_url
         else "Give relays, and the doctor, a direct way to the server with --listen-url (OUTBOXQ_LISTEN_URL), or start "
         "relays with --no-listen if polling once a second is enough.",
-    )
-
-
-_LISTEN_URL_POOLED = Finding(
-    "listen-url-pooled",
-    "problem",
-    "the URL for listening leads to a transaction pooler, which drops LISTEN",
-    {},
-    "Point --listen-url (OUTBOXQ_LISTEN_URL) at the server itself, or at a pool in session mode.",
-)
-
-
-def _no_second_connection(error: OutboxqError) -> Finding:
-    return Finding(
-        "check-not-made",
-        "warning",
-        f"could not look at {SUBJECT}: {error}",
-        {"check": SUBJECT, "reason": str(error), "sqlstate": None, "grant": None},
-        "It takes a second connection: see the other findings for limits of connections, and run the doctor again.",
-    )
-
-
-def _listen_url_unreachable(error: OutboxqError) -> Finding:
-    return Finding(
-        "listen-url-unreachable",
-        "problem",
-        f"the URL for listening leads nowhere, so relays poll: {error}",
-        {},
-        "Mend --listen-url (OUTBOXQ_LISTEN_URL), or leave it out if the database URL leads to the server itself.",
     )

@@ -1,31 +1,24 @@
-"""The tables: their version, and which parts are missing or different."""
+"""The tables: their version, and which parts, functions and triggers are missing or different."""
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Index, Row, Table
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from outboxq.doctor.findings import Check, CheckContext, Finding
+from outboxq.doctor.findings import Check, CheckContext, Finding, Value
 from outboxq.doctor.formatting import identifier
-from outboxq.doctor.functions import find_different_functions
-from outboxq.migrations import LATEST
+from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.statements.doctor import tables as statements
+from outboxq.statements.render import quote_identifier
 from outboxq.statements.server import NEEDED_VERSION, schema_version
 from outboxq.tables import metadata
 
 _TRIGGER = "wake_relays"
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """What the version marker says: whether the tables can be looked at, and whether all of their parts can be."""
-
-    findings: Sequence[Finding] = ()
-    is_usable: bool = True
-    is_current: bool = False
+TABLES_MISSING = "tables-missing"
 
 
 def existing_tables(context: CheckContext) -> frozenset[str]:
@@ -33,58 +26,46 @@ def existing_tables(context: CheckContext) -> frozenset[str]:
     return frozenset(context.scalars(statements.tables(context.schema)))
 
 
-def look_at_version(context: CheckContext) -> Version:
-    """Compare the marker that migrations leave with what the code needs."""
-    step = schema_version(context.connection, context.schema) if "migration" in context.tables else None
+def look_at_version(context: CheckContext) -> Finding | None:
+    """Compare the marker that migrations leave with what the code needs; None if it is the latest step."""
+    schema = context.schema
+    step = schema_version(context.connection, schema) if "migration" in context.tables else None
     if not step:
-        return Version([_tables_missing(context.schema)], is_usable=False)
+        return Finding(
+            TABLES_MISSING,
+            "problem",
+            f"there are no outboxq tables in schema {schema!r} of this database",
+            {"schema": schema, "needed_step": NEEDED_VERSION},
+            "Run `outboxq migrate`, or name the right database (--database-url) and schema (--schema).",
+        )
     if step < NEEDED_VERSION:
-        return Version([_tables_old(context.schema, step)])
+        return Finding(
+            "tables-old",
+            "problem",
+            f"the tables are at step {step}, and this outboxq needs step {NEEDED_VERSION}",
+            {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
+            f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={LATEST}) in a revision of yours.",
+        )
+    return None if step == LATEST else _not_latest(schema, step)
+
+
+def _not_latest(schema: str, step: int) -> Finding:
+    detail: dict[str, Value] = {"schema": schema, "step": step, "latest_step": LATEST}
     if step < LATEST:
-        return Version([_steps_waiting(context.schema, step)])
-    if step > LATEST:
-        return Version([_tables_new(context.schema, step)])
-    return Version(is_current=True)
-
-
-def _tables_missing(schema: str) -> Finding:
-    return Finding(
-        "tables-missing",
-        "problem",
-        f"there are no outboxq tables in schema {schema!r} of this database",
-        {"schema": schema, "needed_step": NEEDED_VERSION},
-        "Run `outboxq migrate`, or name the right database (--database-url) and schema (--schema).",
-    )
-
-
-def _tables_old(schema: str, step: int) -> Finding:
-    return Finding(
-        "tables-old",
-        "problem",
-        f"the tables are at step {step}, and this outboxq needs step {NEEDED_VERSION}",
-        {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
-        f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={LATEST}) in a revision of yours.",
-    )
-
-
-def _steps_waiting(schema: str, step: int) -> Finding:
-    return Finding(
-        "tables-behind",
-        "warning",
-        f"the tables are at step {step}, and this outboxq brings step {LATEST}; their parts were not compared",
-        {"schema": schema, "step": step, "latest_step": LATEST},
-        f"Run `outboxq migrate` while the relays work on, or call outboxq.migrations.upgrade(op, to={LATEST}) in "
-        "revisions of yours, as docs/migrations.md says.",
-    )
-
-
-def _tables_new(schema: str, step: int) -> Finding:
+        return Finding(
+            "tables-behind",
+            "warning",
+            f"the tables are at step {step}, and this outboxq brings step {LATEST}; their parts were not compared",
+            detail,
+            f"Run `outboxq migrate` while the relays work on, or call outboxq.migrations.upgrade(op, to={LATEST}) in "
+            "revisions of yours, as docs/migrations.md says.",
+        )
     return Finding(
         "tables-new",
         "info",
         f"the tables are at step {step}, made by a newer outboxq than this one, which knows step {LATEST}; "
         "their parts were not compared",
-        {"schema": schema, "step": step, "latest_step": LATEST},
+        detail,
         "Finish the deployment: relays and producers of this version go on working meanwhile.",
     )
 
@@ -176,9 +157,65 @@ def _plain(definition: str) -> str:
     return "".join(character for character in kept if character not in ' ()"\n').lower()
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A function as the migrations leave it.
+
+    Args:
+        body: What PostgreSQL keeps of its text, in `pg_proc.prosrc`.
+        sql: Statements that make it so again, and leave the rights on it as they are.
+    """
+
+    body: str
+    sql: str
+
+
+def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
+    """Each function as the steps up to this one leave it in a schema, by name: read from what the steps send."""
+    prefix = re.escape(quote_identifier(schema))
+    made = re.compile(
+        rf"CREATE (?:OR REPLACE )?FUNCTION {prefix}\.(?P<made>\w+)\(.*? AS \$function\$(?P<body>.*?)\$function\$;"
+        rf"|ALTER FUNCTION {prefix}\.(?P<altered>\w+)\b[^;]*;",
+        re.DOTALL,
+    )
+    found: dict[str, Made] = {}
+    for change in made.finditer("\n".join(upgrade_sql(number, schema) for number in range(1, step + 1))):
+        if change["made"] is not None:
+            again = change[0].replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1)
+            found[change["made"]] = Made(change["body"], again)
+        else:
+            before = found[change["altered"]]
+            found[change["altered"]] = replace(before, sql=f"{before.sql}\n{change[0]}")
+    return found
+
+
 def find_missing_code(context: CheckContext) -> Iterator[Finding]:
-    """The functions, and the trigger that wakes relays."""
-    yield from find_different_functions(context)
+    """Functions that are missing or say something else than the migrations wrote, and the trigger that wakes relays.
+
+    A function names its schema in its text, which ALTER SCHEMA ... RENAME leaves as it was.
+    """
+    rows = context.rows(statements.functions(context.schema))
+    for name, made in sorted(made_by_migrations(context.schema).items()):
+        bodies = [row.body for row in rows if row.name == name]
+        if not bodies:
+            yield Finding(
+                "function-missing",
+                "problem",
+                f"function {name!r} is missing",
+                {"function": name, "sql": made.sql},
+                "Make it again, with the SQL in `detail` (--json), as the owner of the tables; then run what `outboxq "
+                "roles --sql` prints.",
+            )
+        elif made.body not in bodies:
+            yield Finding(
+                "function-different",
+                "problem",
+                f"the text of function {name!r} is not the one that the migrations make for schema "
+                f"{context.schema!r}: a schema that was renamed keeps its old name there",
+                {"function": name, "sql": made.sql},
+                "Give the schema its old name back, or mend the function with the SQL in `detail` (--json), as the "
+                "owner of the tables.",
+            )
     if _TRIGGER not in context.scalars(statements.triggers(context.schema)):
         yield Finding(
             "trigger-missing",

@@ -21,8 +21,15 @@ def find_lock_holders(context: CheckContext) -> Iterator[Finding]:
     """Sessions that hold jobs, or a whole table, for long."""
     holders = context.rows(statements.lock_holders(context.schema))
     limit = context.limits.older_than_seconds
-    blocking = [row for row in holders if _blocks(row) and (row.seconds or 0) >= min(limit, _TABLE_LOCK_SECONDS)]
-    yield from map(_table_locked, blocking)
+    for row in holders:
+        if _blocks(row) and (row.seconds or 0) >= min(limit, _TABLE_LOCK_SECONDS):
+            yield Finding(
+                "table-locked",
+                "problem",
+                f"{_session(row)} has locked {', '.join(row.tables)} for {age(row.seconds)}: claims and producers wait",
+                {**_session_detail(row), "tables": list(row.tables), "modes": list(row.modes)},
+                f"Let it finish, or end it: SELECT pg_terminate_backend({row.pid});",
+            )
     old = [row for row in holders if not _blocks(row) and (row.seconds or 0) >= limit]
     held = _count_leased_jobs(context, [row.xid for row in old if row.xid is not None])
     for row in old:
@@ -43,16 +50,6 @@ def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> dict[s
         # No right to read the jobs, or too many of them: the holders are named without the number.
         return {}
     return {row.xid: row.jobs for row in rows}
-
-
-def _table_locked(row: Row[Any]) -> Finding:
-    return Finding(
-        "table-locked",
-        "problem",
-        f"{_session(row)} has locked {', '.join(row.tables)} for {age(row.seconds)}: claims and producers wait",
-        {**_session_detail(row), "tables": list(row.tables), "modes": list(row.modes)},
-        f"Let it finish, or end it: SELECT pg_terminate_backend({row.pid});",
-    )
 
 
 def _jobs_held(row: Row[Any], jobs: int) -> Finding:
@@ -110,40 +107,18 @@ def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
     """Prepared transactions that were not ended."""
     for row in context.rows(statements.prepared_transactions(context.schema)):
         if row.seconds >= context.limits.older_than_seconds:
-            yield _prepared_held(row) if row.holds_jobs else _prepared_orphaned(row)
-
-
-def _prepared_held(row: Row[Any]) -> Finding:
-    return Finding(
-        "jobs-held-by-prepared-transaction",
-        "problem",
-        f"prepared transaction {row.gid!r} of {row.owner} has held jobs for {age(row.seconds)}, and restarts do not "
-        "end it",
-        _prepared_detail(row),
-        _prepared_advice(row),
-    )
-
-
-def _prepared_orphaned(row: Row[Any]) -> Finding:
-    return Finding(
-        "prepared-transaction-orphaned",
-        "warning",
-        f"prepared transaction {row.gid!r} of {row.owner} has been open for {age(row.seconds)}: {_PINNED}",
-        _prepared_detail(row),
-        _prepared_advice(row),
-    )
-
-
-def _prepared_detail(row: Row[Any]) -> dict[str, Value]:
-    return {name: value for name, value in detail_of(row).items() if name != "holds_jobs"}
-
-
-def _prepared_advice(row: Row[Any]) -> str:
-    gid = row.gid.replace("'", "''")
-    return (
-        "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database as "
-        f"{row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED)."
-    )
+            is_held, opened = row.holds_jobs, f"prepared transaction {row.gid!r} of {row.owner} has"
+            gid = row.gid.replace("'", "''")
+            yield Finding(
+                "jobs-held-by-prepared-transaction" if is_held else "prepared-transaction-orphaned",
+                "problem" if is_held else "warning",
+                f"{opened} held jobs for {age(row.seconds)}, and restarts do not end it"
+                if is_held
+                else f"{opened} been open for {age(row.seconds)}: {_PINNED}",
+                {name: value for name, value in detail_of(row).items() if name != "holds_jobs"},
+                "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database "
+                f"as {row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED).",
+            )
 
 
 def find_slots(context: CheckContext) -> Iterator[Finding]:
@@ -156,7 +131,15 @@ def find_slots(context: CheckContext) -> Iterator[Finding]:
         if not row.active and left and (row.retained_bytes is not None or pinned):
             yield _slot_inactive(row)
         elif pinned and pinned >= limits.older_than_transactions:
-            yield _slot_pins(row, pinned)
+            yield Finding(
+                "snapshot-pinned-by-slot",
+                "warning",
+                f"replication slot {row.name!r} has held a snapshot back for "
+                f"{several(pinned, 'transaction', 'transactions')}: {_PINNED}",
+                detail_of(row),
+                "Its reader is behind, or a query on the standby is long: let it catch up, or set "
+                "hot_standby_feedback = off there.",
+            )
 
 
 def _slot_inactive(row: Row[Any]) -> Finding:
@@ -170,18 +153,6 @@ def _slot_inactive(row: Row[Any]) -> Finding:
         detail_of(row),
         f"Start its reader again, or drop it: SELECT pg_drop_replication_slot('{row.name}'); "
         "max_slot_wal_keep_size bounds what slots may retain.",
-    )
-
-
-def _slot_pins(row: Row[Any], pinned: int) -> Finding:
-    return Finding(
-        "snapshot-pinned-by-slot",
-        "warning",
-        f"replication slot {row.name!r} has held a snapshot back for {several(pinned, 'transaction', 'transactions')}: "
-        f"{_PINNED}",
-        detail_of(row),
-        "Its reader is behind, or a query on the standby is long: let it catch up, or set hot_standby_feedback = off "
-        "there.",
     )
 
 

@@ -39,18 +39,32 @@ def find_neglected_tables(context: CheckContext) -> Iterator[Finding]:
     for row in context.rows(statements.vacuum_state(context.schema)):
         options = {option.lower() for option in row.options}
         if options & {"autovacuum_enabled=false", "autovacuum_enabled=off", "autovacuum_enabled=0"}:
-            yield _autovacuum_off(context.schema, row.table)
+            yield Finding(
+                "autovacuum-off",
+                "problem" if row.table == "job" else "warning",
+                f"autovacuum is switched off for table {row.table}: dead rows stay, and claims slow down",
+                {"table": row.table},
+                f"ALTER TABLE {identifier(context.schema, row.table)} RESET (autovacuum_enabled);",
+            )
         if row.dead >= limit and row.dead >= row.live / 5:
             yield _many_dead(row)
 
 
-def _autovacuum_off(schema: str, table: str) -> Finding:
+def _many_dead(row: Row[Any]) -> Finding:
+    vacuumed = f"{age(row.vacuumed_seconds_ago)} ago" if row.vacuumed_seconds_ago is not None else "never"
     return Finding(
-        "autovacuum-off",
-        "problem" if table == "job" else "warning",
-        f"autovacuum is switched off for table {table}: dead rows stay, and claims slow down",
-        {"table": table},
-        f"ALTER TABLE {identifier(schema, table)} RESET (autovacuum_enabled);",
+        "dead-tuples",
+        "warning",
+        f"table {row.table} has {several(row.dead, 'dead row', 'dead rows')} beside {row.live:,} live ones, and was "
+        f"last vacuumed {vacuumed}",
+        {
+            "table": row.table,
+            "dead": row.dead,
+            "live": row.live,
+            "vacuumed_seconds_ago": row.vacuumed_seconds_ago,
+        },
+        "If another finding names a pinned snapshot, end that first. Then: VACUUM (VERBOSE) the table; a shorter "
+        "autovacuum_naptime (10s), or more autovacuum_max_workers, if it does not keep up.",
     )
 
 
@@ -62,7 +76,16 @@ def find_changed_settings(context: CheckContext) -> Iterator[Finding]:
         lost = [name for name in wanted if name not in options]
         changed = [name for name in wanted if name in options and not _is_same(name, options[name], wanted[name])]
         if lost:
-            yield _settings_lost(context.schema, row.table, lost)
+            late = (
+                "it is vacuumed too late for a queue" if row.table == "job" else "what has expired slows pruning down"
+            )
+            yield Finding(
+                "autovacuum-settings-lost",
+                "warning",
+                f"table {row.table} has lost settings of its own for vacuum ({', '.join(lost)}): {late}",
+                {"table": row.table, "settings": lost},
+                _set(context.schema, row.table, lost),
+            )
         if changed:
             yield _settings_changed(context.schema, row.table, changed, options)
 
@@ -71,17 +94,6 @@ def _is_same(name: str, found: str, wanted: str) -> bool:
     if name.startswith("vacuum_"):
         return _SPELLINGS.get(found.lower(), found.lower()) == wanted
     return float(found) == float(wanted)
-
-
-def _settings_lost(schema: str, table: str, lost: list[str]) -> Finding:
-    late = "it is vacuumed too late for a queue" if table == "job" else "what has expired slows pruning down"
-    return Finding(
-        "autovacuum-settings-lost",
-        "warning",
-        f"table {table} has lost settings of its own for vacuum ({', '.join(lost)}): {late}",
-        {"table": table, "settings": lost},
-        _set(schema, table, lost),
-    )
 
 
 def _settings_changed(schema: str, table: str, changed: list[str], options: Mapping[str, str]) -> Finding:
@@ -116,24 +128,6 @@ def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
             "A relay whose role owns the tables builds it again by itself, unless it was started with --no-reindex. "
             f"By hand, as the owner: REINDEX INDEX CONCURRENTLY {identifier(context.schema, index)};",
         )
-
-
-def _many_dead(row: Row[Any]) -> Finding:
-    vacuumed = f"{age(row.vacuumed_seconds_ago)} ago" if row.vacuumed_seconds_ago is not None else "never"
-    return Finding(
-        "dead-tuples",
-        "warning",
-        f"table {row.table} has {several(row.dead, 'dead row', 'dead rows')} beside {row.live:,} live ones, and was "
-        f"last vacuumed {vacuumed}",
-        {
-            "table": row.table,
-            "dead": row.dead,
-            "live": row.live,
-            "vacuumed_seconds_ago": row.vacuumed_seconds_ago,
-        },
-        "If another finding names a pinned snapshot, end that first. Then: VACUUM (VERBOSE) the table; a shorter "
-        "autovacuum_naptime (10s), or more autovacuum_max_workers, if it does not keep up.",
-    )
 
 
 _JOB = frozenset({"job"})

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from outboxq.codec.text import several
-from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
+from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, shell_word
 from outboxq.statements.doctor import work as statements
 
@@ -102,10 +102,8 @@ def find_late_queues(context: CheckContext) -> Iterator[Finding]:
     relays = _number_of_relays(context)
     for queue, seconds in oldest.items():
         late = seconds >= context.limits.older_than_seconds
-        if queue in paused:
-            yield _paused(queue, jobs[queue], seconds, late=late)
-        elif late:
-            yield _unserved(queue, jobs[queue], seconds) if not relays else _late(queue, jobs[queue], seconds)
+        if late or queue in paused:
+            yield _waiting_queue(queue, jobs[queue], seconds, is_paused=queue in paused, is_late=late, relays=relays)
 
 
 def _number_of_relays(context: CheckContext) -> int:
@@ -115,34 +113,31 @@ def _number_of_relays(context: CheckContext) -> int:
     return connected
 
 
-def _paused(queue: str, jobs: int, seconds: float, *, late: bool) -> Finding:
-    return Finding(
-        "queue-paused",
-        "warning" if late else "info",
-        f"queue {queue!r} is paused, and {_jobs_wait(jobs)} there, the oldest for {age(seconds)}",
-        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
-        f"When the reason is gone: outboxq queues resume {shell_word(queue)}",
-    )
-
-
-def _unserved(queue: str, jobs: int, seconds: float) -> Finding:
-    return Finding(
-        "no-relay",
-        "problem",
-        f"no relay is connected, and {_jobs_wait(jobs)} in queue {queue!r}, the oldest for {age(seconds)}",
-        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
-        "Start one: outboxq relay MODULE:ATTRIBUTE. (A relay on an engine of your own is seen when its "
-        "application_name is 'outboxq relay'.)",
-    )
-
-
-def _late(queue: str, jobs: int, seconds: float) -> Finding:
+def _waiting_queue(queue: str, jobs: int, seconds: float, *, is_paused: bool, is_late: bool, relays: int) -> Finding:
+    detail: dict[str, Value] = {"queue": queue, "jobs": jobs, "oldest_seconds": seconds}
+    if is_paused:
+        return Finding(
+            "queue-paused",
+            "warning" if is_late else "info",
+            f"queue {queue!r} is paused, and {_jobs_wait(jobs)} there, the oldest for {age(seconds)}",
+            detail,
+            f"When the reason is gone: outboxq queues resume {shell_word(queue)}",
+        )
+    if not relays:
+        return Finding(
+            "no-relay",
+            "problem",
+            f"no relay is connected, and {_jobs_wait(jobs)} in queue {queue!r}, the oldest for {age(seconds)}",
+            detail,
+            "Start one: outboxq relay MODULE:ATTRIBUTE. (A relay on an engine of your own is seen when its "
+            "application_name is 'outboxq relay'.)",
+        )
     return Finding(
         "queue-late",
         "warning",
         f"{_jobs_wait(jobs)} in queue {queue!r}, the oldest of the next for {age(seconds)}, although relays are "
         "connected",
-        {"queue": queue, "jobs": jobs, "oldest_seconds": seconds},
+        detail,
         f"See that a relay serves it (--queue {shell_word(queue + '=4')}), with enough slots; `outboxq "
         "jobs list --running` shows what takes long.",
     )

@@ -67,30 +67,15 @@ class Stats:
     unknown_effects: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
-    """Jobs that are left when a relay has nothing to run in its queues; each is counted once.
+def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
+    """How many jobs are left when a relay of these queues has nothing to run in them; each is counted once.
 
-    Args:
-        in_backoff: Their last attempt failed, and the next one has its time.
-        later: Due later.
-        parked: Of kinds that no relay which saw them knows.
-        paused: In queues of its own that are paused.
-        elsewhere: Held by other relays or transactions, or new.
-        not_served: In queues that are not its own.
+    Returns:
+        Numbers above 0: `in_backoff` (the last attempt failed, and the next one has its time), `later`, `parked` (of
+        kinds that no relay which saw them knows), `paused` (in queues of its own), `elsewhere` (held by other relays
+        or transactions, or new), `not_served` (in queues that are not its own).
     """
-
-    in_backoff: int = 0
-    later: int = 0
-    parked: int = 0
-    paused: int = 0
-    elsewhere: int = 0
-    not_served: int = 0
-
-
-def count_left(connection: Connection, served: Sequence[str]) -> Left:
-    """Count what a relay of these queues leaves at this moment, in the caller's transaction."""
-    return Left(**{row.sort: row.jobs for row in connection.execute(statements.count_left(served))})
+    return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 
 
 def collect_stats(connection: Connection) -> Stats:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from outboxq.admin.effects import Verdict
+    from outboxq.admin.installation import NewInstallation
 
 app = typer.Typer(
     help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.",
@@ -191,6 +192,10 @@ def new_installation(options: NewInstallationOptions) -> None:
     if options.as_json:
         print_json({"installation": renewed})
         return
+    _print_installation(renewed)
+
+
+def _print_installation(renewed: "NewInstallation") -> None:
     typer.echo(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
     typer.echo(f"{renewed.forgotten:,} effects that were not applied are forgotten: they get a key of the new id")
     typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: they are not called")

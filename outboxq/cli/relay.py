@@ -1,25 +1,154 @@
-"""`outboxq relay`."""
+"""`outboxq relay`: its options, and the command line of each process when it keeps several."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from outboxq.cli.options import takes
-from outboxq.cli.relay_options import LogLevel, RelayOptions
+from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrl, Schema, takes
 
 if TYPE_CHECKING:
-    from typing import NoReturn
-
-    from sqlalchemy import URL
-
     from outboxq.config import RelayConfig
-    from outboxq.relay.relay import Relay
-    from outboxq.relay.state import RelayReport
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+# Options that have the name of the setting.
+_NUMBERS = ("batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds")
 
 
-_LAST_WORDS_SECONDS = 2.0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayOptions:
+    """A field per option."""
+
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:ATTRIBUTE", help="The registry, such as myapp.jobs:jobs.", show_default=False),
+    ]
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--queue",
+            metavar="NAMES[=SLOTS]",
+            help="Which queues to serve, and how many of their jobs run at once: accounts=4; urgent,normal=2 (two of "
+            "both together, in this order of precedence); *=2 (two of all other queues together, in turns). May be "
+            "repeated. Without it: two of each queue.",
+            show_default=False,
+        ),
+    ] = None
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, max=256, help="How many such relays to keep running, a process each.")
+    ] = 1
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Stop when no job is ready or due any more, and say what is left.")
+    ] = False
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, max=1_000, help="The most jobs that one transaction claims.")
+    ] = 1
+    poll_seconds: Annotated[
+        float, typer.Option("--poll-seconds", help="The longest time between two polls of an empty queue.")
+    ] = 1.0
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", help="How long a stopping relay waits for its handlers.")
+    ] = 30.0
+    lease_seconds: Annotated[
+        float,
+        typer.Option(
+            "--lease-seconds",
+            help="How long jobs in lease mode stay with this relay after its last sign of life.",
+        ),
+    ] = 30.0
+    max_crashes: Annotated[
+        int,
+        typer.Option(
+            "--max-crashes", help="How often a job that runs alone may crash its relay before it is a dead letter."
+        ),
+    ] = 3
+    prune_seconds: Annotated[
+        float,
+        typer.Option(
+            "--prune-seconds",
+            help="The longest time between two deletions of messages and effects whose retention is over. 0: never.",
+        ),
+    ] = 60.0
+    no_reindex: Annotated[
+        bool,
+        typer.Option(
+            "--no-reindex",
+            help="Do not rebuild bloated indexes of the job table (REINDEX CONCURRENTLY). Only a relay whose role owns "
+            "the tables rebuilds them.",
+        ),
+    ] = False
+    allow_asynchronous_commit: Annotated[
+        bool,
+        typer.Option(
+            "--allow-asynchronous-commit",
+            help="Work although synchronous_commit is off: a crash of the server may undo what was reported as done.",
+        ),
+    ] = False
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            "--stall-seconds",
+            help="With several processes: kill and replace one that has shown no sign of life for so long. 0: never.",
+        ),
+    ] = 60.0
+    health_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--health-file",
+            metavar="PATH",
+            help="Write the state of the relay into this file once a second, for `outboxq health`.",
+            show_default=False,
+        ),
+    ] = None
+    listen_url: Annotated[
+        str | None,
+        typer.Option(
+            "--listen-url",
+            metavar="URL",
+            help="A direct URL of the server, to LISTEN on, if the database URL leads to a transaction pooler. Other "
+            "users of the machine can see it here: prefer the variable OUTBOXQ_LISTEN_URL.",
+            show_default=False,
+        ),
+    ] = field(default=None, repr=False)
+    no_listen: Annotated[bool, typer.Option("--no-listen", help="Do not LISTEN for new jobs: poll only.")] = False
+    schema: Schema = DEFAULT_SCHEMA
+    log_level: Annotated[LogLevel, typer.Option("--log-level", help="What to log to standard error.")] = "info"
+    database_url: DatabaseUrl = field(default=None, repr=False)
+
+    def config(self) -> "RelayConfig":
+        """The same as a relay's configuration.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        from outboxq import config
+
+        return config.RelayConfig(
+            groups=tuple(config.SlotGroup.parse(text) for text in self.queue or ()),
+            **{name: getattr(self, name) for name in _NUMBERS},
+            reindex=not self.no_reindex,
+            allow_asynchronous_commit=self.allow_asynchronous_commit,
+            listen=not self.no_listen,
+            listen_url=config.listen_url(self.listen_url),
+            schema=self.schema,
+        )
+
+    def of_one_process(self) -> list[str]:
+        """The command line of one of several processes; without the URLs, which other users could read there."""
+        command = [sys.executable, "-m", "outboxq", "relay", self.target]
+        command += ["--schema", self.schema, "--log-level", self.log_level]
+        command += [part for text in self.queue or () for part in ("--queue", text)]
+        command += [part for name in _NUMBERS for part in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
+        flags = {
+            "--no-reindex": self.no_reindex,
+            "--allow-asynchronous-commit": self.allow_asynchronous_commit,
+            "--drain": self.drain,
+            "--no-listen": self.no_listen,
+        }
+        return [*command, *(flag for flag, is_given in flags.items() if is_given)]
 
 
 @takes(RelayOptions)
@@ -41,178 +170,6 @@ def relay(options: RelayOptions) -> None:
       outboxq relay myapp.jobs:jobs --processes 4 --health-file /tmp/relay.json
       outboxq relay myapp.jobs:jobs --drain
     """
-    from outboxq import config
+    from outboxq.cli.relay_process import run_relay
 
-    url, settings = config.database_url(options.database_url), options.config()
-    if options.processes == 1:
-        _run(options, url, settings)
-    else:
-        # Once, for all of them.
-        _check_database(url, settings)
-        _set_up_logging(options.log_level)
-        _supervise(options, url, settings)
-
-
-def _run(options: RelayOptions, url: "URL", settings: "RelayConfig") -> None:
-    """Run one relay in this process."""
-    from outboxq import config
-    from outboxq.handlers.loading import load_jobs
-    from outboxq.observability.logging import log_event
-    from outboxq.relay import health
-    from outboxq.relay.relay import Relay
-    from outboxq.relay.signals import stop_signals, stop_when_parent_dies
-    from outboxq.relay.slot_groups import resolve_groups
-
-    # Before the application's code, which may start processes of its own.
-    parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
-    jobs = load_jobs(options.target)
-    _set_up_logging(options.log_level)
-    state = health.StateHook()
-    relay = Relay(url, jobs, settings, hooks=(log_event, state))
-    with stop_signals(relay.stop), health.health_file(options.health_file, lambda: health.Health(state.state)):
-        if parent is not None:
-            stop_when_parent_dies(parent, relay.stop)
-        if heartbeat is not None:
-            health.send_beats(heartbeat, lambda: state.state)
-        if parent is None:
-            _check_database(url, settings)
-        report = _work(relay, drain=options.drain)
-    if options.drain:
-        typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
-        if state.state != "stopping":
-            queues = [name for group, _ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
-            _say_what_is_left(url, settings.schema, queues)
-
-
-def _work(relay: "Relay", *, drain: bool) -> "RelayReport":
-    """Work until it is told to stop, or until the queues are drained."""
-    from outboxq.errors import ConfigError, RelayStuck, SchemaError
-
-    try:
-        return relay.drain() if drain else relay.run()
-    except RelayStuck as error:
-        _end_stuck(error)
-    except SchemaError as error:
-        raise ConfigError(str(error)) from error
-
-
-_LEFT = {
-    "in_backoff": "in backoff after a failed attempt",
-    "later": "due later",
-    "parked": "of kinds that this registry does not know",
-    "paused": "in paused queues",
-    "elsewhere": "held by others, or new",
-    "not_served": "in queues that are not served",
-}
-
-
-def _say_what_is_left(url: "URL", schema: str, queues: Sequence[str]) -> None:
-    """Print how many jobs of each sort a drain leaves, if any."""
-    from sqlalchemy.exc import DBAPIError
-
-    from outboxq.admin.stats import count_left
-    from outboxq.cli.database import open_database
-    from outboxq.cli.errors import DatabaseUnreachable
-    from outboxq.cli.output import notice
-
-    try:
-        with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
-            left = count_left(connection, queues)
-    except (DBAPIError, DatabaseUnreachable) as error:
-        # No error: the drain itself is done.
-        notice(f"what is left could not be counted ({type(error).__name__})")
-        return
-    counts = {words: getattr(left, sort) for sort, words in _LEFT.items()}
-    if any(counts.values()):
-        typer.echo("left: " + ", ".join(f"{number:,} {words}" for words, number in counts.items() if number))
-
-
-def _end_stuck(error: Exception) -> "NoReturn":
-    """End without waiting for any thread: Python might wait for the one that is stuck, and it may hold any lock."""
-    import logging
-    import os
-    import threading
-
-    from outboxq.relay.supervisor import EXIT_STUCK
-
-    def say() -> None:
-        logging.getLogger("outboxq.relay").critical("%s", error)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-    speaker = threading.Thread(target=say, name="outboxq-last-words", daemon=True)
-    speaker.start()
-    speaker.join(_LAST_WORDS_SECONDS)
-    os._exit(EXIT_STUCK)
-
-
-def _supervise(options: RelayOptions, url: "URL", settings: "RelayConfig") -> "NoReturn":
-    """Keep several relays running, a process each."""
-    from outboxq import config
-    from outboxq.events import Emitter
-    from outboxq.observability.logging import log_event
-    from outboxq.relay.supervisor import Supervisor
-
-    supervisor = Supervisor(
-        options.of_one_process(),
-        options.processes,
-        environment=config.child_environment(_secrets(url, settings)),
-        drain_seconds=settings.drain_seconds,
-        emit=Emitter((log_event,), lambda _hook, _event: None),
-        finite=options.drain,
-        stall_seconds=options.stall_seconds,
-        health_path=options.health_file,
-    )
-    raise typer.Exit(supervisor.run())
-
-
-def _secrets(url: "URL", settings: "RelayConfig") -> Mapping[str, str]:
-    """The URLs as variables: a command line can be read by every user of the machine."""
-    from outboxq import config
-
-    secrets = {config.DATABASE_URL_VARIABLE: url.render_as_string(hide_password=False)}
-    if settings.listen_url is not None:
-        secrets[config.LISTEN_URL_VARIABLE] = settings.listen_url
-    return secrets
-
-
-def _check_database(url: "URL", settings: "RelayConfig") -> None:
-    """Refuse to start if waiting would not help; if it would, log what libpq said, which the relay does not know.
-
-    Raises:
-        ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.
-    """
-    import logging
-
-    from sqlalchemy.exc import DBAPIError
-
-    from outboxq.cli.database import connect
-    from outboxq.cli.errors import DatabaseUnreachable
-    from outboxq.errors import ConfigError, SchemaError
-    from outboxq.relay.startup import check_database
-
-    try:
-        with connect(url) as connection:
-            check_database(connection, settings)
-    except DatabaseUnreachable as error:
-        if error.refused:
-            raise ConfigError(str(error)) from error
-        logging.getLogger("outboxq.relay").warning("%s", error)
-    except SchemaError as error:
-        raise ConfigError(str(error)) from error
-    except DBAPIError:
-        # The relay will meet the same error, and reports it.
-        return
-
-
-def _set_up_logging(level: LogLevel) -> None:
-    """Log to standard error, unless the application has set up its own logging; the level is ours either way."""
-    import logging
-
-    from outboxq.observability.logging import LineFormatter
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s [%(process)d] %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("outboxq").setLevel(level.upper())
+    run_relay(options)

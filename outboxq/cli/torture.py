@@ -1,6 +1,6 @@
 """`outboxq torture`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -51,16 +51,12 @@ def torture(options: Options) -> None:
     from outboxq.torture import TortureOptions
     from outboxq.torture.run import run_torture
 
-    torture_options = TortureOptions(
-        jobs=options.jobs,
-        faults=options.faults,
-        seed=random.randrange(1_000_000) if options.seed is None else options.seed,
-        mode=options.mode,
-        relays=options.relays,
-        minutes=options.minutes,
-    )
-    report = run_torture(torture_options, notice)
-    if options.as_json:
+    given = asdict(options)
+    as_json = given.pop("as_json")
+    if options.seed is None:
+        given["seed"] = random.randrange(1_000_000)
+    report = run_torture(TortureOptions(**given), notice)
+    if as_json:
         print_json(report)
     else:
         _show(report)

@@ -23,7 +23,7 @@ def count_jobs() -> Executable:
 
 
 def count_left(served: Sequence[str]) -> Executable:
-    """How many jobs are left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `stats.Left`.
+    """How many jobs are left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `admin.stats`.
 
     Reads the table once, whatever its size; no locks.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection
 
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
@@ -58,9 +58,8 @@ def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
     row = connection.execute(statements.select_dead_letter(job_id)).one_or_none()
     if row is None:
         raise JobNotFound(job_id, "dead letter")
-    named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
-    dead = DeadJob(*(named[name] for name in statements.SUMMARY_COLUMNS))
-    return DeadDetail(dead, *(named[name] for name in statements.DETAIL_COLUMNS))
+    summary = len(statements.SUMMARY_COLUMNS)
+    return DeadDetail(DeadJob(*row[:summary]), *row[summary:])
 
 
 def is_dead(connection: Connection, job_id: UUID) -> bool:
@@ -82,15 +81,11 @@ def retry_page(
     Those whose id a job has already, which waits or runs, are refused. Ids that are nowhere in the page do not exist.
     They keep their id, arguments and error history, and start over with attempt and crashes at 0.
     """
-    return _run(connection, statements.retry_page(wanted, after=after, limit=limit))
+    return read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit)))
 
 
 def discard_page(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> Page:
     """Delete the next dead letters that match; continue with `after=page.last` until that is None."""
-    return _run(connection, statements.discard_page(wanted, after=after, limit=limit))
-
-
-def _run(connection: Connection, statement: Executable) -> Page:
-    return read_page(connection.execute(statement))
+    return read_page(connection.execute(statements.discard_page(wanted, after=after, limit=limit)))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outboxq import __version__
-from outboxq.cli import dead, demo, doctor, effects, health, inbox, jobs, migrate, queues, relay, roles, stats, torture
+from outboxq.cli import dead, doctor, effects, inbox, jobs, migrate, queues, relay, roles, trials
 
 # Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.
 app = typer.Typer(
@@ -37,13 +37,13 @@ def outboxq(
     del version
 
 
-app.command("demo")(demo.demo)
+app.command("demo")(trials.demo)
 app.command("migrate")(migrate.migrate)
 app.command("relay")(relay.relay)
-app.command("health")(health.health)
+app.command("health")(relay.health)
 app.command("roles")(roles.roles)
-app.command("stats")(stats.stats)
-app.command("torture")(torture.torture)
+app.command("stats")(queues.stats)
+app.command("torture")(trials.torture)
 app.command("doctor")(doctor.doctor)
 app.add_typer(queues.app, name="queues")
 app.add_typer(jobs.app, name="jobs")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outboxq.cli.options import DatabaseOptions, takes
+from outboxq.cli.output import print_json
+from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,8 +87,6 @@ def doctor(options: DoctorOptions) -> None:
       outboxq doctor myapp.jobs:jobs --older-than 60
       outboxq doctor --json | jq -r '.findings[] | select(.severity == "problem") | .code'
     """
-    from outboxq.cli.output import print_json
-
     found = _run_checks(options)
     if options.as_json:
         print_json({"findings": found})
@@ -126,8 +126,6 @@ def _run_checks(options: DoctorOptions) -> "list[Finding]":
 
 
 def _print_findings(found: "Sequence[Finding]") -> None:
-    from outboxq.codec.text import printable, several
-
     if not found:
         typer.echo("Nothing found: all is well.")
         return

@@ -6,6 +6,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
+from outboxq.cli.output import notice, print_json
 
 if TYPE_CHECKING:
     from psycopg.errors import Diagnostic
@@ -43,8 +44,6 @@ def migrate(
         return
     before, after = _run(database_url, to, schema)
     if as_json:
-        from outboxq.cli.output import print_json
-
         print_json({"schema": schema, "before": before, "after": after})
     elif before == after:
         typer.echo(f"schema {schema!r} is at step {after} already")
@@ -66,12 +65,8 @@ def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, in
 
 
 def _tell_notice(diagnostic: "Diagnostic") -> None:
-    from outboxq.cli.output import notice
-
     notice(str(diagnostic.message_primary).removeprefix("outboxq: "))
 
 
 def _tell_of_wait(holders: list[str]) -> None:
-    from outboxq.cli.output import notice
-
     notice(f"waiting for another migration: {'; '.join(holders) or 'it ended just now'}")

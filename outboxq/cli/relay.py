@@ -1,4 +1,4 @@
-"""`outboxq relay`: its options, and the command line of each process when it keeps several."""
+"""`outboxq relay`: its options, and the command line of each process when it keeps several; `outboxq health`."""
 
 import sys
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrl, Schema, takes
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
+from outboxq.cli.output import print_json
 
 if TYPE_CHECKING:
     from outboxq.config import RelayConfig
@@ -173,3 +174,31 @@ def relay(options: RelayOptions) -> None:
     from outboxq.cli.relay_process import run_relay
 
     run_relay(options)
+
+
+def health(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The --health-file of the relay.", show_default=False)],
+    max_age_seconds: Annotated[
+        float,
+        typer.Option("--max-age-seconds", min=2.0, help="How old the file may be. A relay writes it once a second."),
+    ] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether the relay that writes this file lives, for a container's probe. Asks no database.
+
+    Exit codes: 0 the relay starts, works, or waits for its database; 1 it is stopping, has ended, or has not written
+    the file for too long.
+
+    \b
+    Examples:
+      outboxq health /tmp/relay.json
+      outboxq health /tmp/relay.json --max-age-seconds 10 --json
+    """
+    from outboxq.relay.health import judge
+
+    verdict = judge(path, max_age_seconds)
+    if as_json:
+        print_json({"alive": verdict.alive, "why": verdict.why, "health": verdict.health})
+    else:
+        typer.echo(f"{'alive' if verdict.alive else 'not alive'}: {verdict.why}")
+    raise typer.Exit(0 if verdict.alive else 1)

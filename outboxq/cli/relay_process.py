@@ -24,10 +24,10 @@ from outboxq.handlers.loading import load_jobs
 from outboxq.observability.logging import LineFormatter, log_event
 from outboxq.relay import health
 from outboxq.relay.relay import Relay
-from outboxq.relay.state import RelayReport
 from outboxq.relay.signals import stop_signals, stop_when_parent_dies
 from outboxq.relay.slot_groups import resolve_groups
 from outboxq.relay.startup import check_database
+from outboxq.relay.state import RelayReport
 from outboxq.relay.supervisor import EXIT_STUCK, Supervisor
 
 _LAST_WORDS_SECONDS = 2.0

@@ -7,6 +7,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, Schema, takes
+from outboxq.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from outboxq.admin.roles import Part, Rights
@@ -66,7 +67,6 @@ def roles(options: RolesOptions) -> None:
 
 def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
     from outboxq.admin.roles import RIGHTS
-    from outboxq.cli.output import print_json, print_table
 
     if as_json:
         print_json({"roles": [_rights_as_json(part, name, RIGHTS[part]) for part, name in names.items()]})

@@ -14,16 +14,38 @@ from outboxq.doctor import effects, pooler, rights, server, sessions, vacuum, wo
 from outboxq.doctor import schema as structure
 from outboxq.doctor.findings import Check, CheckContext, Connect, Finding, Limits
 from outboxq.handlers.registry import Registry
+from outboxq.statements.doctor import tables as statements
 from outboxq.tables import SCHEMA
 
+_MARKED, _JOB, _EFFECT = frozenset({"migration"}), frozenset({"job"}), frozenset({"effect"})
+
 CHECKS: tuple[Check, ...] = (
-    *structure.CHECKS,
-    *vacuum.CHECKS,
-    *work.CHECKS,
-    *effects.CHECKS,
-    *sessions.CHECKS,
-    *rights.CHECKS,
-    *server.CHECKS,
+    Check("the tables", structure.find_missing_tables, _MARKED, needs_current=True),
+    Check("the indexes", structure.find_broken_indexes, _MARKED, needs_current=True),
+    Check("functions and triggers", structure.find_missing_code, _MARKED, needs_current=True),
+    Check("dead rows and autovacuum", vacuum.find_neglected_tables, _JOB),
+    Check("the settings for vacuum", vacuum.find_changed_settings, _JOB, needs_current=True),
+    Check("the size of indexes", vacuum.find_wasted_indexes, _JOB),
+    Check("the kinds that wait", work.find_unknown_kinds, _JOB, grant="SELECT on the table job"),
+    Check("the queues", work.find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
+    Check("suspects", work.find_suspects, _JOB, grant="SELECT on the table job"),
+    Check("leases", work.find_orphaned_leases, _JOB | {"relay"}, grant="SELECT on the tables job and relay"),
+    Check("unknown effects", effects.find_unknown_effects, _EFFECT, grant="SELECT on the table effect"),
+    Check("effects that were started", effects.find_abandoned_effects, _EFFECT, grant="SELECT on the table effect"),
+    Check("which sessions hold jobs", sessions.find_lock_holders, _JOB),
+    Check("which session pins the oldest snapshot", sessions.find_pinned_snapshot),
+    Check("the age of transactions", sessions.find_hidden_sessions),
+    Check("prepared transactions", sessions.find_prepared_transactions),
+    Check("replication slots", sessions.find_slots),
+    Check("the feedback of standbys", sessions.find_standby_feedback),
+    Check("the rights of this role", rights.find_missing_rights, _MARKED),
+    Check("the rights of producers", rights.find_wide_producers, _MARKED),
+    Check("row level security", rights.find_hidden_rows, _MARKED),
+    Check("the search path", rights.find_open_schemas),
+    Check("the server's version and the encoding", server.find_unsupported_server),
+    Check("time-outs", server.find_short_timeouts),
+    Check("settings of the server", server.find_unsafe_settings),
+    Check("the number of connections", server.find_used_up_connections),
 )
 
 # LOCAL, because a transaction pooler would keep anything else for the next client. No session is held up: the longest
@@ -92,7 +114,7 @@ def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext
     """The context with the tables that can be looked at; what is wrong with their version is a finding."""
     tables: frozenset[str] = frozenset()
     with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
-        tables = structure.existing_tables(context)
+        tables = frozenset(context.scalars(statements.tables(context.schema)))
     context = replace(context, tables=tables)
     version: Finding | None = None
     grant = f"SELECT on {context.schema}.migration"

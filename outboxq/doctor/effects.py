@@ -1,9 +1,9 @@
 """Effects that an operator has to look at: unknown ones, and those whose caller did not come back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from outboxq.codec.text import several
-from outboxq.doctor.findings import Check, CheckContext, Finding, detail_of
+from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import effects as statements
 
@@ -60,11 +60,3 @@ def _effects(number: int) -> str:
     if number == statements.MAX_EFFECTS:
         return f"{number:,} or more effects"
     return several(number, "effect", "effects")
-
-
-_EFFECT = frozenset({"effect"})
-
-CHECKS: Sequence[Check] = (
-    Check("unknown effects", find_unknown_effects, _EFFECT, grant="SELECT on the table effect"),
-    Check("effects that were started", find_abandoned_effects, _EFFECT, grant="SELECT on the table effect"),
-)

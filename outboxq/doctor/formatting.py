@@ -1,7 +1,6 @@
 """Ages, counts and sizes for titles, and names that are quoted so that advice can be copied."""
 
 import re
-import shlex
 
 _PLAIN_NAME = re.compile("[a-z_][a-z0-9_]*")
 
@@ -25,8 +24,3 @@ def identifier(*names: str) -> str:
     """A name for SQL, in double quotes only if it needs them."""
     doubled = (name.replace('"', '""') for name in names)
     return ".".join(name if _PLAIN_NAME.fullmatch(name) else f'"{name}"' for name in doubled)
-
-
-def shell_word(name: str) -> str:
-    """A name for a command line, quoted: every producer can choose names of queues and kinds."""
-    return shlex.quote(name)

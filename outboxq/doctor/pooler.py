@@ -40,7 +40,17 @@ def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Con
     """Findings about the URL, and about the one for listening if there is one."""
     try:
         if shares_backends(connection, connect):
-            yield _transaction_mode(has_listen_url=listen_connect is not None)
+            has_listen_url = listen_connect is not None
+            yield Finding(
+                "pooler-transaction-mode",
+                "info" if has_listen_url else "warning",
+                "the URL leads to a transaction pooler: relays cannot LISTEN through it, so they poll",
+                {"has_listen_url": has_listen_url},
+                "Relays listen by the other URL; nothing to do."
+                if has_listen_url
+                else "Give relays, and the doctor, a direct way to the server with --listen-url (OUTBOXQ_LISTEN_URL), "
+                "or start relays with --no-listen if polling once a second is enough.",
+            )
     except OutboxqError as error:
         yield Finding(
             "check-not-made",
@@ -90,16 +100,3 @@ def shares_backends(first: Connection, connect: Connect) -> bool:
 def _backend(connection: Connection) -> int:
     with connection.begin():
         return int(connection.execute(statements.backend_pid()).scalar_one())
-
-
-def _transaction_mode(*, has_listen_url: bool) -> Finding:
-    return Finding(
-        "pooler-transaction-mode",
-        "info" if has_listen_url else "warning",
-        "the URL leads to a transaction pooler: relays cannot LISTEN through it, so they poll",
-        {"has_listen_url": has_listen_url},
-        "Relays listen by the other URL; nothing to do."
-        if has_listen_url
-        else "Give relays, and the doctor, a direct way to the server with --listen-url (OUTBOXQ_LISTEN_URL), or start "
-        "relays with --no-listen if polling once a second is enough.",
-    )

@@ -1,11 +1,12 @@
 """The rights that this role lacks for its use, the rights that others should not have, and row level security."""
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator
 
 from outboxq.admin.roles import RIGHTS, Part
-from outboxq.doctor.findings import Check, CheckContext, Finding
-from outboxq.doctor.formatting import identifier, shell_word
+from outboxq.doctor.findings import CheckContext, Finding
+from outboxq.doctor.formatting import identifier
 from outboxq.statements.doctor import tables as statements
 from outboxq.statements.doctor.sessions import role_settings
 
@@ -48,7 +49,7 @@ def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
 def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
     """Roles that may write the relays' own columns of a new job, without being a relay or an operator."""
     for row in context.rows(statements.inserters(context.schema)):
-        grant = f"Run what `outboxq roles --sql --producer {shell_word(row.role)}` prints"
+        grant = f"Run what `outboxq roles --sql --producer {shlex.quote(row.role)}` prints"
         revoke = f"REVOKE INSERT ON {identifier(context.schema, 'job')} FROM PUBLIC"
         yield Finding(
             "producer-writes-every-column",
@@ -127,13 +128,3 @@ def _needed(use: Part, table: str) -> tuple[str, ...]:
 
 def _commands(use: Part, table: str) -> tuple[str, ...]:
     return (*_needed(use, table), *(("INSERT",) if table in RIGHTS[use].inserts else ()))
-
-
-_MARKED = frozenset({"migration"})
-
-CHECKS: Sequence[Check] = (
-    Check("the rights of this role", find_missing_rights, _MARKED),
-    Check("the rights of producers", find_wide_producers, _MARKED),
-    Check("row level security", find_hidden_rows, _MARKED),
-    Check("the search path", find_open_schemas),
-)

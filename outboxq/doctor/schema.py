@@ -9,7 +9,7 @@ from sqlalchemy import Index, Row, Table
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from outboxq.doctor.findings import Check, CheckContext, Finding, Value
+from outboxq.doctor.findings import CheckContext, Finding, Value
 from outboxq.doctor.formatting import identifier
 from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.statements.doctor import tables as statements
@@ -19,11 +19,6 @@ from outboxq.tables import metadata
 
 _TRIGGER = "wake_relays"
 TABLES_MISSING = "tables-missing"
-
-
-def existing_tables(context: CheckContext) -> frozenset[str]:
-    """The names of the tables in the schema."""
-    return frozenset(context.scalars(statements.tables(context.schema)))
 
 
 def look_at_version(context: CheckContext) -> Finding | None:
@@ -225,12 +220,3 @@ def find_missing_code(context: CheckContext) -> Iterator[Finding]:
             f"ALTER TABLE {identifier(context.schema, 'job')} ENABLE TRIGGER {_TRIGGER}; or make it again with the DDL "
             "of `outboxq migrate --sql`.",
         )
-
-
-_MARKED = frozenset({"migration"})
-
-CHECKS: Sequence[Check] = (
-    Check("the tables", find_missing_tables, _MARKED, needs_current=True),
-    Check("the indexes", find_broken_indexes, _MARKED, needs_current=True),
-    Check("functions and triggers", find_missing_code, _MARKED, needs_current=True),
-)

@@ -1,9 +1,9 @@
 """Settings of the server, the database and the roles that disturb relays or risk data, and connections left."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from outboxq.doctor.findings import Check, CheckContext, Finding
+from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import age
 from outboxq.migrations.server import unsupported
 from outboxq.statements.doctor import sessions as statements
@@ -110,11 +110,3 @@ def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:
         yield Finding(
             "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."
         )
-
-
-CHECKS: Sequence[Check] = (
-    Check("the server's version and the encoding", find_unsupported_server),
-    Check("time-outs", find_short_timeouts),
-    Check("settings of the server", find_unsafe_settings),
-    Check("the number of connections", find_used_up_connections),
-)

@@ -1,13 +1,13 @@
 """What holds jobs, or keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.codec.text import several
-from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
+from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
 
@@ -184,13 +184,3 @@ def _session_detail(row: Row[Any]) -> dict[str, Value]:
         "role": row.usename,
         "seconds": row.seconds,
     }
-
-
-CHECKS: Sequence[Check] = (
-    Check("which sessions hold jobs", find_lock_holders, frozenset({"job"})),
-    Check("which session pins the oldest snapshot", find_pinned_snapshot),
-    Check("the age of transactions", find_hidden_sessions),
-    Check("prepared transactions", find_prepared_transactions),
-    Check("replication slots", find_slots),
-    Check("the feedback of standbys", find_standby_feedback),
-)

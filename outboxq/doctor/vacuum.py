@@ -1,13 +1,13 @@
 """Whether vacuum keeps the tables clean: dead rows, its settings, and bloated indexes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import Row
 
 from outboxq.codec.text import several
 from outboxq.database.driver import run_script
-from outboxq.doctor.findings import Check, CheckContext, Finding
+from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import age, identifier, size
 from outboxq.relay.maintenance.reindexer import BYTES_PER_ENTRY, MIN_BYTES
 from outboxq.statements import reindex
@@ -128,12 +128,3 @@ def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
             "A relay whose role owns the tables builds it again by itself, unless it was started with --no-reindex. "
             f"By hand, as the owner: REINDEX INDEX CONCURRENTLY {identifier(context.schema, index)};",
         )
-
-
-_JOB = frozenset({"job"})
-
-CHECKS: Sequence[Check] = (
-    Check("dead rows and autovacuum", find_neglected_tables, _JOB),
-    Check("the settings for vacuum", find_changed_settings, _JOB, needs_current=True),
-    Check("the size of indexes", find_wasted_indexes, _JOB),
-)

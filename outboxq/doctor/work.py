@@ -1,19 +1,19 @@
 """What waits and why: kinds that no relay knows, queues that no relay serves, leases whose relay is gone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import Row
 
 from outboxq.codec.text import several
-from outboxq.doctor.findings import Check, CheckContext, Finding, Value, detail_of
-from outboxq.doctor.formatting import age, shell_word
+from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
+from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import work as statements
 
 # A living relay extends its lease, and takes over those of dead ones, several times within this.
 _LEASE_GRACE_SECONDS = 30.0
-
-_JOB = frozenset({"job"})
 
 
 def _waiting(context: CheckContext) -> list[Row[Any]]:
@@ -32,12 +32,10 @@ def _jobs_wait(number: int) -> str:
 
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
     """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
-    jobs: dict[tuple[str, str], int] = {}
-    parked: dict[tuple[str, str], int] = {}
+    jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in _waiting(context):
-        key = row.queue, row.kind
-        jobs[key] = jobs.get(key, 0) + row.jobs
-        parked[key] = parked.get(key, 0) + row.parked
+        jobs[row.queue, row.kind] += row.jobs
+        parked[row.queue, row.kind] += row.parked
     for (queue, kind), number in parked.items():
         if number:
             yield Finding(
@@ -46,7 +44,7 @@ def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
                 f"{_jobs(number)} of kind {kind!r} in queue {queue!r} put off: no relay that looked knows the kind",
                 {"queue": queue, "kind": kind, "jobs": number},
                 "Start a relay whose registry has the kind, give a renamed handler aliases=..., or cancel them: "
-                f"outboxq jobs cancel --kind {shell_word(kind)}",
+                f"outboxq jobs cancel --kind {shlex.quote(kind)}",
             )
     for (queue, kind), number in jobs.items():
         yield from _unknown_to_registry(context, queue, kind, number)
@@ -94,10 +92,9 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
 def find_late_queues(context: CheckContext) -> Iterator[Finding]:
     """Queues whose next jobs have waited for long, and paused ones that fill up."""
     paused = context.scalars(statements.paused_queues(context.schema))
-    jobs: dict[str, int] = {}
-    oldest: dict[str, float] = {}
+    jobs, oldest = Counter[str](), dict[str, float]()
     for row in _waiting(context):
-        jobs[row.queue] = jobs.get(row.queue, 0) + row.jobs
+        jobs[row.queue] += row.jobs
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
     relays = _number_of_relays(context)
     for queue, seconds in oldest.items():
@@ -121,7 +118,7 @@ def _waiting_queue(queue: str, jobs: int, seconds: float, *, is_paused: bool, is
             "warning" if is_late else "info",
             f"queue {queue!r} is paused, and {_jobs_wait(jobs)} there, the oldest for {age(seconds)}",
             detail,
-            f"When the reason is gone: outboxq queues resume {shell_word(queue)}",
+            f"When the reason is gone: outboxq queues resume {shlex.quote(queue)}",
         )
     if not relays:
         return Finding(
@@ -138,7 +135,7 @@ def _waiting_queue(queue: str, jobs: int, seconds: float, *, is_paused: bool, is
         f"{_jobs_wait(jobs)} in queue {queue!r}, the oldest of the next for {age(seconds)}, although relays are "
         "connected",
         detail,
-        f"See that a relay serves it (--queue {shell_word(queue + '=4')}), with enough slots; `outboxq "
+        f"See that a relay serves it (--queue {shlex.quote(queue + '=4')}), with enough slots; `outboxq "
         "jobs list --running` shows what takes long.",
     )
 
@@ -172,11 +169,3 @@ def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
             detail_of(row),
             "Start a relay: each one puts back the jobs of dead ones within seconds.",
         )
-
-
-CHECKS: Sequence[Check] = (
-    Check("the kinds that wait", find_unknown_kinds, _JOB, grant="SELECT on the table job"),
-    Check("the queues", find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
-    Check("suspects", find_suspects, _JOB, grant="SELECT on the table job"),
-    Check("leases", find_orphaned_leases, _JOB | {"relay"}, grant="SELECT on the tables job and relay"),
-)

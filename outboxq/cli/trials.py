@@ -1,14 +1,36 @@
-"""`outboxq torture`."""
+"""`outboxq demo` and `outboxq torture`: relays that are killed, on a server of their own."""
 
+import random
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from outboxq.cli.options import AsJson, takes
+from outboxq.cli.output import notice, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
     from outboxq.torture import TortureReport
+
+
+def demo(
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="How many jobs to commit.")] = 1_000,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Repeat an earlier run's customers.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kill a relay in the middle of its work, and count that nothing was lost or done twice.
+
+    Starts a PostgreSQL server of its own, and leaves nothing behind. Needs outboxq[demo].
+
+    \b
+    Example:
+      outboxq demo --jobs 5000
+    """
+    from outboxq.demo.story import run_demo
+
+    raise typer.Exit(run_demo(jobs=jobs, seed=seed, json=as_json))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +67,6 @@ def torture(options: Options) -> None:
       outboxq torture --jobs 20000 --faults 400 --mode mixed
       outboxq torture --seed 7 --json
     """
-    import random
-
-    from outboxq.cli.output import notice, print_json
     from outboxq.torture import TortureOptions
     from outboxq.torture.run import run_torture
 
@@ -64,8 +83,6 @@ def torture(options: Options) -> None:
 
 
 def _show(report: "TortureReport") -> None:
-    from outboxq.cli.output import notice, print_fields, print_table
-
     print_table(("fault", "times"), sorted(report.faults.items()))
     print_fields(
         (

@@ -185,7 +185,8 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
         yield f"  GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role};"
     if rights.calls_functions:
         yield f"  GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};"
-    for table, columns in _qualified(rights.inserts, schema):
+    for name_of_table, columns in rights.inserts.items():
+        table = f"{schema}.{name_of_table}"
         yield _INSERT_ON_COLUMNS.format(
             table_literal=quote_literal(table),
             role_literal=quote_literal(name),
@@ -193,11 +194,8 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
             table=table,
             role=role,
         )
-    for table, wanted in _qualified(rights.tables, schema):
+    for name_of_table, wanted in rights.tables.items():
+        table = f"{schema}.{name_of_table}"
         yield _GRANT_ON_TABLE.format(
             table_literal=quote_literal(table), rights=", ".join(wanted), table=table, role=role
         )
-
-
-def _qualified(by_table: Mapping[str, tuple[str, ...]], schema: str) -> Iterable[tuple[str, tuple[str, ...]]]:
-    return ((f"{schema}.{table}", wanted) for table, wanted in by_table.items())

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from outboxq.admin.dead_letters import DeadFilter
     from outboxq.cli.database import Begin
     from outboxq.statements.paging import Page
 
@@ -126,19 +125,13 @@ def _change(options: DeadOptions, run_page: "Callable[..., Page]", verb: str, do
             counted = count_matching(connection, wanted, to_retry=verb == "retry")
             there = count_matching(connection, wanted) if options.dry_run and options.ids else counted
         options.ask(verb, done, "dead letters", counted, there)
-        if options.ids:
-            total = _change_ids(begin, options.ids, run_page)
-        else:
-            total = _change_matching(begin, wanted, run_page, done)
+
+        def run_next(after: "UUID | None") -> "Page":
+            with begin() as connection:
+                return run_page(connection, wanted, after=after)
+
+        total = _change_ids(begin, options.ids, run_page) if options.ids else sweep(run_next, done)
     _report(total, done, as_json=options.as_json)
-
-
-def _change_matching(begin: "Begin", wanted: "DeadFilter", run_page: "Callable[..., Page]", done: str) -> Total:
-    def run(after: "UUID | None") -> "Page":
-        with begin() as connection:
-            return run_page(connection, wanted, after=after)
-
-    return sweep(run, done)
 
 
 def _change_ids(begin: "Begin", ids: "Sequence[UUID]", run_page: "Callable[..., Page]") -> Total:

@@ -1,6 +1,6 @@
 """`outboxq doctor`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -29,7 +29,7 @@ class DoctorOptions(DatabaseOptions):
             show_default=False,
         ),
     ] = None
-    older_than: Annotated[
+    older_than_seconds: Annotated[
         float,
         typer.Option(
             "--older-than",
@@ -47,10 +47,10 @@ class DoctorOptions(DatabaseOptions):
             help="Report replication slots and standbys that hold a snapshot back by this many transactions.",
         ),
     ] = 1_000_000
-    dead_rows: Annotated[
+    dead_tuples: Annotated[
         int, typer.Option("--dead-rows", metavar="NUMBER", min=1, help="Report tables with this many dead rows.")
     ] = 100_000
-    short_timeout: Annotated[
+    short_timeout_seconds: Annotated[
         float,
         typer.Option("--short-timeout", metavar="SECONDS", min=0, help="Report time-outs of the server below this."),
     ] = 60.0
@@ -106,12 +106,7 @@ def _run_checks(options: DoctorOptions) -> "list[Finding]":
 
     registry = None if options.target is None else load_jobs(options.target).resolve()
     url, listen = config.database_url(options.database_url), config.listen_url(options.listen_url)
-    limits = Limits(
-        older_than_seconds=options.older_than,
-        older_than_transactions=options.older_than_transactions,
-        dead_tuples=options.dead_rows,
-        short_timeout_seconds=options.short_timeout,
-    )
+    limits = Limits(**{limit.name: getattr(options, limit.name) for limit in fields(Limits)})
     try:
         return run_checks(
             lambda: connect(url),

@@ -36,10 +36,9 @@ _MODULES = ("alembic", "outboxq", "outboxq.testing", "tests.support.program", "u
 _IMPORTED = (
     "alembic.config",
     "outboxq.cli.app",
+    "outboxq.cli.relay_process",
     "outboxq.doctor",
     "outboxq.migrations.runner",
-    "outboxq.relay.relay",
-    "outboxq.relay.supervisor",
     "rich.console",
     "rich.table",
     "sqlalchemy.dialects.postgresql.asyncpg",

@@ -1,22 +1,18 @@
 """Effects: calls to the outside that count once, wherever they are made."""
 
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import TypeVar, cast
 
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.effects.request import Classify, LookUp, OnceOptions
-from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.effects.access import AsyncCallsOnce, CallsOnce, EffectAccess
+from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import EngineTransactions, async_transactions, schema_of
 from outboxq.errors import ConfigError
 
-T = TypeVar("T")
 
-
-class Effects:
+class Effects(CallsOnce):
     """Calls to the outside that count once, outside of handlers: `Effects(engine).once(...)`.
 
     Args:
@@ -40,34 +36,15 @@ class Effects:
         self._transactions = EngineTransactions(engine, schema_of(engine, schema))
         self._access = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
 
-    def once(
-        self,
-        scope: str,
-        *,
-        key: str,
-        call: Callable[[str], T],
-        already_applied: Callable[[str], LookUp[T]] | None = None,
-        ask_first: bool = False,
-        provider_remembers: timedelta | None = None,
-        payload: object = None,
-        returns: type[T] | None = None,
-        classify: Classify | None = None,
-    ) -> T:
-        """Call the other side once for this key; later callers get the recorded result.
-
-        `Context.once` explains the arguments and the errors.
-        """
-        options = OnceOptions(
-            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
-        )
-        return cast("T", self._access.runner.run(self._access.request(options), options))
+    def _granted(self) -> EffectAccess:
+        return self._access
 
     def dispose(self) -> None:
         """Close the pool."""
         self._transactions.dispose()
 
 
-class AsyncEffects:
+class AsyncEffects(AsyncCallsOnce):
     """Calls to the outside that count once, in an event loop: `await AsyncEffects(engine).once(...)`.
 
     Args:
@@ -86,27 +63,8 @@ class AsyncEffects:
         self._transactions = async_transactions(engine, schema)
         self._access = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
 
-    async def once(
-        self,
-        scope: str,
-        *,
-        key: str,
-        call: Callable[[str], Awaitable[T]],
-        already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
-        ask_first: bool = False,
-        provider_remembers: timedelta | None = None,
-        payload: object = None,
-        returns: type[T] | None = None,
-        classify: Classify | None = None,
-    ) -> T:
-        """Call the other side once for this key; later callers get the recorded result.
-
-        `Context.once` explains the arguments and the errors.
-        """
-        options = OnceOptions(
-            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
-        )
-        return cast("T", await self._access.runner.run(self._access.request(options), options))
+    def _granted(self) -> EffectAccess:
+        return self._access
 
     async def dispose(self) -> None:
         """Close the pool."""

@@ -5,10 +5,9 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar, assert_never, cast
+from typing import Any, NoReturn, TypeVar, assert_never, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -16,15 +15,14 @@ from sqlalchemy import Connection
 from outboxq.database.errors import missing_tables_explained
 from outboxq.effects.lock_keeper import LockKeeper, Transaction
 from outboxq.effects.protocol import LockExpiry, once
-from outboxq.effects.request import OnceOptions, Request, make_request
+from outboxq.effects.request import OnceOptions, Request
 from outboxq.effects.shielding import DelayedCancellation
 from outboxq.effects.steps import Call, LookUpCall, Pause, Step, Steps, Transact
 from outboxq.effects.transactions import AsyncTransactions, Transactions
-from outboxq.errors import CallNotApplied, ConfigError, EffectRefused, HandlerError
+from outboxq.errors import CallNotApplied, ConfigError, HandlerError
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
-R = TypeVar("R", "EffectRunner", "AsyncEffectRunner")
 LookUpFunction = Callable[[str], Any] | None
 
 DEFAULT_LEASE_SECONDS = 30.0
@@ -167,29 +165,6 @@ class AsyncEffectRunner:
                 await asyncio.sleep(seconds)
                 return None
         assert_never(step)
-
-
-@dataclass(frozen=True, slots=True)
-class EffectAccess(Generic[R]):
-    """Leave to call the outside through `runner`, or why there is none.
-
-    `retention_of` says how long a scope's results are remembered.
-    """
-
-    runner: R
-    retention_of: Callable[[str], timedelta]
-    refusal: str | None = None
-
-    def request(self, options: OnceOptions) -> Request:
-        """What is asked for, checked before anything is called.
-
-        Raises:
-            EffectRefused: not here.
-            InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
-        """
-        if self.refusal is not None:
-            raise EffectRefused(self.refusal)
-        return make_request(options, lease=self.runner.lease, retention=self.retention_of(options.scope))
 
 
 def check_lease(seconds: float) -> float:

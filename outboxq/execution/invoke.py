@@ -14,10 +14,11 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outboxq.database.guard import lend
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.database.sessions import plain_session
+from outboxq.effects.access import EffectAccess
 from outboxq.errors import HandlerTimedOut
 from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, hand_over
-from outboxq.handlers.context import AsyncContext, Context
+from outboxq.handlers.context import AsyncContext, Context, JobContext
 from outboxq.handlers.deferred import Write
 from outboxq.handlers.handler import AnyHandler, Flavour
 from outboxq.job import Job
@@ -37,14 +38,14 @@ class Run(NamedTuple):
 
     job: Job
     state: object
-    permit: Callable[[], EffectAccess[Any] | None]
+    permit: Callable[[], EffectAccess | None]
     deferred: list[Write]
 
 
-class _OpeningContext(Context[Any]):
+class _Opening(JobContext[Any, Any]):
     """Opens the session at its first use."""
 
-    def __init__(self, run: Run, session: Callable[[], OutboxSession]) -> None:
+    def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
         self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
 
     def _keep(self, write: Write) -> None:
@@ -54,39 +55,23 @@ class _OpeningContext(Context[Any]):
             self.__dict__["_run"].deferred.append(write)
 
     @functools.cached_property
-    def effect_access(self) -> EffectAccess[EffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        access: EffectAccess[EffectRunner] | None = self.__dict__["_run"].permit()
+    def effect_access(self) -> EffectAccess | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        access: EffectAccess | None = self.__dict__["_run"].permit()
         return access
 
     @functools.cached_property
-    def session(self) -> OutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        session: OutboxSession = self.__dict__["_session"]()
-        hand_over(self.__dict__["_run"].deferred, session)
+    def session(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+        session = self.__dict__["_session"]()
+        hand_over(self.__dict__["_run"].deferred, plain_session(session, "ctx.session"))
         return session
 
 
-class _OpeningAsyncContext(AsyncContext[Any]):
-    """Opens the async session at its first use."""
+class _OpeningContext(_Opening, Context[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+    """Opens a sync session."""
 
-    def __init__(self, run: Run, session: Callable[[], AsyncOutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
 
-    def _keep(self, write: Write) -> None:
-        if "session" in self.__dict__:
-            super()._keep(write)
-        else:
-            self.__dict__["_run"].deferred.append(write)
-
-    @functools.cached_property
-    def effect_access(self) -> EffectAccess[AsyncEffectRunner] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        access: EffectAccess[AsyncEffectRunner] | None = self.__dict__["_run"].permit()
-        return access
-
-    @functools.cached_property
-    def session(self) -> AsyncOutboxSession:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        session: AsyncOutboxSession = self.__dict__["_session"]()
-        hand_over(self.__dict__["_run"].deferred, session.sync_session)
-        return session
+class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
+    """Opens an async session."""
 
 
 # Runs a function, with its arguments, in a context of its own.

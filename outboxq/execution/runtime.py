@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from sqlalchemy import Connection
 
 from outboxq.database.driver import give_up, is_at_rest
 from outboxq.database.guard import Guard
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.effects.access import EffectAccess
+from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
 from outboxq.execution.failure import Failed, R, describe_failure, withheld
@@ -77,15 +78,13 @@ class Runtime:
         """
         return _AtRest(self, connection, job)
 
-    def permit(self, handler: AnyHandler, job: Job) -> EffectAccess[Any] | None:
+    def permit(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
         """What lets this run call the outside; None if effects cannot be called here."""
         if self.caller is None:
             return None
         # Refused also if no other job came with it: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
-        # Of the slot's flavour, as the handler is.
-        caller: Any = self.caller
-        return EffectAccess(caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
+        return EffectAccess(self.caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
 
     def _retention(self, handler: AnyHandler, job: Job, scope: str) -> timedelta:
         if not self.registry.may_call(scope, handler.kind):

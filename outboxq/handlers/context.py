@@ -2,17 +2,15 @@
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Generic, cast
+from typing import Any, Generic
 
 import msgspec
 from typing_extensions import TypeVar
 
 from outboxq.database.sessions import plain_session
-from outboxq.effects.request import Classify, LookUp, OnceOptions
-from outboxq.effects.runners import AsyncEffectRunner, EffectAccess, EffectRunner
+from outboxq.effects.access import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.row_writes import Statement
@@ -22,7 +20,6 @@ from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 S = TypeVar("S", default=Any)
 T = TypeVar("T")
 SessionType = TypeVar("SessionType", bound=OutboxSession | AsyncOutboxSession)
-Runner = TypeVar("Runner", EffectRunner, AsyncEffectRunner)
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
@@ -44,11 +41,13 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 @dataclass(frozen=True)
-class _JobContext(Generic[SessionType, Runner, S]):
+class JobContext(HasEffectAccess, Generic[SessionType, S]):
+    """What sync and async handlers receive alike."""
+
     job: Job
     state: S
     session: SessionType = field(repr=False)
-    effect_access: EffectAccess[Runner] | None = field(default=None, repr=False)
+    effect_access: EffectAccess | None = field(default=None, repr=False)
 
     @functools.cached_property
     def log(self) -> JobLogger:
@@ -80,7 +79,7 @@ class _JobContext(Generic[SessionType, Runner, S]):
     def _keep(self, write: Write) -> None:
         defer(plain_session(self.session, "ctx.defer"), write)
 
-    def _granted(self) -> EffectAccess[Runner]:
+    def _granted(self) -> EffectAccess:
         if self.effect_access is None:
             raise EffectRefused(
                 "this context was made without a database for effects: see outboxq.testing.sync_context"
@@ -89,7 +88,7 @@ class _JobContext(Generic[SessionType, Runner, S]):
 
 
 @dataclass(frozen=True)
-class Context(_JobContext[OutboxSession, EffectRunner, S]):
+class Context(JobContext[OutboxSession, S], CallsOnce):
     """What a sync handler receives first.
 
     `session` writes in the transaction that removed the job: its rows commit with the job's disappearance, or not at
@@ -97,76 +96,10 @@ class Context(_JobContext[OutboxSession, EffectRunner, S]):
     yielded.
     """
 
-    def once(
-        self,
-        scope: str,
-        *,
-        key: str,
-        call: Callable[[str], T],
-        already_applied: Callable[[str], LookUp[T]] | None = None,
-        ask_first: bool = False,
-        provider_remembers: timedelta | None = None,
-        payload: object = None,
-        returns: type[T] | None = None,
-        classify: Classify | None = None,
-    ) -> T:
-        """Call the other side once for this key, and return what that came to, now and ever after.
-
-        The result is recorded in a short transaction of its own as soon as the call returns, whatever becomes of this
-        attempt. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
-        whose batches hold more than one job refuses it.
-
-        Args:
-            scope: A stable name for this sort of call, such as "stripe-charge".
-            key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
-            call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
-                Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
-                `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
-            already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
-            ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
-                (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
-            provider_remembers: How long the other side honours a provider key, from the first call on: until then a
-                call whose outcome is unknown is made again with the same key.
-            payload: The content of the request. The same key with another content is refused.
-            returns: The type of the result, by default what `call` is declared to return, else JSON's own types.
-            classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
-
-        Raises:
-            EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
-            EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
-            EffectUnknown: whether it was applied cannot be known; an operator decides.
-            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
-        """
-        access = self._granted()
-        options = OnceOptions(
-            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
-        )
-        return cast("T", access.runner.run(access.request(options), options))
-
 
 @dataclass(frozen=True)
-class AsyncContext(_JobContext[AsyncOutboxSession, AsyncEffectRunner, S]):
+class AsyncContext(JobContext[AsyncOutboxSession, S], AsyncCallsOnce):
     """What an async handler receives first: the same as a sync one, with an async session."""
-
-    async def once(
-        self,
-        scope: str,
-        *,
-        key: str,
-        call: Callable[[str], Awaitable[T]],
-        already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
-        ask_first: bool = False,
-        provider_remembers: timedelta | None = None,
-        payload: object = None,
-        returns: type[T] | None = None,
-        classify: Classify | None = None,
-    ) -> T:
-        """Call the other side once for this key, as `Context.once` does, with functions that are awaited."""
-        access = self._granted()
-        options = OnceOptions(
-            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
-        )
-        return cast("T", await access.runner.run(access.request(options), options))
 
 
 @dataclass(frozen=True, slots=True)

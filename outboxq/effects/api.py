@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.effects.access import AsyncCallsOnce, CallsOnce, EffectAccess
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner
-from outboxq.effects.transactions import EngineTransactions, async_transactions, schema_of
+from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class Effects(CallsOnce):
         if not isinstance(engine, Engine):
             raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
         window = check_retention(retention)
-        self._transactions = EngineTransactions(engine, schema_of(engine, schema))
+        self._transactions = EngineTransactions(engine, schema)
         self._access = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     def _granted(self) -> EffectAccess:
@@ -60,7 +60,7 @@ class AsyncEffects(AsyncCallsOnce):
         schema: str | None = None,
     ) -> None:
         window = check_retention(retention)
-        self._transactions = async_transactions(engine, schema)
+        self._transactions = AsyncEngineTransactions(engine, schema)
         self._access = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
 
     def _granted(self) -> EffectAccess:

@@ -5,7 +5,7 @@ threads and event loops.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -92,66 +92,39 @@ def insist(
     What the database refuses for its data is written once more, as `instead` makes it of the error.
     An interruption (KeyboardInterrupt, SystemExit) goes on only when all that is done; a second one at once.
     """
-    write = _RepeatedWrite(run, seconds, instead)
+    step: Step = Transact(run, settles=True)
+    write, pauses = step, _pauses(until=time.monotonic() + seconds)
     interruption: BaseException | None = None
-    while not write.is_done:
+    while True:
         try:
-            write.take((yield write.step))
-        except GeneratorExit:
-            raise
+            answer = yield step
+            if step is write:
+                break
+            step = write
         except Exception as error:
-            if write.goes_on_after(error):
+            if instead is not None and not is_transient(error):
+                write = step = Transact(instead(error), settles=True)
+                instead = None
                 continue
-            if interruption is not None:
-                raise interruption from error
-            raise
+            pause = next(pauses, None) if is_transient(error) else None
+            if pause is None:
+                if interruption is not None:
+                    raise interruption from error
+                raise
+            step = pause
         except BaseException as error:
-            if interruption is not None:
+            if isinstance(error, GeneratorExit) or interruption is not None:
                 raise
             interruption = error
-            write.again()
+            step = write
     if interruption is not None:
         raise interruption
-    return cast("T", write.answer)
+    return cast("T", answer)
 
 
-class _RepeatedWrite:
-    """A transaction that is repeated, with pauses, while the database is away; `step` is what to do next."""
-
-    def __init__(
-        self,
-        run: Callable[[Connection], object],
-        seconds: float,
-        instead: Callable[[Exception], Callable[[Connection], object]] | None,
-    ) -> None:
-        self.is_done = False
-        self.answer: Any = None
-        self._write = Transact(run, settles=True)
-        self.step: Step = self._write
-        self._deadline = time.monotonic() + seconds
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self._instead = instead
-
-    def take(self, answer: object) -> None:
-        """The step was done: a write is the end, a pause is not."""
-        self.is_done = self.step is self._write
-        self.answer = answer
-        self.again()
-
-    def again(self) -> None:
-        """Write next."""
-        self.step = self._write
-
-    def goes_on_after(self, error: Exception) -> bool:
-        """Choose the next step after an error; False if there is none."""
-        if not is_transient(error):
-            if self._instead is None:
-                return False
-            self.step = self._write = Transact(self._instead(error), settles=True)
-            self._instead = None
-            return True
-        if time.monotonic() + self._pause_seconds > self._deadline:
-            return False
-        self.step = Pause(self._pause_seconds, settles=True)
-        self._pause_seconds = min(self._pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
-        return True
+def _pauses(until: float) -> Iterator[Pause]:
+    """Longer and longer ones, as long as they end in time."""
+    seconds = _FIRST_PAUSE_SECONDS
+    while time.monotonic() + seconds <= until:
+        yield Pause(seconds, settles=True)
+        seconds = min(seconds * 2, _LONGEST_PAUSE_SECONDS)

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -29,9 +30,10 @@ _READ_ONLY = "25006"
 
 
 class _Pool:
-    """A pool beside an engine's, which is closed now and then; what is in use then is closed when it comes back.
+    """A pool beside an engine's, with the same settings and the same way to connect: tokens, connectors, events.
 
-    SQLAlchemy would leave that one open in the old pool, which is not looked at any more.
+    It is closed now and then, and what is in use then when it comes back: SQLAlchemy would leave that one open in the
+    old pool, which is not looked at any more.
     """
 
     def __init__(self, engine: Engine, schema: str) -> None:
@@ -42,7 +44,9 @@ class _Pool:
 
     def _make(self) -> Engine:
         options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self._schema}}
-        return beside(self._model).execution_options(**options)
+        model = self._model
+        beside = Engine(model.pool.recreate(), model.dialect, model.url, hide_parameters=True)
+        return beside.execution_options(**options)
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -72,10 +76,15 @@ class EngineTransactions:
 
     Three: claims that wait for a row must cost neither the locks of calls that are under way, nor their records. Each
     opens its first connection when it is needed.
+
+    Args:
+        schema: That of outboxq's tables; None: as the engine's `schema_translate_map` has it.
     """
 
-    def __init__(self, engine: Engine, schema: str) -> None:
-        self.pools = self._claims, self._records, self._keeper = tuple(_Pool(engine, schema) for _ in range(3))
+    def __init__(self, engine: Engine, schema: str | None) -> None:
+        translated = engine.get_execution_options().get("schema_translate_map") or {}
+        self.schema = check_schema(schema or translated.get(SCHEMA) or SCHEMA)
+        self.pools = self._claims, self._records, self._keeper = tuple(_Pool(engine, self.schema) for _ in range(3))
         self._used_at: float | None = None
 
     def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
@@ -110,57 +119,46 @@ class EngineTransactions:
 
 
 class AsyncEngineTransactions:
-    """Connections from pools beside an async engine's, in its event loop."""
+    """Connections from pools beside an engine's, for an event loop: those of a sync engine are used in threads.
 
-    def __init__(self, engine: AsyncEngine, schema: str) -> None:
+    Raises:
+        ConfigError: not an engine.
+    """
+
+    def __init__(self, engine: AsyncEngine | Engine, schema: str | None) -> None:
+        if not isinstance(engine, AsyncEngine | Engine):
+            raise ConfigError(f"AsyncEffects takes an AsyncEngine or an Engine, got {type(engine).__name__}")
         self.was_used = False
-        self._transactions = EngineTransactions(engine.sync_engine, schema)
+        self._is_sync = isinstance(engine, Engine)
+        self._transactions = EngineTransactions(engine if isinstance(engine, Engine) else engine.sync_engine, schema)
+        self.schema = self._transactions.schema
 
     async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """Run `work` in a transaction of its own, committed when it returns."""
         self.was_used = True
-        return await greenlet_spawn(lambda: self._transactions.run(work, settles=settles))
+        return await self._apart(partial(self._transactions.run, work, settles=settles))
 
     async def trim(self) -> None:
         """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
-        await greenlet_spawn(self._transactions.trim)
+        await self._apart(self._transactions.trim)
 
     async def dispose(self) -> None:
         """Close the pools, and whatever comes back later."""
-        await greenlet_spawn(self._transactions.dispose)
+        await self._apart(self._transactions.dispose)
+
+    async def _apart(self, work: Callable[[], T]) -> T:
+        return await (asyncio.to_thread(work) if self._is_sync else greenlet_spawn(work))
 
     def keeper_transaction(self) -> Transaction:
-        """Through the caller's event loop: one that is blocked cannot keep its locks."""
+        """Through the caller's event loop, unless in threads: one that is blocked cannot keep its locks."""
         loop, keep = asyncio.get_running_loop(), self._transactions.keeper_transaction()
+        if self._is_sync:
+            return keep
 
         def transact(work: Callable[[Connection], object]) -> object:
             return asyncio.run_coroutine_threadsafe(greenlet_spawn(keep, work), loop).result(_KEEPER_ANSWER_SECONDS)
 
         return transact
-
-
-class ThreadTransactions:
-    """A sync engine, for an event loop: each transaction in a thread."""
-
-    def __init__(self, transactions: EngineTransactions) -> None:
-        self._transactions = transactions
-
-    async def dispose(self) -> None:
-        """Close the pool."""
-        await asyncio.to_thread(self._transactions.dispose)
-
-    async def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
-        """Run `work` in a transaction of its own, in a thread."""
-        return await asyncio.to_thread(self._transactions.run, work, settles=settles)
-
-    def keeper_transaction(self) -> Transaction:
-        """Needs no event loop."""
-        return self._transactions.keeper_transaction()
-
-
-def beside(engine: Engine) -> Engine:
-    """Another pool with the same settings and the same way to connect (tokens, connectors, events of the pool)."""
-    return Engine(engine.pool.recreate(), engine.dialect, engine.url, hide_parameters=True)
 
 
 class SavepointTransactions:
@@ -198,28 +196,7 @@ class AsyncSavepointTransactions:
 
 
 Transactions: TypeAlias = EngineTransactions | SavepointTransactions
-AsyncTransactions: TypeAlias = AsyncEngineTransactions | ThreadTransactions | AsyncSavepointTransactions
-
-
-def async_transactions(
-    engine: AsyncEngine | Engine, schema: str | None
-) -> AsyncEngineTransactions | ThreadTransactions:
-    """The short transactions of async callers on this engine.
-
-    Raises:
-        ConfigError: not an engine.
-    """
-    if isinstance(engine, AsyncEngine):
-        return AsyncEngineTransactions(engine, schema_of(engine.sync_engine, schema))
-    if isinstance(engine, Engine):
-        return ThreadTransactions(EngineTransactions(engine, schema_of(engine, schema)))
-    raise ConfigError(f"AsyncEffects takes an AsyncEngine or an Engine, got {type(engine).__name__}")
-
-
-def schema_of(engine: Engine, given: str | None) -> str:
-    """The schema of outboxq's tables: as given, or as the engine's `schema_translate_map` has it."""
-    translated = engine.get_execution_options().get("schema_translate_map") or {}
-    return check_schema(given or translated.get(SCHEMA) or SCHEMA)
+AsyncTransactions: TypeAlias = AsyncEngineTransactions | AsyncSavepointTransactions
 
 
 def _unless_standby(connection: Connection, work: Callable[[Connection], T]) -> T:

@@ -22,7 +22,7 @@ from outboxq.effects.protocol import LockExpiry, claim
 from outboxq.effects.request import Request
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner
 from outboxq.effects.shielding import UncancelledWrites
-from outboxq.effects.transactions import async_transactions, schema_of
+from outboxq.effects.transactions import AsyncEngineTransactions
 from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http import problems
 from outboxq.http.asgi import AsgiApp, Message, MutableScope, Receive, Scope, Send, header_values, was_not_routed
@@ -102,8 +102,7 @@ class IdempotencyMiddleware:
         self._max_response_bytes = _check_bytes("max_response_bytes", max_response_bytes)
         self._released = frozenset(released_statuses)
         self._answers = ProblemAnswers(_check_documentation(documentation))
-        self._transactions = async_transactions(engine, schema)
-        self._schema = schema_of(engine.sync_engine if isinstance(engine, AsyncEngine) else engine, schema)
+        self._transactions = AsyncEngineTransactions(engine, schema)
         self._runner = AsyncEffectRunner(self._transactions, lease_seconds)
         self._writes = UncancelledWrites()
 
@@ -160,7 +159,7 @@ class IdempotencyMiddleware:
     ) -> None:
         request = self._request(scope, str(idempotency.key), body)
         in_transaction = self._is_in_transaction(scope)
-        idempotency.claimed = Claimed(request, self._schema, self._max_response_bytes, in_transaction)
+        idempotency.claimed = Claimed(request, self._transactions.schema, self._max_response_bytes, in_transaction)
         settlement = self._settlement(request, idempotency, partial(was_not_routed, scope))
         expiry = LockExpiry(request)
         with self._runner.keeping(expiry):

@@ -321,8 +321,8 @@ MUTANTS = (
     Mutant(
         "the record without a result that the database refuses",
         "outboxq/effects/steps.py",
-        "            if self._instead is None:\n",
-        "            if self._instead is not None:\n",
+        "            if instead is not None and not is_transient(error):\n",
+        "            if False:\n",
         ("tests/effects/test_once_refused_data.py",),
     ),
     Mutant(

@@ -1,15 +1,123 @@
-"""Effects: calls to the outside that count once, wherever they are made."""
+"""Effects: calls to the outside that count once, wherever they are made: `once` of contexts and of engines."""
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.effects.access import AsyncCallsOnce, CallsOnce, EffectAccess
+from outboxq.effects.request import Classify, LookUp, OnceOptions, make_request
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
-from outboxq.errors import ConfigError
+from outboxq.errors import ConfigError, EffectRefused
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EffectAccess:
+    """Leave to call the outside through `runner`, or why there is none.
+
+    `retention_of` says how long a scope's results are remembered.
+    """
+
+    runner: EffectRunner | AsyncEffectRunner
+    retention_of: Callable[[str], timedelta]
+    refusal: str | None = None
+
+    def run(self, options: OnceOptions) -> Any:
+        """What the call comes to, or came to; to be awaited if the runner is of an event loop.
+
+        Raises:
+            EffectRefused: not here.
+            InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
+        """
+        if self.refusal is not None:
+            raise EffectRefused(self.refusal)
+        request = make_request(options, lease=self.runner.lease, retention=self.retention_of(options.scope))
+        return self.runner.run(request, options)
+
+
+class HasEffectAccess:
+    """Something with leave to call the outside."""
+
+    def _granted(self) -> EffectAccess:
+        raise NotImplementedError
+
+
+class CallsOnce(HasEffectAccess):
+    """Makes calls once, in the caller's thread."""
+
+    def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], T],
+        already_applied: Callable[[str], LookUp[T]] | None = None,
+        ask_first: bool = False,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key, and return what that came to, now and ever after.
+
+        The result is recorded in a short transaction of its own as soon as the call returns, whatever becomes of this
+        attempt. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
+        whose batches hold more than one job refuses it.
+
+        Args:
+            scope: A stable name for this sort of call, such as "stripe-charge".
+            key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
+            call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
+                Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
+                `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
+            already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
+            ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
+                (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
+            provider_remembers: How long the other side honours a provider key, from the first call on: until then a
+                call whose outcome is unknown is made again with the same key.
+            payload: The content of the request. The same key with another content is refused.
+            returns: The type of the result, by default what `call` is declared to return, else JSON's own types.
+            classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
+
+        Raises:
+            EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
+            EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
+            EffectUnknown: whether it was applied cannot be known; an operator decides.
+            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
+        """
+        options = OnceOptions(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
+        return cast("T", self._granted().run(options))
+
+
+class AsyncCallsOnce(HasEffectAccess):
+    """Makes calls once, in an event loop."""
+
+    async def once(
+        self,
+        scope: str,
+        *,
+        key: str,
+        call: Callable[[str], Awaitable[T]],
+        already_applied: Callable[[str], Awaitable[LookUp[T]]] | None = None,
+        ask_first: bool = False,
+        provider_remembers: timedelta | None = None,
+        payload: object = None,
+        returns: type[T] | None = None,
+        classify: Classify | None = None,
+    ) -> T:
+        """Call the other side once for this key, as the `once` of threads does, with functions that are awaited."""
+        options = OnceOptions(
+            scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
+        )
+        return cast("T", await self._granted().run(options))
 
 
 class Effects(CallsOnce):

@@ -15,7 +15,7 @@ from sqlalchemy.util import await_only
 
 from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
-from outboxq.effects.access import EffectAccess
+from outboxq.effects.api import EffectAccess
 from outboxq.errors import HandlerTimedOut
 from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, hand_over
 from outboxq.handlers.context import AsyncContext, Context, JobContext

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import give_up, is_at_rest
 from outboxq.database.guard import Guard
-from outboxq.effects.access import EffectAccess
+from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled

@@ -10,7 +10,7 @@ import msgspec
 from typing_extensions import TypeVar
 
 from outboxq.database.sessions import plain_session
-from outboxq.effects.access import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
+from outboxq.effects.api import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
 from outboxq.errors import EffectRefused
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.row_writes import Statement

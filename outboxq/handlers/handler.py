@@ -2,19 +2,19 @@
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, get_type_hints, overload
 
+from outboxq.outcomes import Backoff
 from outboxq.codec.parameters import Signature, build_signature
 from outboxq.codec.signature import declared_signature
 from outboxq.errors import RegistryError
-from outboxq.handlers.batch_handler import Arguments, called_with_many, called_with_one
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
-from outboxq.handlers.options import ClaimMode, HandlerOptions, Messages
 from outboxq.handlers.returned import Returned
 from outboxq.handlers.unlocked import UnlockedChanges
+from outboxq.job import Job
 from outboxq.names import check_name
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outcomes import Outcome
@@ -26,6 +26,50 @@ R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 
 Flavour: TypeAlias = Literal["sync", "async"]
 Outcomes: TypeAlias = Sequence[Outcome | None] | None
+ClaimMode: TypeAlias = Literal["transaction", "lease"]
+Messages: TypeAlias = Literal["redacted", "withheld"]
+DEFAULT_TIMEOUT_SECONDS = 300.0
+MAX_TIMEOUT_SECONDS = 7 * 86_400.0
+DEFAULT_MAX_SIZE = 100
+LARGEST_MAX_SIZE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerOptions:
+    """Where a handler's jobs wait, how they are claimed, and what becomes of a failed one.
+
+    `max_size` is of a batch handler. The others are explained at `Jobs.handler`.
+
+    Raises:
+        RegistryError: a value of another type or out of its range, or two that exclude each other.
+    """
+
+    queue: str
+    aliases: Iterable[str]
+    retry: Backoff
+    claim: ClaimMode
+    timeout_seconds: float | None
+    messages: Messages
+    batchable: bool = False
+    max_size: int = DEFAULT_MAX_SIZE
+
+    def __post_init__(self) -> None:
+        if isinstance(self.aliases, str):
+            raise RegistryError(f"aliases takes a tuple or a list of names, got the text {self.aliases!r}")
+        object.__setattr__(self, "aliases", tuple(self.aliases))
+        check_choice("claim", self.claim, ClaimMode)
+        object.__setattr__(self, "timeout_seconds", _checked_timeout(self.timeout_seconds))
+        if not isinstance(self.batchable, bool):
+            raise RegistryError(f"batchable takes True or False, got {self.batchable!r}")
+        if self.batchable and self.claim == "lease":
+            raise RegistryError(
+                'batchable=True shares the transaction that removed the jobs, and with claim="lease" each has its own: '
+                "leave one of the two out"
+            )
+        check_choice("messages", self.messages, Messages)
+        size = self.max_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_MAX_SIZE:
+            raise RegistryError(f"max_size takes 1 to {LARGEST_MAX_SIZE:,}, got {size!r}")
 
 
 class Handler(JobKind[P], Generic[P, C, R]):
@@ -66,6 +110,39 @@ class Handler(JobKind[P], Generic[P, C, R]):
 AnyHandler: TypeAlias = Handler[Any, Any, Any]
 
 
+class Arguments(Generic[P, T]):
+    """The class of a batch handler's arguments, as if a handler took its fields: what a `Signature` is built from.
+
+    Raises:
+        RegistryError: not a class, or one whose arguments cannot be seen.
+    """
+
+    def __init__(self, arguments: Callable[P, T]) -> None:
+        if not isinstance(arguments, type):
+            raise RegistryError(
+                f"a batch handler names the class of its arguments, such as a dataclass, got {arguments!r}"
+            )
+        hints = _hints(arguments)
+        try:
+            declared = inspect.signature(arguments)
+        except (ValueError, TypeError) as error:
+            raise RegistryError(f"the arguments of {arguments.__qualname__} cannot be seen: use a dataclass") from error
+        typed = [
+            parameter.replace(annotation=hints.get(name, parameter.annotation))
+            for name, parameter in declared.parameters.items()
+        ]
+        context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
+        keyword_only = [parameter for parameter in typed if parameter.kind is parameter.KEYWORD_ONLY]
+        others = [parameter for parameter in typed if parameter.kind is not parameter.KEYWORD_ONLY]
+        self.type = arguments
+        self.__signature__ = inspect.Signature([context, *others, *keyword_only])
+        self.__module__ = arguments.__module__
+        self.__qualname__ = arguments.__qualname__
+
+    def __call__(self, *_args: object, **_kwargs: object) -> object:
+        raise AssertionError("named for its signature, and never called")
+
+
 class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
     """A registered batch handler. Name it in `add_job`; call it like the plain function that it wraps."""
 
@@ -76,12 +153,18 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         kind: str,
         options: HandlerOptions,
     ) -> None:
-        returned = Returned(kind)
-        super().__init__(called_with_one(function, arguments.type, returned), kind, options)
+        outcomes = Returned(kind).outcomes
+        one = _called_as(
+            function,
+            lambda job, values: [BatchItem(arguments.type(**values), job)],
+            lambda returned, count: outcomes(returned, count)[0],
+        )
+        super().__init__(one, kind, options)
         self.arguments = arguments.type
         self.max_size = options.max_size
-        # Called with the jobs of a batch together; never registered.
-        self.together: AnyHandler = Handler(called_with_many(function, returned), kind, options)
+        # Called with the jobs of a batch together, as `items`; never registered.
+        together = _called_as(function, lambda _job, values: values["items"], outcomes)
+        self.together: AnyHandler = Handler(together, kind, options)
         self._called = function
         self._declared = arguments
 
@@ -147,6 +230,51 @@ class BatchHandlerDecorator(Generic[P, T]):
         return handler
 
 
+def _called_as(
+    function: Callable[..., Any],
+    items_of: Callable[[Job, dict[str, Any]], Sequence[BatchItem[Any]]],
+    outcome_of: Callable[[object, int], object],
+) -> Callable[..., Any]:
+    """A handler, as the executor calls it, that calls a batch handler's function."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def run_async(ctx: AsyncContext[Any], /, **values: Any) -> object:
+            items = items_of(ctx.job, values)
+            return outcome_of(await function(AsyncBatchContext(ctx.state, ctx.session), items), len(items))
+
+        return run_async
+
+    @functools.wraps(function)
+    def run(ctx: Context[Any], /, **values: Any) -> object:
+        items = items_of(ctx.job, values)
+        return outcome_of(function(BatchContext(ctx.state, ctx.session), items), len(items))
+
+    return run
+
+
+def check_choice(name: str, given: str, choices: object) -> None:
+    """Refuse what is none of a Literal's values.
+
+    Raises:
+        RegistryError: it is not; `name` begins the message.
+    """
+    if given not in get_args(choices):
+        raise RegistryError(f"{name} takes {' or '.join(map(repr, get_args(choices)))}, got {given!r}")
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    # Not `not >`: NaN compares false either way.
+    if not (is_number and 0.001 <= seconds <= MAX_TIMEOUT_SECONDS):
+        raise RegistryError(
+            f"timeout_seconds takes 0.001 to {MAX_TIMEOUT_SECONDS:,.0f}, or None for no deadline, got {seconds!r}"
+        )
+    return float(seconds)
+
+
 def _check_function(function: Callable[..., Any]) -> None:
     if not inspect.isfunction(function):
         raise RegistryError(f"a handler is a function whose first argument is its context, got {function!r}")
@@ -155,3 +283,14 @@ def _check_function(function: Callable[..., Any]) -> None:
     first = next(iter(declared_signature(function).parameters.values()), None)
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise RegistryError(f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`")
+
+
+def _hints(arguments: type[Any]) -> dict[str, object]:
+    """The types of a class's fields, and of its `__init__` that can be found yet."""
+    hints: dict[str, object] = {}
+    for source in (arguments, arguments.__init__):
+        try:
+            hints |= get_type_hints(source, include_extras=True)
+        except (NameError, AttributeError, TypeError, SyntaxError):
+            continue
+    return hints

@@ -9,12 +9,16 @@ from typing import TypeAlias, TypeVar
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError, UnknownKind
-from outboxq.handlers.batch_handler import Arguments
-from outboxq.handlers.handler import AnyHandler, BatchHandler, BatchHandlerDecorator, Flavour, HandlerDecorator
-from outboxq.handlers.options import (
+from outboxq.handlers.handler import (
     DEFAULT_MAX_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
+    AnyHandler,
+    Arguments,
+    BatchHandler,
+    BatchHandlerDecorator,
     ClaimMode,
+    Flavour,
+    HandlerDecorator,
     HandlerOptions,
     Messages,
     check_choice,
@@ -119,7 +123,6 @@ class Jobs:
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        check_choice("claim", claim, ClaimMode)
         if claim == "lease":
             raise RegistryError(
                 'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
@@ -276,17 +279,6 @@ class Registry:
         """
         declared, handler = self.scopes.get(scope), self.find(kind)
         return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)
-
-    def retry_horizon(self, kind: str, max_attempts: int | None = None) -> timedelta:
-        """How long after the start of its first attempt a job of this kind may still run, at most.
-
-        Args:
-            max_attempts: The job's own; None for its handler's.
-
-        Raises:
-            UnknownKind: none is registered.
-        """
-        return self.find(kind).retry_horizon(max_attempts)
 
 
 def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:

@@ -172,11 +172,34 @@ class _Candidate:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        return _types(self.assigned, self.elements, self.names)
+        """The type of each parameter; empty if one has none or several, cannot be in an array, or is not given."""
+        if None in self.assigned:
+            return {}
+        binds = [element for element in self.elements if isinstance(element, BindParameter)]
+        # Without a type of its own a parameter has its column's, if it is the value of one, and only then.
+        typed = [(bind, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
+        typed += [
+            (bind, column.type)
+            for column, bind in self.assigned.items()
+            if isinstance(bind, BindParameter) and isinstance(bind.type, NullType)
+        ]
+        distinct = {(bind.key, repr(sql_type)): sql_type for bind, sql_type in typed if bind.key in self.names}
+        found = {key: sql_type for (key, _), sql_type in distinct.items()}
+        is_clear = len(typed) == len(binds) and len(distinct) == len(self.names) and self.names == set(found)
+        is_given = all(bind.callable is None and (bind.key in self.names or not bind.required) for bind in binds)
+        return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else {}
 
     @cached_property
     def key(self) -> str | None:
-        return _key(self.statement, self.primary_key, self.names)
+        """The parameter that the primary key has to equal; None if there is none."""
+        for criterion in _conjuncts(self.statement.whereclause):
+            if isinstance(criterion, BinaryExpression) and criterion.operator is operators.eq:
+                sides = (criterion.left, criterion.right)
+                is_key = any(isinstance(side, Column) and side.name == self.primary_key.name for side in sides)
+                given = [side.key for side in sides if isinstance(side, BindParameter) and side.key in self.names]
+                if is_key and given:
+                    return given[0]
+        return None
 
 
 # What keeps an UPDATE from being set-based, in an order in which each may rely on those before it.
@@ -231,25 +254,6 @@ def _only_computes(element: Any, table: Table) -> bool:
     return isinstance(element, COMPUTING) or type(element) in _FUNCTIONS
 
 
-def _types(assigned: Mapping[Any, object], elements: list[Any], names: frozenset[str]) -> dict[str, Any]:
-    """The type of each parameter; empty if one has none or several, cannot be in an array, or is not given."""
-    if None in assigned:
-        return {}
-    binds = [element for element in elements if isinstance(element, BindParameter)]
-    # Without a type of its own a parameter has its column's, if it is the value of one, and only then.
-    typed = [(bind, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
-    typed += [
-        (bind, column.type)
-        for column, bind in assigned.items()
-        if isinstance(bind, BindParameter) and isinstance(bind.type, NullType)
-    ]
-    distinct = {(bind.key, repr(sql_type)): sql_type for bind, sql_type in typed if bind.key in names}
-    found = {key: sql_type for (key, _), sql_type in distinct.items()}
-    is_clear = len(typed) == len(binds) and len(distinct) == len(names) and names == set(found)
-    is_given = all(bind.callable is None and (bind.key in names or not bind.required) for bind in binds)
-    return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else {}
-
-
 def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
     """The type of a plain column's values, which the driver is given as they are; None for any other column."""
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
@@ -266,18 +270,6 @@ def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:
     if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # a variant shows nowhere else
         return False
     return not isinstance(sql_type, types.Uuid) or (sql_type.as_uuid and sql_type.native_uuid)
-
-
-def _key(statement: Update, primary_key: Column[Any], names: frozenset[str]) -> str | None:
-    """The parameter that the primary key has to equal; None if there is none."""
-    for criterion in _conjuncts(statement.whereclause):
-        if isinstance(criterion, BinaryExpression) and criterion.operator is operators.eq:
-            sides = (criterion.left, criterion.right)
-            is_key = any(isinstance(side, Column) and side.name == primary_key.name for side in sides)
-            given = [side.key for side in sides if isinstance(side, BindParameter) and side.key in names]
-            if is_key and given:
-                return given[0]
-    return None
 
 
 def _conjuncts(where: Any) -> Iterator[Any]:

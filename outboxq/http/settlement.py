@@ -12,7 +12,7 @@ from datetime import timedelta
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.effects.recording import Recorded, record
+from outboxq.effects.protocol import Recorded, record
 from outboxq.effects.request import Request
 from outboxq.effects.runners import AsyncEffectRunner
 from outboxq.effects.steps import insist

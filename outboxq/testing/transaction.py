@@ -19,7 +19,7 @@ from outboxq.codec.values import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.database.driver import run_script
 from outboxq.database.guard import Guard, keep_cancelled
-from outboxq.effects.access import EffectAccess
+from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
 from outboxq.events import Event, JobDied, JobDone, JobRetried

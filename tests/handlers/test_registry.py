@@ -390,7 +390,7 @@ def test_a_scope_that_nobody_declared_is_never_too_short(retry: Backoff, expecte
     jobs.handler(kind="patient", retry=retry, timeout_seconds=30)(credit)
     registry = jobs.resolve()
     assert registry.effect_retention("undeclared") == expected
-    assert registry.retry_horizon("patient") <= expected
+    assert registry.find("patient").retry_horizon() <= expected
 
 
 def test_a_scope_is_for_the_kinds_that_it_names() -> None:
@@ -415,7 +415,7 @@ def test_a_scope_is_for_the_kinds_that_it_names() -> None:
 def test_a_jobs_own_attempts_lengthen_its_horizon() -> None:
     """Beyond its handler's, which the check at the start has looked at."""
     registry = jobs_with_a_quick_and_a_slow_handler().resolve()
-    assert registry.retry_horizon("credit") == registry.retry_horizon("old", 3) == HORIZON
-    assert registry.retry_horizon("credit", 4) == HORIZON + timedelta(seconds=40 + 30)
+    assert registry.find("credit").retry_horizon() == registry.find("old").retry_horizon(3) == HORIZON
+    assert registry.find("credit").retry_horizon(4) == HORIZON + timedelta(seconds=40 + 30)
     with pytest.raises(UnknownKind):
-        registry.retry_horizon("credti")
+        registry.find("credti")

@@ -50,11 +50,19 @@ class _Pool:
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """A transaction on one of its connections, committed at the end of the block."""
+        """A transaction on one of its connections, committed at the end of the block.
+
+        A connection to a server that cannot write is not used again: the next one may find the primary.
+        """
         engine = self.engine
         try:
             with engine.begin() as connection:
-                yield connection
+                try:
+                    yield connection
+                except DBAPIError as error:
+                    if sqlstate_of(error) == _READ_ONLY:
+                        connection.invalidate()
+                    raise
         finally:
             # Only now: closing the pool closes idle connections, and this one was in use until it was returned.
             if engine is not self.engine or self._is_over:
@@ -94,7 +102,7 @@ class EngineTransactions:
         """
         self._used_at = time.monotonic()
         with (self._records if settles else self._claims).transaction() as connection:
-            return _unless_standby(connection, work)
+            return work(connection)
 
     def keeper_transaction(self) -> Transaction:
         """The same for the thread that keeps the locks; from any thread."""
@@ -197,13 +205,3 @@ class AsyncSavepointTransactions:
 
 Transactions: TypeAlias = EngineTransactions | SavepointTransactions
 AsyncTransactions: TypeAlias = AsyncEngineTransactions | AsyncSavepointTransactions
-
-
-def _unless_standby(connection: Connection, work: Callable[[Connection], T]) -> T:
-    """Run `work`; a connection to a server that cannot write is not used again: the next one may find the primary."""
-    try:
-        return work(connection)
-    except DBAPIError as error:
-        if sqlstate_of(error) == _READ_ONLY:
-            connection.invalidate()
-        raise

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only
@@ -231,6 +232,30 @@ def test_a_connection_that_is_in_use_while_its_pool_is_closed_is_closed_when_it_
     wait_until(lambda: held(looker, EFFECTS_NAME) == (close == "trim"), "a later one")
     transactions.dispose()
     wait_until(lambda: held(looker, EFFECTS_NAME) == 0, "the end of all")
+
+
+@pytest.mark.parametrize("of", ["claims", "records", "keeper"])
+def test_a_connection_to_a_server_that_cannot_write_is_not_used_again(of: str, outboxq_database: Database) -> None:
+    """The next one may find the primary, after a failover that left the old server a standby."""
+    engine = make_engine(outboxq_database.url, application_name=EFFECTS_NAME, pooled=True)
+    transactions = EngineTransactions(engine, SCHEMA)
+    transact = (
+        transactions.keeper_transaction() if of == "keeper" else partial(transactions.run, settles=of == "records")
+    )
+
+    def write_as_on_a_standby(connection: Connection) -> None:
+        connection.execute(text("SET TRANSACTION READ ONLY"))
+        connection.execute(text("CREATE TABLE never ()"))
+
+    def backend(connection: Connection) -> object:
+        return connection.scalar(text("SELECT pg_backend_pid()"))
+
+    before = transact(backend)
+    assert transact(backend) == before
+    with pytest.raises(DBAPIError, match="read-only"):
+        transact(write_as_on_a_standby)
+    assert transact(backend) != before
+    transactions.dispose()
 
 
 @pytest.mark.usefixtures("no_collection")

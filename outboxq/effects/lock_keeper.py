@@ -8,6 +8,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 from sqlalchemy import Connection
 
@@ -65,12 +67,10 @@ class LockKeeper:
 
     def _extend(self, due: list[LockExpiry]) -> None:
         begun = clock()
-        executed: list[LockExpiry] = []
-        extended: set[LockExpiry] = set()
+        extended: list[LockExpiry] = []
         try:
-            self._transact(lambda connection: executed.extend(_extend_all(connection, due)))
-            # Only now: what was extended and not committed is not extended.
-            extended.update(executed)
+            # Returned, and so only if it was committed in time: what a late transaction extends is not known.
+            extended = cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or [])
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
         with self._changed:

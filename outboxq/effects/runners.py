@@ -3,11 +3,11 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar, assert_never, cast
+from typing import TypeVar, assert_never, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -23,7 +23,6 @@ from outboxq.errors import CallNotApplied, ConfigError, HandlerError
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
-LookUpFunction = Callable[[str], Any] | None
 
 DEFAULT_LEASE_SECONDS = 30.0
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.5, 3600.0
@@ -44,14 +43,14 @@ class EffectRunner:
             self._deployment = self._transactions.run(_read_deployment)
         expiry = LockExpiry(request)
         with self._keeper.keeping(expiry):
-            return self._drive(once(request, expiry, self._deployment), options.call, options.already_applied)
+            return self._drive(once(request, expiry, self._deployment), options)
 
-    def _drive(self, steps: Steps[object], call: Callable[[str], object], look_up: LookUpFunction) -> object:
+    def _drive(self, steps: Steps[object], options: OnceOptions) -> object:
         try:
             step = next(steps)
             while True:
                 try:
-                    answer = self._perform(step, call, look_up)
+                    answer = self._perform(step, options)
                 except BaseException as error:  # noqa: BLE001  # the protocol decides, and raises it again
                     step = steps.throw(error)
                 else:
@@ -59,15 +58,15 @@ class EffectRunner:
         except StopIteration as end:
             return end.value
 
-    def _perform(self, step: Step, call: Callable[[str], object], look_up: LookUpFunction) -> object:
+    def _perform(self, step: Step, options: OnceOptions) -> object:
         match step:
             case Transact(work, settles):
                 return self._transactions.run(work, settles=settles)
             case Call(provider_key):
-                return _not_awaitable(call(provider_key))
+                return _not_awaitable(options.call(provider_key))
             case LookUpCall(provider_key):
-                assert look_up is not None
-                return look_up(provider_key)
+                assert options.already_applied is not None
+                return options.already_applied(provider_key)
             case Pause(seconds):
                 time.sleep(seconds)
                 return None
@@ -109,22 +108,20 @@ class AsyncEffectRunner:
         deployment = await self.deployment()
         expiry = LockExpiry(request)
         with self.keeping(expiry):
-            return await self._drive(once(request, expiry, deployment), options.call, options.already_applied)
+            return await self._drive(once(request, expiry, deployment), options)
 
     async def drive(self, steps: Steps[T]) -> T:
         """What steps come to that transact and pause, and hold no call."""
-        return cast("T", await self._drive(steps, _refuse_call, None))
+        return cast("T", await self._drive(steps, None))
 
-    async def _drive(
-        self, steps: Steps[object], call: Callable[[str], Awaitable[object]], look_up: LookUpFunction
-    ) -> object:
+    async def _drive(self, steps: Steps[object], options: OnceOptions | None) -> object:
         # A cancellation lets what was decided be written to its end, and goes on before the next step.
         cancellation = DelayedCancellation()
         try:
             step = next(steps)
             while True:
                 try:
-                    answer = await self._perform(step, call, look_up, cancellation)
+                    answer = await self._perform(step, options, cancellation)
                 except GeneratorExit:
                     # The loop is gone: nothing can be awaited any more.
                     raise
@@ -139,13 +136,7 @@ class AsyncEffectRunner:
             cancellation.release()
             raise
 
-    async def _perform(
-        self,
-        step: Step,
-        call: Callable[[str], Awaitable[object]],
-        look_up: LookUpFunction,
-        cancellation: DelayedCancellation,
-    ) -> object:
+    async def _perform(self, step: Step, options: OnceOptions | None, cancellation: DelayedCancellation) -> object:
         match step:
             case Transact(work, settles):
                 return await cancellation.finish(partial(self._transactions.run, work, settles=settles))
@@ -155,11 +146,13 @@ class AsyncEffectRunner:
                 if cancellation.error is not None:
                     # It is known not to have been called: recorded as that, and not as unknown.
                     raise CallNotApplied("cancelled before the call")
-                return await _awaited(call(provider_key))
+                assert options is not None
+                return await _awaited(options.call(provider_key))
             case LookUpCall(provider_key):
                 cancellation.release()
-                assert look_up is not None
-                return await _awaited(look_up(provider_key))
+                assert options is not None
+                assert options.already_applied is not None
+                return await _awaited(options.already_applied(provider_key))
             case Pause(seconds):
                 cancellation.release()
                 await asyncio.sleep(seconds)
@@ -184,10 +177,6 @@ def _read_deployment(connection: Connection) -> UUID:
     with missing_tables_explained():
         found: UUID = connection.execute(select_deployment()).scalar_one()
     return found
-
-
-async def _refuse_call(_provider_key: str) -> NoReturn:
-    raise AssertionError("these steps hold no call")
 
 
 async def _awaited(value: Awaitable[object] | object) -> object:

@@ -12,14 +12,14 @@ from sqlalchemy.orm import Session
 from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection, plain_session
 from outboxq.effects.request import Request
 from outboxq.errors import ArgumentError, ConfigError, EffectLockLost
-from outboxq.http.asgi import MutableScope, Scope
+from outboxq.http.asgi import Scope
 from outboxq.http.responses import Answer, ResponseLike, encode_answer
 from outboxq.statements import effects as statements
 from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.http")
 
-_IN_SCOPE = "outboxq.idempotency"
+IN_SCOPE = "outboxq.idempotency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +127,9 @@ class Idempotency:
             self.recorded = None
 
 
-def put_idempotency(scope: MutableScope, idempotency: Idempotency) -> Idempotency:
-    """Give it to the application."""
-    # Into the server's own dict: middleware outside of ours reads what the router leaves there.
-    scope[_IN_SCOPE] = idempotency
-    return idempotency
-
-
 def is_guarded(scope: Scope) -> bool:
     """Whether a middleware of ours has claimed this request already."""
-    found = scope.get(_IN_SCOPE)
+    found = scope.get(IN_SCOPE)
     return isinstance(found, Idempotency) and found.claimed is not None
 
 
@@ -146,7 +139,7 @@ def idempotency_of(scope: Scope) -> Idempotency:
     Raises:
         ConfigError: no middleware has put it there.
     """
-    found = scope.get(_IN_SCOPE)
+    found = scope.get(IN_SCOPE)
     if not isinstance(found, Idempotency):
         raise ConfigError(
             "this request did not pass through IdempotencyMiddleware: app.add_middleware(IdempotencyMiddleware, ...) "

@@ -27,7 +27,7 @@ from outboxq.errors import ConfigError, EffectLockLost, InvalidKey
 from outboxq.http import problems
 from outboxq.http.asgi import AsgiApp, Message, MutableScope, Receive, Scope, Send, header_values, was_not_routed
 from outboxq.http.bodies import TooLarge, Whole, given_back, given_whole, read_body
-from outboxq.http.endpoint import Claimed, Idempotency, is_guarded, put_idempotency
+from outboxq.http.endpoint import IN_SCOPE, Claimed, Idempotency, is_guarded
 from outboxq.http.keys import Principal, effect_key, effect_scope, read_key, request_fingerprint
 from outboxq.http.problems import ProblemAnswers
 from outboxq.http.response_recorder import ResponseRecorder
@@ -128,7 +128,8 @@ class IdempotencyMiddleware:
         if is_guarded(scope):
             # By another one of us, further out: two would wait for each other.
             return await self._app(scope, receive, send)
-        idempotency = put_idempotency(scope, Idempotency())
+        # Into the server's own dict: middleware outside of ours reads what the router leaves there.
+        idempotency = scope[IN_SCOPE] = Idempotency()
         if scope["method"] not in self._methods:
             return await self._app(scope, receive, send)
         is_required = self._is_required(scope)

@@ -70,25 +70,6 @@ _KEYS = (int, uuid.UUID)
 _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 
 
-@dataclass(frozen=True, slots=True)
-class _SetBased:
-    """An UPDATE over an array for each parameter, by name with the type of its values; those of `key` are keys."""
-
-    statement: Update
-    lock: Select[Any]
-    key: str
-    values: Mapping[str, type[object]]
-    table: Table
-    assigned: frozenset[str]
-
-    def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Whether each row becomes what single executions would make of it, and nothing else happens."""
-        if facts is None or not (facts.is_plain and facts.is_inert):
-            return False
-        by_key = facts.primary_key == {column.name for column in self.table.primary_key}
-        return by_key and facts.bound_columns.isdisjoint(self.assigned)
-
-
 def executions(
     statement: Statement, rows: Sequence[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> Iterator[tuple[Statement | Select[Any], Row | Sequence[Row]]]:
@@ -113,7 +94,7 @@ def executions(
         return
     if in_order:
         yield set_based.lock, {_array(set_based.key): arrays[set_based.key]}
-    yield set_based.statement, {_array(name): values for name, values in arrays.items()}
+    yield set_based.over_arrays, {_array(name): values for name, values in arrays.items()}
     if again:
         yield from single_executions(statement, again)
 
@@ -151,8 +132,8 @@ def _takes_lists(statement: Statement) -> bool:
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """An UPDATE of one table that is executed with parameters of these names."""
+class _SetBased:
+    """An UPDATE of one table that is executed with parameters of these names, unless something is in the way of it."""
 
     statement: Update
     table: Table
@@ -190,8 +171,8 @@ class _Candidate:
         return found if is_clear and is_given and all(map(_fits_an_array, found.values())) else {}
 
     @cached_property
-    def key(self) -> str | None:
-        """The parameter that the primary key has to equal; None if there is none."""
+    def key(self) -> str:
+        """The parameter that the primary key has to equal; empty if there is none."""
         for criterion in _conjuncts(self.statement.whereclause):
             if isinstance(criterion, BinaryExpression) and criterion.operator is operators.eq:
                 sides = (criterion.left, criterion.right)
@@ -199,11 +180,45 @@ class _Candidate:
                 given = [side.key for side in sides if isinstance(side, BindParameter) and side.key in self.names]
                 if is_key and given:
                     return given[0]
-        return None
+        return ""
+
+    @cached_property
+    def values(self) -> dict[str, type[object]]:
+        """The type of the values of each parameter."""
+        return {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in self.types.items()}
+
+    @cached_property
+    def over_arrays(self) -> Update:
+        """The UPDATE over an array for each parameter."""
+        elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in self.types.items()}
+        arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
+        columns = (column(name, element) for name, element in elements.items())
+        rows = unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
+
+        def replace(element: Any, **_: Any) -> Any:
+            return rows.c[element.key] if isinstance(element, BindParameter) and element.key in elements else None
+
+        replaced = cast("Update", visitors.replacement_traverse(self.statement, {}, replace))
+        # The array by itself keeps the server to the primary key, also by a plan made while the table was small.
+        return replaced.where(self.primary_key == any_(arrays[self.key]))
+
+    @cached_property
+    def lock(self) -> Select[Any]:
+        """The same rows, FOR NO KEY UPDATE in the order of their keys."""
+        key, sql_type = self.primary_key, self.types[self.key]
+        keys = bindparam(_array(self.key), type_=ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)))
+        return select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)
+
+    def is_allowed_by(self, facts: TableFacts | None) -> bool:
+        """Whether each row becomes what single executions would make of it, and nothing else happens."""
+        if facts is None or not (facts.is_plain and facts.is_inert):
+            return False
+        by_key = facts.primary_key == {column.name for column in self.table.primary_key}
+        return by_key and facts.bound_columns.isdisjoint(column.name for column in self.assigned)
 
 
 # What keeps an UPDATE from being set-based, in an order in which each may rely on those before it.
-_OBSTACLES: Mapping[str, Callable[[_Candidate], bool]] = {
+_OBSTACLES: Mapping[str, Callable[[_SetBased], bool]] = {
     "a column has an onupdate": lambda it: any(column.onupdate is not None for column in it.table.columns),
     "the primary key is not one column": lambda it: len(it.table.primary_key.columns) != 1,
     "a part does more than compute": lambda it: not all(_only_computes(each, it.table) for each in it.elements),
@@ -213,14 +228,14 @@ _OBSTACLES: Mapping[str, Callable[[_Candidate], bool]] = {
         not it.names.union(map(_array, it.names)).isdisjoint(it.table.columns.keys())
     ),
     "a parameter has no clear type": lambda it: not it.types,
-    "the primary key equals no parameter": lambda it: it.key is None,
+    "the primary key equals no parameter": lambda it: not it.key,
     "it assigns the primary key": lambda it: it.primary_key in it.assigned,
     "the key is of another type, or its equality is of a collation": lambda it: not _has_plain_key(it),
 }
 
 
-def _has_plain_key(candidate: _Candidate) -> bool:
-    own, given = _ELEMENTS.get(type(candidate.primary_key.type)), _ELEMENTS[type(candidate.types[candidate.key or ""])]
+def _has_plain_key(it: _SetBased) -> bool:
+    own, given = _ELEMENTS.get(type(it.primary_key.type)), _ELEMENTS[type(it.types[it.key])]
     return own is not None and own[0] is given[0] and given[0] in _KEYS
 
 
@@ -229,21 +244,12 @@ def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
     table = written_table(statement, MORE_PARTS)
     if table is None:
         return None
-    candidate = _Candidate(statement, table, names)
+    candidate = _SetBased(statement, table, names)
     obstacle = next((name for name, is_met in _OBSTACLES.items() if is_met(candidate)), None)
     if obstacle is not None:
         logger.debug("an UPDATE of table %s is executed row by row: %s", table.name, obstacle)
         return None
-    key, sql_types = candidate.key, candidate.types
-    assert key is not None
-    return _SetBased(
-        _over_arrays(statement, candidate.primary_key, key, sql_types),
-        _lock(candidate.primary_key, key, sql_types[key]),
-        key,
-        {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in sql_types.items()},
-        table,
-        frozenset(column.name for column in candidate.assigned),
-    )
+    return candidate
 
 
 def _only_computes(element: Any, table: Table) -> bool:
@@ -278,22 +284,3 @@ def _conjuncts(where: Any) -> Iterator[Any]:
             yield from _conjuncts(clause)
     else:
         yield where
-
-
-def _over_arrays(statement: Update, primary_key: Column[Any], key: str, sql_types: dict[str, Any]) -> Update:
-    elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in sql_types.items()}
-    arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
-    columns = (column(name, element) for name, element in elements.items())
-    rows = unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
-
-    def replace(element: Any, **_: Any) -> Any:
-        return rows.c[element.key] if isinstance(element, BindParameter) and element.key in sql_types else None
-
-    # The array by itself keeps the server to the primary key, also by a plan made while the table was small.
-    return cast("Update", visitors.replacement_traverse(statement, {}, replace)).where(primary_key == any_(arrays[key]))
-
-
-def _lock(primary_key: Column[Any], key: str, sql_type: Any) -> Select[Any]:
-    """The same rows, FOR NO KEY UPDATE in the order of their keys."""
-    keys = bindparam(_array(key), type_=ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)))
-    return select(primary_key).where(primary_key == any_(keys)).order_by(primary_key).with_for_update(key_share=True)

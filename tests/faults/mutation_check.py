@@ -405,7 +405,7 @@ MUTANTS = (
     Mutant(
         "the array that keeps a set-based update to its index",
         "outboxq/handlers/set_based.py",
-        ".where(primary_key == any_(arrays[key]))",
+        ".where(self.primary_key == any_(arrays[self.key]))",
         "",
         ("tests/handlers/test_set_based.py",),
     ),

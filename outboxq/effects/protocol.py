@@ -191,7 +191,9 @@ def record(
         return lambda connection: connection.execute(statement).one_or_none()
 
     def write_less(refused: Exception) -> Callable[[Connection], Row[Any] | None]:
-        return write(None, _refused_as(refused) if result is not None else _in_ascii(error))
+        if result is not None:
+            return write(None, _refused_as(refused))
+        return write(None, None if error is None else error.encode("ascii", "backslashreplace").decode())
 
     try:
         recorded = yield from insist(write(result, error), seconds=request.lease.total_seconds(), instead=write_less)
@@ -206,10 +208,6 @@ def _refused_as(error: Exception) -> str:
     """Why the database did not take a result; without the error's text, which quotes it."""
     sqlstate = sqlstate_of(error) if isinstance(error, DBAPIError) else None
     return f"the database refused it: {f'SQLSTATE {sqlstate}' if sqlstate else name_of(error)}"
-
-
-def _in_ascii(text: str | None) -> str | None:
-    return None if text is None else text.encode("ascii", "backslashreplace").decode()
 
 
 def record_result(request: Request, value: object) -> Steps[object]:

@@ -63,7 +63,15 @@ def checked_write(statement: object, parameters: object) -> Write:
     Raises:
         DeferError: not a statement that writes, or parameters that it cannot be given.
     """
-    return Write(_checked(statement), _checked_parameters(parameters))
+    if isinstance(statement, str):
+        raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
+    if not isinstance(statement, Insert | Update | Delete | TextClause):
+        raise DeferError(
+            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
+            "what reads is executed in the handler"
+        )
+    _check_writes(statement)
+    return Write(statement, _checked_parameters(parameters))
 
 
 def defer(session: Session, *writes: Write) -> None:
@@ -122,18 +130,6 @@ def _after_rollback(session: Session, previous: SessionTransaction) -> None:
 # For all sessions of the class at once: listening to each costs more than its writes.
 event.listen(OutboxSession, "before_commit", _before_commit)
 event.listen(OutboxSession, "after_soft_rollback", _after_rollback)
-
-
-def _checked(statement: object) -> Statement:
-    if isinstance(statement, str):
-        raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
-    if not isinstance(statement, Insert | Update | Delete | TextClause):
-        raise DeferError(
-            f"ctx.defer takes insert(), update(), delete() or text(), got {type(statement).__name__}: "
-            "what reads is executed in the handler"
-        )
-    _check_writes(statement)
-    return statement
 
 
 # The same object comes again and again.

@@ -101,20 +101,15 @@ def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | Non
     """
     if scope is not None:
         return _authorization_digest(scope, lambda value: hashlib.sha256(value).hexdigest())
-    key = _check_secret(secret)
+    key = secret.encode() if isinstance(secret, str) else secret
+    if not isinstance(key, bytes) or len(key) < MIN_SECRET_BYTES:
+        raise ConfigError(f"by_authorization takes a secret of {MIN_SECRET_BYTES} bytes or more")
     return lambda given: _authorization_digest(given, lambda value: hmac.digest(key, value, "sha256").hex())
 
 
 def _authorization_digest(scope: Scope, digest: Callable[[bytes], str]) -> str | None:
     values = header_values(scope["headers"], b"authorization")
     return digest(b"\n".join(values)) if values else None
-
-
-def _check_secret(given: str | bytes | None) -> bytes:
-    secret = given.encode() if isinstance(given, str) else given
-    if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"by_authorization takes a secret of {MIN_SECRET_BYTES} bytes or more")
-    return secret
 
 
 def nobody(_scope: Scope) -> None:

@@ -63,18 +63,16 @@ class RequestSettlement:
         written = await self._record("unknown", error=reason)
         return written if isinstance(written, Answer) else self.answers.answer(problems.UNKNOWN)
 
-    async def release(self) -> None:
-        """Settle a request that was claimed, or may have been, and not executed."""
-        await self._release(self.request.retention)
-
-    async def _release(self, keep: timedelta) -> None:
+    async def release(self, keep: timedelta | None = None) -> None:
+        """Settle a request that was claimed, or may have been, and not executed; kept like any other by default."""
+        keep = self.request.retention if keep is None else keep
         await self._finds(statements.release(self.request.lock, keep=keep))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # for TransactionSettlement
         """Write what came of the request before it is answered; what to answer, or None: ask again at the end."""
         if self.is_refused(answer.status):
             # Nothing was executed, and nothing of it is worth a row: strangers could fill the table.
-            await self._release(timedelta(0))
+            await self.release(timedelta(0))
             return answer
         if answer.status in self.released:
             written = await self._record_released(answer.status)
@@ -181,7 +179,7 @@ class TransactionSettlement(RequestSettlement):
 
     async def _settle_unrecorded(self, answer: Answer) -> Answer:
         if self.is_refused(answer.status):
-            await self._release(timedelta(0))
+            await self.release(timedelta(0))
             return answer
         if answer.status >= FIRST_ERROR_STATUS:
             await self._settle_started("retryable", None, f"answered {answer.status}")

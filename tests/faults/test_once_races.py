@@ -88,7 +88,8 @@ def test_a_caller_that_wakes_while_another_is_taking_over_does_not_call(engine: 
         # Without a keeper: it stands still as well.
         runner = EffectRunner(transactions, LEASE.total_seconds())
         with fault_action(sleep_through_a_take_over):
-            woken = threads.submit(runner._drive, once(request, expiry, uuid4()), calls.append, None)
+            options = OnceOptions("charge", "1", calls.append)
+            woken = threads.submit(runner._drive, once(request, expiry, uuid4()), options)
             wait_until(lambda: somebody_waits(engine), "the woken caller to wait")
             other.commit()
             with pytest.raises(EffectInProgress):

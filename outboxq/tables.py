@@ -12,6 +12,7 @@ from sqlalchemy import (
     Column,
     Connection,
     DateTime,
+    Engine,
     Identity,
     Index,
     Integer,
@@ -40,8 +41,8 @@ SCHEMA = "outboxq"
 metadata = MetaData(schema=SCHEMA)
 
 
-def mapped_schema(connection: Connection) -> str:
-    """The schema that the connection's `schema_translate_map` leads to."""
+def mapped_schema(connection: Connection | Engine) -> str:
+    """The schema that the `schema_translate_map` of a connection or an engine leads to."""
     translated: dict[str | None, str | None] = connection.get_execution_options().get("schema_translate_map") or {}
     return translated.get(SCHEMA) or SCHEMA
 

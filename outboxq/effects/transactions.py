@@ -19,7 +19,7 @@ from outboxq.config import check_schema
 from outboxq.database.errors import sqlstate_of
 from outboxq.effects.lock_keeper import Transaction
 from outboxq.errors import ConfigError
-from outboxq.tables import SCHEMA
+from outboxq.tables import SCHEMA, mapped_schema
 
 T = TypeVar("T")
 
@@ -90,8 +90,7 @@ class EngineTransactions:
     """
 
     def __init__(self, engine: Engine, schema: str | None) -> None:
-        translated = engine.get_execution_options().get("schema_translate_map") or {}
-        self.schema = check_schema(schema or translated.get(SCHEMA) or SCHEMA)
+        self.schema = check_schema(schema or mapped_schema(engine))
         self.pools = self._claims, self._records, self._keeper = tuple(_Pool(engine, self.schema) for _ in range(3))
         self._used_at: float | None = None
 

@@ -14,9 +14,8 @@ from sqlalchemy.orm import InstanceState, Mapper, Session
 from outboxq.database.guard import is_same
 from outboxq.database.sessions import binds_of
 from outboxq.execution.write_buffer import RowChange
-from outboxq.handlers.row_writes import row_write
+from outboxq.handlers.row_writes import RowWrite, TableFacts, row_write
 from outboxq.handlers.set_based import FactsOf, python_type
-from outboxq.handlers.table_facts import RowWrite, TableFacts
 
 # The listeners for several events, of a session's dispatch.
 Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]

@@ -20,7 +20,7 @@ from outboxq.execution.invoke import Invoker
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.registry import Registry
 from outboxq.handlers.retention import spoken
-from outboxq.handlers.table_facts import Catalog
+from outboxq.handlers.row_writes import Catalog
 from outboxq.job import Job
 from outboxq.outcomes import Outcome
 

@@ -35,8 +35,7 @@ from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.handlers.handler import AnyHandler
-from outboxq.handlers.row_writes import row_write
-from outboxq.handlers.table_facts import RowWrite, TableFacts
+from outboxq.handlers.row_writes import RowWrite, TableFacts, row_write
 from outboxq.job import Job
 from outboxq.new_job import NewJob
 from outboxq.outbox.pending import holds_only_jobs, take_jobs

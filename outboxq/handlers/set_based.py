@@ -36,11 +36,11 @@ from outboxq.handlers.row_writes import (
     COMPUTING,
     MORE_PARTS,
     Statement,
+    TableFacts,
     assigned_columns,
     updated_mapper,
     written_table,
 )
-from outboxq.handlers.table_facts import TableFacts
 from outboxq.statements.builtin import unnest
 
 logger = logging.getLogger("outboxq.relay")

@@ -20,8 +20,8 @@ from outboxq.execution.changes import _Writable
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.write_buffer import WriteBuffer, _Deferred
-from outboxq.handlers import deferred, set_based, table_facts
-from outboxq.handlers.table_facts import TableFacts
+from outboxq.handlers import deferred, row_writes, set_based
+from outboxq.handlers.row_writes import TableFacts
 from outboxq.outbox.insert import insert_all
 
 Planting: TypeAlias = Callable[[], AbstractContextManager[object]]
@@ -262,10 +262,10 @@ def _without_drop_in(caller: str) -> AbstractContextManager[object]:
 
 
 def _facts_with(**wrong: Any) -> AbstractContextManager[object]:
-    read = table_facts._read
+    read = row_writes._read
 
     def read_wrong(*named: Any) -> Any:
         facts = read(*named)
         return facts and replace(facts, **wrong)
 
-    return mock.patch.object(table_facts, "_read", read_wrong)
+    return mock.patch.object(row_writes, "_read", read_wrong)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from outboxq.handlers import table_facts
+from outboxq.handlers import row_writes
 from outboxq.postgres import Server
 from tests.fuzz import program
 from tests.fuzz.compare import Differs
@@ -29,7 +29,7 @@ def lanes(outboxq_server: Server) -> Iterator[dict[str, Lane]]:
 @pytest.fixture(scope="module")
 def forgetful(outboxq_server: Server) -> Iterator[list[Lane]]:
     """Lanes that read what is known of tables anew for each batch."""
-    with mock.patch.object(table_facts, "FRESH_SECONDS", -1.0), open_lanes(outboxq_server, ALONE, SHARED) as opened:
+    with mock.patch.object(row_writes, "FRESH_SECONDS", -1.0), open_lanes(outboxq_server, ALONE, SHARED) as opened:
         yield opened
 
 

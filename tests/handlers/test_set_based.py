@@ -51,8 +51,8 @@ from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.events import Event, JobDied, JobDone
 from outboxq.execution.write_buffer import WriteBuffer
 from outboxq.handlers.deferred import Write
+from outboxq.handlers.row_writes import Catalog, TableFacts
 from outboxq.handlers.set_based import executions
-from outboxq.handlers.table_facts import Catalog, TableFacts
 from tests.support.app import Account
 from tests.support.shared_app import statements
 from tests.support.waiting import wait_until

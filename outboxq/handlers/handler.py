@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, get_type_hints, overload
 
-from outboxq.outcomes import Backoff
 from outboxq.codec.parameters import Signature, build_signature
 from outboxq.codec.signature import declared_signature
 from outboxq.errors import RegistryError
@@ -17,7 +16,7 @@ from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
 from outboxq.names import check_name
 from outboxq.outbox.kinds import JobKind, P
-from outboxq.outcomes import Outcome
+from outboxq.outcomes import Backoff, Outcome
 
 C = TypeVar("C")
 T = TypeVar("T")

@@ -11,8 +11,9 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event
 from outboxq.postgres import Database
-from outboxq.relay.state import RelayLimits
+from outboxq.relay.limits import RelayLimits
 from tests.support import app
+from tests.support.limits import with_limits
 
 
 @pytest.fixture
@@ -50,15 +51,22 @@ StartRelay = Callable[..., AbstractContextManager[RunningRelay]]
 
 
 @pytest.fixture
-def start_relay(outboxq_database: Database) -> StartRelay:
+def relay_limits(request: pytest.FixtureRequest) -> RelayLimits:
+    """The limits of this test's relays: users' own, or those of its mark `relay_limits`."""
+    mark = request.node.get_closest_marker("relay_limits")
+    return RelayLimits() if mark is None else mark.args[0]
+
+
+@pytest.fixture
+def start_relay(outboxq_database: Database, relay_limits: RelayLimits) -> StartRelay:
     """Runs a relay in a thread for the length of a `with` block; its error, if any, is raised at the end."""
 
     @contextmanager
     def start(jobs: Jobs = app.jobs, config: RelayConfig | None = None, **arguments: object) -> Iterator[RunningRelay]:
         events: list[Event] = []
-        limits = arguments.pop("limits", RelayLimits())
+        limits = arguments.pop("limits", relay_limits)
         relay = Relay(arguments.pop("engine", outboxq_database.url), jobs, config, hooks=[events.append], **arguments)
-        relay._limits = limits
+        with_limits(relay, limits)
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -82,12 +90,12 @@ def start_relay(outboxq_database: Database) -> StartRelay:
 
 
 @pytest.fixture
-def drain(outboxq_database: Database) -> Callable[..., list[Event]]:
+def drain(outboxq_database: Database, relay_limits: RelayLimits) -> Callable[..., list[Event]]:
     """Drains the test's database with the application's handlers; the events."""
 
-    def run(jobs: Jobs = app.jobs, **settings: object) -> list[Event]:
+    def run(jobs: Jobs = app.jobs, limits: RelayLimits = relay_limits, **settings: object) -> list[Event]:
         events: list[Event] = []
-        Relay(outboxq_database.url, jobs, RelayConfig(**settings), hooks=[events.append]).drain()
+        with_limits(Relay(outboxq_database.url, jobs, RelayConfig(**settings), hooks=[events.append]), limits).drain()
         return events
 
     return run

@@ -4,7 +4,7 @@ Each handler runs by itself. What it writes is committed with its own job; jobs 
 the claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
 
 A job that waits, before its handler or behind it, waits for others. So a claim takes few jobs if handlers are slow,
-and when it lasts longer than `HELD_SECONDS`, what waits is released: what is done is removed, and what has not begun
+and when it lasts longer than `held_seconds`, what waits is released: what is done is removed, and what has not begun
 waits in the queue again, as if it had never been claimed. The slot does that between two handlers, the enforcer of
 deadlines during one.
 """
@@ -30,10 +30,6 @@ from outboxq.job import Job
 from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
-# As long as that a claim is meant to last; so many more or fewer jobs does the next one take.
-AIM_SECONDS = 0.05
-# A handler's end is committed, and a job that has not begun is given back, when a claim is that old and is looked at.
-HELD_SECONDS = 0.2
 # A release that failed is tried again so much later.
 _AGAIN_SECONDS = 1.0
 # A thread that waits until another one has settled looks so often whether it has.
@@ -43,6 +39,20 @@ _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'; "
 _LOCK_NOT_AVAILABLE = "55P03"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseModeLimits:
+    """How long the claims of lease mode last.
+
+    Args:
+        aim_seconds: As long as a claim is meant to last; so many more or fewer jobs does the next one take.
+        held_seconds: A handler's end is committed, and a job that has not begun is given back, when a claim is that old
+            and is checked.
+    """
+
+    aim_seconds: float = 0.05
+    held_seconds: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class LeasedBatch:
 
     queue: str
     jobs: tuple[Job, ...]
+    limits: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     unknown: list[Job] = field(default_factory=list)
     claimed_at: float = field(init=False)
     _waiting: deque[Job] = field(init=False)
@@ -103,7 +114,7 @@ class LeasedBatch:
     def __post_init__(self) -> None:
         self._waiting = deque(self.jobs)
         self.claimed_at = clock()
-        self._release_after = self.claimed_at + HELD_SECONDS
+        self._release_after = self.claimed_at + self.limits.held_seconds
 
     @property
     def is_worked_off(self) -> bool:
@@ -123,7 +134,7 @@ class LeasedBatch:
                 return None
             is_first = len(self._waiting) == len(self.jobs)
             # The age counts also what this process did not notice, because it stood still.
-            if not is_first and not (allowed and clock() - self.claimed_at < HELD_SECONDS):
+            if not is_first and not (allowed and clock() - self.claimed_at < self.limits.held_seconds):
                 return None
             return self._waiting.popleft()
 
@@ -182,7 +193,7 @@ class LeasedBatch:
     def fitting(self) -> int:
         """How many such jobs fit into the time that a claim is meant to last."""
         begun = len(self.jobs) - len(self._waiting)
-        return int(begun * AIM_SECONDS / max(clock() - self.claimed_at, 1e-6))
+        return int(begun * self.limits.aim_seconds / max(clock() - self.claimed_at, 1e-6))
 
 
 def settle_leased(

@@ -119,14 +119,14 @@ class BatchLoop:
         fault_point("before-claim")
         with connection.begin():
             claimed: Claimed | None = claim(connection, request)
-        report = None
+        report, limits = None, self._state.limits.lease_mode
         # BEGIN is sent with the first statement: none, while handlers work outside the database.
         with connection.begin():
             while claimed is not None and claimed.jobs:
                 if report is not None:
                     self._ended(report)
                 # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that no slot runs.
-                leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs)
+                leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs, limits)
                 self._has_claimed(leased.queue, leased.jobs, 0)
                 fault_point("after-claim")
                 claimed, term = None, self._planner.lease_term

@@ -15,13 +15,9 @@ from outboxq.relay.poller import Order, Sort
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 
-# So long, at least and at most, a slot claims with each COMMIT the next jobs of the same sort; then it looks at all of
-# its queues again. Where that takes long, as over a slow network, less often: it may take this part of the time.
-_FOLLOW_LEAST_SECONDS, _FOLLOW_MOST_SECONDS, _WALK_SHARE = 0.1, 1.0, 0.05
+# If a poll of all queues takes long, as over a slow network, it comes less often: it may take this part of the time.
+_WALK_SHARE = 0.05
 _LEAST_SHARE_SECONDS = 0.01
-# Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the session is idle outside
-# of a transaction. Only then does the server take its counts of changed and deleted rows, by which autovacuum goes.
-COUNTS_SECONDS = 10.0
 _NO_LIMIT = 1_000_000
 
 
@@ -75,12 +71,12 @@ class ClaimPlanner:
     def begin_walk(self) -> None:
         """The slot looks for jobs in its queues, outside of a transaction."""
         self._walks_since = _now()
-        self._counts_due_at = self._walks_since + COUNTS_SECONDS
+        self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
 
     def wants_look(self) -> bool:
         """Whether what was seen by the last look is not to be trusted any more."""
         seen_at = self._state.poller.polled_at(self._order.queues[0])
-        return _now() > seen_at + follow_seconds(self.look_seconds)
+        return _now() > seen_at + self._follow_seconds(self.look_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
         """Where the slot goes to claim, of what is known to wait; None if nothing is that no other slot goes for."""
@@ -137,12 +133,17 @@ class ClaimPlanner:
         if self._walks_since is not None:
             # In a round each of those that take turns has its share, and one claim at least.
             shares = 1 + self._order.count_peers(name, self._state.poller.waiting())
-            share_seconds = follow_seconds(_now() - self._walks_since) / shares
+            share_seconds = self._follow_seconds(_now() - self._walks_since) / shares
             # So small that the next claim belongs to another queue: here it would mostly find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
             self._walks_since = None
         if self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)
+
+    def _follow_seconds(self, walk_seconds: float) -> float:
+        """How long the slot stays with one sort of jobs, after a poll of all of its queues that took so long."""
+        limits = self._state.limits
+        return min(max(walk_seconds / _WALK_SHARE, limits.follow_least_seconds), limits.follow_most_seconds)
 
     def is_more(self, jobs: tuple[Job, ...], moved: int) -> bool:
         """Whether the last claim may have left some to others."""
@@ -203,11 +204,6 @@ class ClaimPlanner:
             is_full and not self._state.stopping.is_set() and _now() <= min(self._counts_due_at, self._follow_until)
         )
         return self.ask(leased.queue, request.script) if may_follow else None
-
-
-def follow_seconds(walk_seconds: float) -> float:
-    """How long a slot stays with one sort of jobs, after a look at all of its queues that took so long."""
-    return min(max(walk_seconds / _WALK_SHARE, _FOLLOW_LEAST_SECONDS), _FOLLOW_MOST_SECONDS)
 
 
 def _power_of_two(limit: int) -> int:

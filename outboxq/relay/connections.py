@@ -25,7 +25,7 @@ from outboxq.database.guard import Guard
 from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.handlers.handler import Flavour
-from outboxq.relay.state import RelayLimits
+from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_epoch
 from outboxq.tables import SCHEMA
 

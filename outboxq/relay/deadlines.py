@@ -27,17 +27,12 @@ from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
 from outboxq.execution.recovery import end_other_transaction, settle_aborted
 from outboxq.relay.connections import connection_options, make_slot_connection
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import Slot
 from outboxq.relay.threads import BoundedStart
 
 logger = logging.getLogger("outboxq.relay")
 
-# A cancelled statement, or a cancelled coroutine, has so long to end in order.
-CUT_AFTER_SECONDS = 2.0
-# What was cut off has so long to notice.
-FREE_AFTER_SECONDS = 10.0
-# A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs answered.
-INTERRUPT_SECONDS = 15.0
 _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
 # Connections of our own at the same time, beside those of the slots.
@@ -97,12 +92,14 @@ class DeadlineEnforcer:
         loop: Callable[[], asyncio.AbstractEventLoop | None],
         replace: Callable[[Runner], None],
         stuck: Callable[[BaseException], None],
+        limits: RelayLimits,
     ) -> None:
         self._engines = engines
         self._schema = schema
         self._loop = loop
         self._replace = replace
         self._stuck = stuck
+        self._limits = limits
         self._acting: dict[Runner, threading.Thread] = {}
         self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
@@ -145,9 +142,9 @@ class DeadlineEnforcer:
     def abort(self, runners: list[Runner]) -> int:
         """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
 
-        What is just being committed is let finish. Takes no longer than `INTERRUPT_SECONDS`, however many they are.
+        What is just being committed is let finish. Takes no longer than `abort_seconds`, however many they are.
         """
-        deadline = time.monotonic() + INTERRUPT_SECONDS
+        deadline = time.monotonic() + self._limits.abort_seconds
         pending, taken = list(runners), 0
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
@@ -163,7 +160,7 @@ class DeadlineEnforcer:
         self.finish(max(0.0, deadline - time.monotonic()))
         return taken
 
-    def finish(self, seconds: float = INTERRUPT_SECONDS) -> None:
+    def finish(self, seconds: float) -> None:
         """Wait for what is under way, that long at most."""
         deadline = time.monotonic() + seconds
         for thread in [*self._acting.values(), *self._releasing.values()]:
@@ -182,18 +179,19 @@ class DeadlineEnforcer:
         thread.start()
 
     def _replace_cut(self, runner: Runner, now: float) -> None:
-        self._cut.append((runner, now + FREE_AFTER_SECONDS))
+        self._cut.append((runner, now + self._limits.free_after_seconds))
         self._replace(runner)
 
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
         runner.ask()
-        until = time.monotonic() + CUT_AFTER_SECONDS
+        cut_after_seconds = self._limits.cut_after_seconds
+        until = time.monotonic() + cut_after_seconds
         # An async handler is cancelled by its own loop, together with the query that it awaits.
         if runner.slot.flavour == "sync":
             self._cancel(batch, deadline)
         while time.monotonic() < until:
-            time.sleep(min(_STEP_SECONDS, CUT_AFTER_SECONDS))
+            time.sleep(min(_STEP_SECONDS, cut_after_seconds))
             if batch.deadline != deadline or batch.is_seized:
                 return
         if not batch.seize():

@@ -31,8 +31,6 @@ _STOP_SECONDS = 5.0
 # A slot that has work for so short a time leaves the flags up: hundreds of queues have as many. What is committed
 # meanwhile notifies for nothing, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
-# A connection through which nothing comes may have no server behind it, and a keepalive asks only the next machine.
-PROBE_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -56,14 +54,20 @@ class Listener:
     Args:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
         record_call: Given each queue that is called, before a slot is woken.
+        probe_seconds: A connection through which nothing came for so long is asked for a sign of life.
     """
 
     def __init__(
-        self, connect: Callable[[], DriverConnection], schema: str, record_call: Callable[[str], None]
+        self,
+        connect: Callable[[], DriverConnection],
+        schema: str,
+        record_call: Callable[[str], None],
+        probe_seconds: float,
     ) -> None:
         self._connect = connect
         self._schema = schema
         self._record_call = record_call
+        self._probe_seconds = probe_seconds
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         # Each with whether it was woken since it fell asleep.
         self._idle_slots: dict[IdleSlot, bool] = {}
@@ -172,8 +176,8 @@ class Listener:
 
     def _patience(self) -> float:
         if self._lower_at is None:
-            return PROBE_SECONDS
-        return min(max(0.0, self._lower_at - time.monotonic()), PROBE_SECONDS)
+            return self._probe_seconds
+        return min(max(0.0, self._lower_at - time.monotonic()), self._probe_seconds)
 
     def _drain_requests(self) -> Iterable[_Request]:
         try:

@@ -11,10 +11,11 @@ from outboxq.database.engines import AnyEngine, resolve_engines
 from outboxq.events import Emitter, Event, Hook
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.run import RelayRun
 from outboxq.relay.signals import stop_signals
 from outboxq.relay.slot_groups import check_engines, resolve_groups
-from outboxq.relay.state import RelayLimits, RelayReport
+from outboxq.relay.state import RelayReport
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -33,6 +34,9 @@ class Relay:
         ConfigError, RegistryError: something does not fit; nothing was started.
     """
 
+    # Tests set others, of one relay or of all in a process.
+    _limits = RelayLimits()
+
     def __init__(
         self,
         engine: AnyEngine,
@@ -49,7 +53,6 @@ class Relay:
         check_engines(self._groups, self._engines)
         self._emit = Emitter(hooks, _report_hook)
         self._stopping = threading.Event()
-        self._limits = RelayLimits()
         self._wakers: list[Callable[[], None]] = []
 
     def run(self) -> RelayReport:

@@ -24,6 +24,7 @@ from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.maintenance.service import Maintenance
 from outboxq.relay.maintenance.task import PeriodicTask
@@ -32,7 +33,7 @@ from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
 from outboxq.relay.startup import wait_for_database
-from outboxq.relay.state import RelayLimits, RelayReport, RelayState
+from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 
 _TRIM_SECONDS = 1.0
@@ -75,7 +76,9 @@ class RelayRun:
             self.stopping,
             until_empty=self.until_empty,
         )
-        self._deadlines = DeadlineEnforcer(self.engines, self.config.schema, self._loop.get, self._replace, self._fail)
+        self._deadlines = DeadlineEnforcer(
+            self.engines, self.config.schema, self._loop.get, self._replace, self._fail, self.limits
+        )
         self._connections = make_slot_connections(
             self.config,
             self.engines,
@@ -90,7 +93,9 @@ class RelayRun:
         poller = SharedPoller(config.schema, self._queues)
         listener = None
         if config.listen and not self.until_empty:
-            listener = Listener(self._connector(config.listen_url), config.schema, poller.record_call)
+            listener = Listener(
+                self._connector(config.listen_url), config.schema, poller.record_call, self.limits.probe_seconds
+            )
         quarantine = QuarantineTurns()
         lease = RelayLease(
             # Not by `listen_url`: through a pooler is as good.
@@ -115,6 +120,7 @@ class RelayRun:
             lease=lease,
             quarantine=quarantine,
             effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds),
+            limits=self.limits,
         )
 
     def work(self) -> RelayReport:
@@ -230,7 +236,7 @@ class RelayRun:
             self._let_finish()
         else:
             # Drained, up to what is still to be said of a job that was cut off.
-            self._deadlines.finish()
+            self._deadlines.finish(self.limits.abort_seconds)
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
         connections = self._connections[flavour]

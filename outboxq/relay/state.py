@@ -1,4 +1,4 @@
-"""What the slots of a relay share, with its counters, and the bounds that no user has to know."""
+"""What the slots of a relay share, and its counters."""
 
 import threading
 from collections import Counter
@@ -12,24 +12,10 @@ from outboxq.handlers.registry import Registry
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.lease import RelayLease
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.suspects import QuarantineTurns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayLimits:
-    """How long a relay waits for what.
-
-    Args:
-        linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
-        loop_patience_seconds: An event loop that stands still for so long, while no handler runs, is stuck.
-        first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
-    """
-
-    linger_seconds: float = 5.0
-    loop_patience_seconds: float = 60.0
-    first_prune_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +70,7 @@ class RelayState:
     lease: RelayLease
     quarantine: QuarantineTurns
     effect_runners: EffectRunners
+    limits: RelayLimits = field(default_factory=RelayLimits)
     # What the application's lifespan yielded.
     lifespan_state: object = None
     sweep_schedule: SweepSchedule = field(default_factory=SweepSchedule)

@@ -34,7 +34,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only
 
-import outboxq.execution.lease_mode as held_module
 from outboxq import (
     AsyncBatchContext,
     AsyncContext,
@@ -51,8 +50,10 @@ from outboxq import (
 from outboxq.database.known_functions import HARMLESS as HARMLESS_FUNCTIONS
 from outboxq.database.session_state import CALLABLE_WORDS, left_by
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.statements.catalog import functions_without_side_effects
 from tests.support.app import Account, Effect
+from tests.support.limits import GROWING, with_limits
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
 BOTH_CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -255,7 +256,7 @@ def _add(sessions: sessionmaker[OutboxSession], jobs: Jobs, *calls: tuple[str, s
 
 
 @pytest.fixture
-def drain_with_listener(outboxq_database: Database) -> Iterator[Callable[..., list[int]]]:
+def drain_with_listener(outboxq_database: Database, relay_limits: RelayLimits) -> Iterator[Callable[..., list[int]]]:
     """Drains with the user's own engines, whose listeners set up each connection; each one is counted."""
     with ExitStack() as stack:
 
@@ -278,7 +279,7 @@ def drain_with_listener(outboxq_database: Database) -> Iterator[Callable[..., li
                 engine = create_async_engine(outboxq_database.url)
                 event.listen(engine.sync_engine, "connect", on_connect)
             config = RelayConfig(slots_per_queue=1, listen=False, prune_seconds=0, **settings)
-            Relay(engine, jobs, config, hooks=()).drain()
+            with_limits(Relay(engine, jobs, config, hooks=()), relay_limits).drain()
             if isinstance(engine, AsyncEngine):
                 asyncio.run(engine.dispose(close=False))
             return connects
@@ -297,6 +298,7 @@ def other_role(engine: Engine) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("other_role")
+@pytest.mark.relay_limits(RelayLimits(lease_mode=GROWING))
 @BATCH_SIZES
 @pytest.mark.parametrize("style", ["transaction", "lease", "batchable", "batch"])
 @BOTH_FLAVOURS
@@ -307,7 +309,6 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     drain_with_listener: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever its kind and whatever became of its job: the next one finds what the first one of the slot found."""
     with engine.begin() as connection:
@@ -316,7 +317,6 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     jobs, ledger = _handlers(flavour, style, batch_size)
     # As many as a claim takes: inside of one batch of transaction mode the connection is shared. Of a lease's claim the
     # very next job is not to meet it: behind one that leaves nothing the next claim takes two, however slow they are.
-    monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
     more = [("touch", "")] * (0 if style == "lease" else batch_size - 1)
     before = [("touch", "")] if style == "lease" else more
     calls = [("look", "first"), *before]

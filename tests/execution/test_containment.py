@@ -12,7 +12,6 @@ from sqlalchemy import Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
@@ -25,6 +24,7 @@ from outboxq.statements.server import server_epoch
 from tests.support import app
 from tests.support.app import Account, Child, Effect
 from tests.support.ledger import ledger
+from tests.support.limits import FOLLOW_ON
 
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 Drain = Callable[..., list[Event]]
@@ -119,16 +119,12 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
     assert waiting(engine) == []
 
 
+@pytest.mark.relay_limits(FOLLOW_ON)
 @BATCH_SIZES
 def test_savepoints_that_handlers_leave_open_do_not_pile_up(
-    batch_size: int,
-    engine: Engine,
-    sessions: sessionmaker[OutboxSession],
-    drain: Drain,
-    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
     """While claims follow one another, SQLAlchemy's transaction is one; what it holds of each job goes with the job."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     jobs, depths = Jobs(), []
 
     @jobs.handler(queue="careless")

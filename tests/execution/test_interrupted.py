@@ -5,6 +5,7 @@ Whatever it interrupts, the rows of an attempt and the end of its job are one.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -13,8 +14,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.commit as commit_module
-import outboxq.execution.lease_mode as held_module
-import outboxq.relay.claim_planner as claims_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
@@ -26,6 +25,7 @@ from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.limits import FOLLOW_ON, GROWING
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -193,6 +193,8 @@ def test_what_could_not_be_sent_at_a_commit_of_the_handlers_own_fails_its_attemp
     assert errors(events) == [f"{DeferError.__module__}.{DeferError.__qualname__}"]
 
 
+# The last claim is of three jobs, with the slow one among them.
+@pytest.mark.relay_limits(replace(FOLLOW_ON, lease_mode=GROWING))
 def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,9 +216,6 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     names = [*(f"quick {number}" for number in range(7)), "first", "slow", "third"]
     with sessions.begin() as session:
         session.add_jobs(work.job(name=name) for name in names)
-    # The last claim is of three jobs, with the slow one among them.
-    monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(
         Unsettled, "script", lambda rest, schema, free: (strike if "slow" in ran else script)(rest, schema, free=free)

@@ -10,7 +10,6 @@ from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.claim as claim_module
 import outboxq.execution.commit as commit_module
-import outboxq.relay.claim_planner as claims_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
 from outboxq.execution.claim import ClaimRequest, PreparedClaims
@@ -18,18 +17,13 @@ from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.limits import FOLLOW_ON, with_limits
 
 JOBS = 60
 FILL = """\
 INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
 SELECT gen_random_uuid(), 'mine', 'kind', '{}', CASE WHEN n % 2 = 0 THEN 'ready' ELSE 'scheduled' END, now()
 FROM generate_series(1, :count) AS n ORDER BY random()"""
-
-
-@pytest.fixture(autouse=True)
-def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 @pytest.fixture
@@ -68,7 +62,8 @@ def recording(also: Callable[[Context, str], None]) -> Jobs:
 
 
 def drain(target: str | Engine, jobs: Jobs, batch_size: int) -> None:
-    Relay(target, jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size)).drain()
+    config = RelayConfig(slots_per_queue=1, batch_size=batch_size)
+    with_limits(Relay(target, jobs, config), FOLLOW_ON).drain()
 
 
 @pytest.mark.parametrize(("before", "limit"), [(0, 10), (1_500, 500)], ids=["empty", "small"])
@@ -270,7 +265,7 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
     kinds = [jobs.handler(queue=f"queue {number}", kind=f"kind {number}")(count) for number in range(100)]
     with sessions.begin() as session:
         session.add_jobs(kind.job() for kind in kinds * 2)
-    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
+    with_limits(Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))), FOLLOW_ON).drain()
     assert len(seen) == 200
     assert max(seen) <= 4
 

@@ -11,8 +11,8 @@ from sqlalchemy import Connection, Engine, func, insert, select, text, update
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.execution.batch_call as groups_module
-import outboxq.execution.shared_batch as shared_module
+import outboxq.execution.batch_call as batch_call
+import outboxq.execution.shared_batch as shared_batch
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.execution.containment import SharedSavepoint
@@ -282,7 +282,7 @@ def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows stand then: all goes back with the transaction, and not to a savepoint that is gone."""
-    jobs, original, failed = Jobs(), groups_module.fault_point, []
+    jobs, original, failed = Jobs(), batch_call.fault_point, []
 
     @dataclass
     class Named:
@@ -298,7 +298,7 @@ def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
             raise ValueError(name)
         original(name)
 
-    monkeypatch.setattr(groups_module, "fault_point", fail_once)
+    monkeypatch.setattr(batch_call, "fault_point", fail_once)
     with sessions.begin() as session:
         session.add_jobs(write_all.job(name=name) for name in "abcd")
     drain(jobs)
@@ -317,7 +317,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """COMMIT checks the jobs of one batch handler; else each is checked before a later one could mend it."""
-    jobs, asked, events, original = Jobs(), [], [], shared_module.check_shared
+    jobs, asked, events, original = Jobs(), [], [], shared_batch.check_shared
 
     @dataclass
     class Named:
@@ -351,7 +351,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
         keep_all(savepoint)
 
     keep_all = SharedSavepoint.keep_all
-    monkeypatch.setattr(shared_module, "check_shared", asking)
+    monkeypatch.setattr(shared_batch, "check_shared", asking)
     monkeypatch.setattr(SharedSavepoint, "keep_all", keeping)
     kind = act if sort == "batchable" else act_all
     with sessions.begin() as session:

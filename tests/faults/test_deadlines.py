@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -14,8 +15,7 @@ import pytest
 from sqlalchemy import Engine, QueuePool, create_engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.claim_planner as claims_module
-import outboxq.relay.deadlines
+import outboxq.relay.deadlines as deadlines
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.config import SlotGroup
 from outboxq.errors import RegistryError, RelayStuck
@@ -38,11 +38,13 @@ from outboxq.handlers.handler import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.execution.test_raised import Named
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
 from tests.support.ledger import effects, rows
+from tests.support.limits import FOLLOW_ON, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -55,17 +57,12 @@ TIMED_OUT = "outboxq.errors.HandlerTimedOut"
 LONG = 10 * PATIENCE
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cancelled has all the time to end in order: nothing is cut off because a machine is busy."""
-    monkeypatch.setattr(outboxq.relay.deadlines, "CUT_AFTER_SECONDS", LONG)
-    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", LONG)
-
-
-@pytest.fixture
-def cut_soon(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not end when it is cancelled is cut off soon."""
-    monkeypatch.setattr(outboxq.relay.deadlines, "CUT_AFTER_SECONDS", 0.3)
+# What is cancelled has all the time to end in order: nothing is cut off because a machine is busy.
+PATIENT = RelayLimits(cut_after_seconds=LONG, free_after_seconds=LONG)
+pytestmark = pytest.mark.relay_limits(PATIENT)
+# What does not end when it is cancelled is cut off soon.
+CUT_SOON = replace(PATIENT, cut_after_seconds=0.3)
+cut_soon = pytest.mark.relay_limits(CUT_SOON)
 
 
 @pytest.fixture
@@ -232,7 +229,7 @@ def test_who_ends_in_time_pays_nothing(
 
     monkeypatch.setattr(driver, "wait", counting)
     # When a slot looks at its other queues, and claims from the start, depends on how long these take.
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+    limits = replace(FOLLOW_ON, cut_after_seconds=LONG, free_after_seconds=LONG)
     monkeypatch.setattr(SweepSchedule, "take_turn", lambda _sweeps, _queue: False)
 
     def statements(seconds: float | None) -> int:
@@ -251,7 +248,7 @@ def test_who_ends_in_time_pays_nothing(
                 ctx.session.add(Effect(name="work"))
 
         add(sessions, jobs, *["work"] * 20)
-        assert len(of(drain(jobs, slots_per_queue=1), JobDone)) == 20
+        assert len(of(drain(jobs, limits, slots_per_queue=1), JobDone)) == 20
         return sent
 
     assert statements(None) == statements(60.0) > 20
@@ -263,7 +260,7 @@ def test_who_waits_for_a_row_lock_gives_up(
     """By lock_timeout, before the server's own deadline, and the error says so."""
     jobs = Jobs()
     # The relay's comes a tenth of a second later, in which a busy machine does nothing.
-    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
+    monkeypatch.setattr(deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=1)
     def wait(ctx: Context) -> None:
@@ -319,7 +316,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         for _ in range(20):
             ctx.session.execute(text("SELECT pg_sleep(0.02)"))
 
-    cancel, original = DeadlineEnforcer._cancel, outboxq.relay.deadlines.end_other_transaction
+    cancel, original = DeadlineEnforcer._cancel, deadlines.end_other_transaction
 
     def decide(watch: DeadlineEnforcer, progress: BatchState, deadline: float) -> None:
         cancel(watch, progress, deadline)
@@ -331,7 +328,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
         original(*arguments, **named)
 
     monkeypatch.setattr(DeadlineEnforcer, "_cancel", decide)
-    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", end_too_late)
+    monkeypatch.setattr(deadlines, "end_other_transaction", end_too_late)
     add(sessions, jobs, "late", "busy")
     events = drain(jobs, batch_size=2, slots_per_queue=1)
     assert [event.job.kind for event in of(events, JobDone)] == ["late", "busy"]
@@ -350,7 +347,7 @@ def test_a_cancellation_never_hits_the_certificate(
         ctx.session.add(Effect(name="late"))
         cancelling.wait(PATIENCE)
 
-    original = outboxq.relay.deadlines.end_other_transaction
+    original = deadlines.end_other_transaction
 
     def end_too_late(*arguments: object, **named: object) -> None:
         cancelling.set()
@@ -375,7 +372,7 @@ def test_a_cancellation_never_hits_the_certificate(
                 "FOR EACH ROW EXECUTE FUNCTION slowly()"
             )
         )
-    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", end_too_late)
+    monkeypatch.setattr(deadlines, "end_other_transaction", end_too_late)
     add(sessions, jobs, "late")
     with fault_action(arrived):
         events = drain(jobs, slots_per_queue=1)
@@ -465,7 +462,7 @@ def test_a_timeout_of_the_handlers_own_is_an_error_like_any_other(
     assert error["type"] == "TimeoutError"
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_an_async_handler_that_goes_on_for_ever_is_cut_off(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, release: threading.Event
 ) -> None:
@@ -504,7 +501,7 @@ def hang_in_a_loop(release: threading.Event) -> None:
         pass
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 @pytest.mark.parametrize("hang", [hang_in_sleep, hang_in_a_loop])
 @pytest.mark.parametrize("ending", ["write", "return"])
 def test_a_sync_handler_that_hangs_is_cut_off(
@@ -549,7 +546,7 @@ def test_a_sync_handler_that_hangs_is_cut_off(
     assert rows(engine, "SELECT FROM outboxq.job") == []
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, release: threading.Event
 ) -> None:
@@ -571,7 +568,7 @@ def test_a_batch_handler_that_hangs_charges_only_the_job_that_hangs_alone(
     assert error["type"] == TIMED_OUT
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_slots_that_are_replaced_stay_within_the_pool(
     sessions: sessionmaker[OutboxSession],
     start_relay: StartRelay,
@@ -600,7 +597,7 @@ def test_slots_that_are_replaced_stay_within_the_pool(
         own.dispose()
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_many_that_hang_at_once_are_dealt_with_at_once(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -636,7 +633,7 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
     assert effects(engine) == ["good"]
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -683,7 +680,7 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
         close_behind_its_slots(own, release)
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -722,7 +719,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
     assert relay.of(JobsSuspected)
 
 
-@pytest.mark.usefixtures("cut_soon")
+@cut_soon
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("suspect", [False, True])
@@ -787,10 +784,10 @@ def test_a_lease_is_no_way_around_the_deadline(
     assert rows(engine, "SELECT FROM outboxq.job") == []
 
 
-def run_until_stuck(database: Database, jobs: Jobs, config: RelayConfig) -> list[Event]:
+def run_until_stuck(database: Database, jobs: Jobs, config: RelayConfig, limits: RelayLimits) -> list[Event]:
     """Run a relay until it says that it must be replaced; its events."""
     events: list[Event] = []
-    relay = Relay(database.url, jobs, config, hooks=[events.append])
+    relay = with_limits(Relay(database.url, jobs, config, hooks=[events.append]), limits)
     with pytest.raises(RelayStuck, match="must be replaced"):
         relay.run()
     return events
@@ -802,16 +799,10 @@ async def in_the_loop() -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.usefixtures("cut_soon")
 def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
-    engine: Engine,
-    sessions: sessionmaker[OutboxSession],
-    outboxq_database: Database,
-    release: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
 ) -> None:
     """Who blocks it pays, who is held up by it does not; then the process must be replaced, and says so."""
-    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", 0.5)
     jobs, waits = recording(in_the_loop), asyncio.Event()
 
     @jobs.handler(queue="async", retry=ONCE, timeout_seconds=2)
@@ -831,7 +822,8 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
 
     add(sessions, jobs, "spin", "innocent")
     started = time.monotonic()
-    relay = run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=2, drain_seconds=2 * PATIENCE))
+    config = RelayConfig(slots_per_queue=2, drain_seconds=2 * PATIENCE)
+    relay = run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=0.5))
     assert time.monotonic() - started < PATIENCE, "it waited for the time to drain"
     release.set()
     assert len(of(relay, JobInterrupted)) == 1
@@ -842,16 +834,10 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     assert rows(engine, "SELECT kind, state, attempt FROM outboxq.job") == [("innocent", "ready", 0)]
 
 
-@pytest.mark.usefixtures("cut_soon")
 def test_a_thread_that_never_ends_ends_its_relay(
-    engine: Engine,
-    sessions: sessionmaker[OutboxSession],
-    outboxq_database: Database,
-    release: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
 ) -> None:
     """Not at once: the slots beside it work on until the time to notice is over, and finish what they run."""
-    monkeypatch.setattr(outboxq.relay.deadlines, "FREE_AFTER_SECONDS", 5.0)
     jobs = recording()
 
     @jobs.handler(queue="sync", retry=ONCE, timeout_seconds=0.2)
@@ -861,7 +847,8 @@ def test_a_thread_that_never_ends_ends_its_relay(
     add(sessions, jobs, "stuck", "good")
     # Those of other tests may still hang.
     before = set(threading.enumerate())
-    run_until_stuck(outboxq_database, jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1))
+    config = RelayConfig(slots_per_queue=1, poll_seconds=0.1)
+    run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=5.0))
     left = {thread for thread in threading.enumerate() if thread.name == "outboxq-slot"} - before
     assert len(left) == 1
     release.set()
@@ -872,12 +859,11 @@ def test_a_thread_that_never_ends_ends_its_relay(
 
 # Blocks the loop of its process.
 SPINNING = """
-import outboxq.relay.deadlines
-from outboxq import AsyncContext, Backoff, Jobs
+from outboxq import AsyncContext, Backoff, Jobs, Relay
+from outboxq.relay.limits import RelayLimits
 from tests.support.app import Effect
 
-outboxq.relay.deadlines.CUT_AFTER_SECONDS = 0.3
-outboxq.relay.deadlines.FREE_AFTER_SECONDS = 0.5
+Relay._limits = RelayLimits(cut_after_seconds=0.3, free_after_seconds=0.5)
 jobs = Jobs()
 
 @jobs.handler(queue="async", retry=Backoff(first_seconds=0.0), timeout_seconds=1.0)

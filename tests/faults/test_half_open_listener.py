@@ -11,7 +11,7 @@ from sqlalchemy import Engine, make_url, text
 from outboxq import RelayConfig
 from outboxq.database import driver
 from outboxq.postgres import Database
-from outboxq.relay import listener
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support.ledger import enqueue, ledger, waiting
 from tests.support.waiting import PATIENCE, wait_until
@@ -79,11 +79,11 @@ def test_a_half_open_listener_is_replaced_and_jobs_are_done_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its TCP connection is healthy and nobody is behind it: only a question that is not answered tells."""
-    monkeypatch.setattr(listener, "PROBE_SECONDS", 0.3)
     monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.3)
     through_proxy = make_url(outboxq_database.url).set(host="127.0.0.1", port=proxy.port)
     listen_url = through_proxy.render_as_string(hide_password=False)
-    with start_relay(config=RelayConfig(listen_url=listen_url, poll_seconds=0.5)):
+    config = RelayConfig(listen_url=listen_url, poll_seconds=0.5)
+    with start_relay(config=config, limits=RelayLimits(probe_seconds=0.3)):
         first = wait_until(lambda: listening(engine), "the relay to listen")
         proxy.swallow_everything()
         names = enqueue(engine, ["meanwhile-1", "meanwhile-2"])

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.deadlines
+import outboxq.relay.deadlines as deadlines
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import (
     Event,
@@ -24,8 +24,10 @@ from outboxq.events import (
 from outboxq.execution.batch_state import BatchState
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from tests.support.app import Effect
 from tests.support.ledger import effects, rows
+from tests.support.limits import with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -35,10 +37,10 @@ QUICKLY = RelayConfig(slots_per_queue=1, batch_size=3, drain_seconds=0.1, poll_s
 LONG = 10 * PATIENCE
 
 
-@pytest.fixture(autouse=True)
-def time_to_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relay that takes all the time that it may have does not end within a test."""
-    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", LONG)
+# A relay that takes all the time that it may have does not end within a test.
+ABORTS_LONG = RelayLimits(abort_seconds=LONG)
+# One that has no way to end a transaction gives up soon.
+ABORTS_SOON = RelayLimits(abort_seconds=1.0, outcome_seconds=0.3)
 
 
 @pytest.fixture
@@ -94,10 +96,12 @@ Running: TypeAlias = tuple[Relay, list[Event], threading.Thread]
 
 
 @contextmanager
-def running(database: Database, jobs: Jobs, config: RelayConfig) -> Iterator[Running]:
+def running(
+    database: Database, jobs: Jobs, config: RelayConfig, limits: RelayLimits = ABORTS_LONG
+) -> Iterator[Running]:
     """A relay in a thread, which has ended by itself at the end of the block."""
     events: list[Event] = []
-    relay = Relay(database.url, jobs, config, hooks=[events.append])
+    relay = with_limits(Relay(database.url, jobs, config, hooks=[events.append]), limits)
     thread = threading.Thread(target=relay.run)
     thread.start()
     try:
@@ -286,11 +290,10 @@ def test_a_batch_that_was_taken_away_is_not_committed(
             assert go_on.wait(PATIENCE)
 
     # As if the server had not got round to it.
-    monkeypatch.setattr(outboxq.relay.deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
-    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", 1.0)
-    monkeypatch.setattr(outboxq.execution.recovery, "_OUTCOME_SECONDS", 0.3)
+    monkeypatch.setattr(deadlines, "end_other_transaction", lambda *_arguments, **_named: None)
     hanging.enqueue(sessions, "late")
-    with fault_action(stop_here), running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
+    stopping = running(outboxq_database, hanging.jobs, QUICKLY, ABORTS_SOON)
+    with fault_action(stop_here), stopping as (relay, events, thread):
         assert at_commit.wait(PATIENCE)
         relay.stop()
         thread.join(PATIENCE)
@@ -339,15 +342,14 @@ def test_a_relay_that_cannot_reach_the_database_ends_all_the_same(
 ) -> None:
     """Nothing can be taken back: the job's claim dies with its thread, and the job runs alone after that."""
     hanging = Hanging("sync", "transaction", release)
-    monkeypatch.setattr(outboxq.relay.deadlines, "INTERRUPT_SECONDS", 1.0)
 
     def connect(*_arguments: object) -> None:
         raise OSError("no way to the database")
 
     hanging.enqueue(sessions, "hang")
-    with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
+    with running(outboxq_database, hanging.jobs, QUICKLY, ABORTS_SOON) as (relay, events, thread):
         assert hanging.entered.wait(PATIENCE)
-        monkeypatch.setattr(outboxq.relay.deadlines, "connection_options", connect)
+        monkeypatch.setattr(deadlines, "connection_options", connect)
         relay.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()

@@ -9,11 +9,13 @@ from sqlalchemy import Engine, text
 from outboxq import OutboxSession, RelayConfig, SlotGroup
 from outboxq.events import JobCrashed, JobDone, JobLeaseLost
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.testing import FAULT_POINTS, CommitProxy, FaultPoint, RelayProcess
 from tests.conftest import StartRelay
 from tests.support import leased_app
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, waiting
+from tests.support.limits import HELD
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.leased_app_patient:jobs"
@@ -22,11 +24,8 @@ QUICK = [f"quick {number}" for number in range(7)]
 COMPLETION = "WITH oq_held"
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `tests/support/leased_app_patient.py`, for the relays of this process."""
-    monkeypatch.setattr("outboxq.execution.lease_mode.AIM_SECONDS", 3600.0)
-    monkeypatch.setattr("outboxq.execution.lease_mode.HELD_SECONDS", 3600.0)
+# The relays of this process have those of `tests/support/leased_app_patient.py`.
+pytestmark = pytest.mark.relay_limits(RelayLimits(lease_mode=HELD))
 
 
 def config(queue: str = "held", **settings: object) -> RelayConfig:

@@ -13,14 +13,14 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only
 
-import outboxq.effects.transactions as effects_module
+import outboxq.effects.transactions as transactions
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.database.engines import EFFECTS_NAME, make_async_engine, make_engine
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import Slot
-from outboxq.relay.state import RelayLimits
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.waiting import wait_until
@@ -42,7 +42,7 @@ SOON = RelayLimits(linger_seconds=0.5)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is over of the effects' connections is closed soon too."""
-    monkeypatch.setattr(effects_module, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(transactions, "LINGER_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_relay_on_a_users_engine_returns_no_connection_to_its_pool(
 @pytest.fixture
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The garbage collector does not come by; and pools are over as soon as they are asked."""
-    monkeypatch.setattr(effects_module, "LINGER_SECONDS", -1)
+    monkeypatch.setattr(transactions, "LINGER_SECONDS", -1)
     gc.disable()
     yield
     gc.enable()

@@ -10,15 +10,16 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.deadlines as watch_module
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.errors import RelayStuck
 from outboxq.events import Event, JobDied, JobDone, RelayStopped
 from outboxq.postgres import Database
-from outboxq.relay.state import RelayLimits, RelayReport
+from outboxq.relay.limits import RelayLimits
+from outboxq.relay.state import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import effects
+from tests.support.limits import with_limits
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -153,11 +154,8 @@ def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is no handler that blocks it: each that ran is a suspect, runs alone, and is dead after `max_crashes`."""
-    for name in ("CUT_AFTER_SECONDS", "FREE_AFTER_SECONDS"):
-        monkeypatch.setattr(watch_module, name, 0.5)
     jobs, blocks = Jobs(), []
 
     @jobs.handler(queue="q", claim=claim, retry=TWICE, timeout_seconds=1)
@@ -172,10 +170,11 @@ def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
     with sessions.begin() as session:
         session.add_job(block)
     config = RelayConfig(slots_per_queue=1, max_crashes=1, drain_seconds=0.1, lease_seconds=3, poll_seconds=0.1)
+    limits = RelayLimits(cut_after_seconds=0.5, free_after_seconds=0.5)
 
     def live() -> None:
         """From the start of a process to the block that ends it, or until the job is buried."""
-        before, relay = len(blocks), Relay(outboxq_database.url, jobs, config, hooks=())
+        before, relay = len(blocks), with_limits(Relay(outboxq_database.url, jobs, config, hooks=()), limits)
         with ThreadPoolExecutor(1) as pool:
             run = pool.submit(relay.run)
             wait_until(lambda: len(blocks) > before or buried(engine), "the next run of the job")
@@ -219,7 +218,7 @@ def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(
     with sessions.begin() as session:
         session.add_job(note, name="leaves")
     relay = Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, drain_seconds=0.1), hooks=())
-    relay._limits = RelayLimits(loop_patience_seconds=1.0)
+    with_limits(relay, RelayLimits(loop_patience_seconds=1.0))
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(relay.run)
         assert is_blocked.wait(60)

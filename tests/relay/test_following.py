@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.commit as commit_module
-import outboxq.relay.claim_planner as claims_module
-import outboxq.relay.cursors as cursors_module
+import outboxq.relay.cursors as cursors
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
@@ -24,6 +24,7 @@ from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.cursors import QueueCursor, SweepSchedule
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import Order
 from outboxq.relay.slot import Slot
 from outboxq.relay.suspects import QuarantineTurns
@@ -34,14 +35,9 @@ from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.limits import FOLLOW_NEVER, FOLLOW_ON, with_limits
 from tests.support.slots import relay_state
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture(autouse=True)
-def follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], count: int, **options: object) -> list[str]:
@@ -51,9 +47,10 @@ def enqueue(sessions: sessionmaker[OutboxSession], count: int, **options: object
     return names
 
 
-def drain(url: str, batch_size: int = 5, jobs: Jobs = app.jobs) -> list[Event]:
+def drain(url: str, batch_size: int = 5, jobs: Jobs = app.jobs, limits: RelayLimits = FOLLOW_ON) -> list[Event]:
     events: list[Event] = []
-    Relay(url, jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size), hooks=[events.append]).drain()
+    config = RelayConfig(slots_per_queue=1, batch_size=batch_size)
+    with_limits(Relay(url, jobs, config, hooks=[events.append]), limits).drain()
     return events
 
 
@@ -84,7 +81,7 @@ def test_a_commit_brings_the_next_jobs(
 
 def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(engine: Engine) -> None:
     """What is left of a batch may be any number; a backend keeps what it has prepared."""
-    state = relay_state(engine, ("ledger",), batch_size=500)
+    state = relay_state(engine, ("ledger",), limits=FOLLOW_ON, batch_size=500)
     claims, limits = ClaimPlanner(state, Order(("ledger",))), set()
     try:
         script = claims.sorts("ledger")[0]
@@ -144,10 +141,8 @@ def test_a_slot_leaves_its_queue_for_what_comes_first(
     what: str,
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a while it looks at all of its queues: in the earlier ones, or among the due jobs, something may wait."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 0.0)
     jobs, order = Jobs(), []
 
     @jobs.handler(queue="first")
@@ -165,7 +160,7 @@ def test_a_slot_leaves_its_queue_for_what_comes_first(
     with sessions.begin() as session:
         session.add_jobs(usual.job(number) for number in range(100))
     config = RelayConfig(groups=(SlotGroup(("first", "second")),), batch_size=batch_size)
-    Relay(outboxq_database.url, jobs, config).drain()
+    with_limits(Relay(outboxq_database.url, jobs, config), RelayLimits(follow_most_seconds=0.0)).drain()
     assert order.index("urgent" if what == "earlier queue" else "due") <= 30 + 6 * batch_size
 
 
@@ -254,7 +249,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(cursors_module, "time", clock)
+    monkeypatch.setattr(cursors, "time", clock)
     return clock
 
 
@@ -265,7 +260,6 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
     engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A commit that came late, a higher priority, a job that came back: within a second and a batch, not at the end."""
     order: list[str] = []
@@ -300,19 +294,14 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
         if what == "retried":
             session.add_job(fail_once, name="retried")
         session.add_jobs(count.job(name=f"job {number}") for number in range(50, 400))
-    if what == "retried":
-        # Its second attempt is due at once, and comes from the other index: turns are over after each batch.
-        monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)
-    drain(outboxq_database.url, 5, jobs)
+    # The second attempt of one that is retried is due at once, and comes from the other index.
+    drain(outboxq_database.url, 5, jobs, FOLLOW_NEVER if what == "retried" else FOLLOW_ON)
     late.close()
     assert Counter(order) == Counter([f"job {number}" for number in range(400)]) + Counter(
         {what: 2 if what == "retried" else 1}
     )
     since = order.index("job 50")
-    assert (
-        max(place for place, name in enumerate(order) if name == what)
-        <= since + cursors_module.SWEEP_SECONDS / 0.01 + 5
-    )
+    assert max(place for place, name in enumerate(order) if name == what) <= since + cursors.SWEEP_SECONDS / 0.01 + 5
     assert waiting(engine) == 0
 
 
@@ -348,8 +337,6 @@ def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
         return starts[-1]
 
     monkeypatch.setattr(QueueCursor, "start", noted)
-    # All sorts of jobs are looked for after each batch.
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)
     monkeypatch.setattr(QuarantineTurns, "wait_in", lambda _suspects, _queues: True)
     jobs = Jobs()
 
@@ -359,7 +346,7 @@ def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
 
     with sessions.begin() as session:
         session.add_jobs(nothing.job() for _ in range(200))
-    drain(outboxq_database.url, 5, jobs)
+    drain(outboxq_database.url, 5, jobs, FOLLOW_NEVER)
     assert waiting(engine) == 0
     # The first claim, and at the end those that find nothing.
     assert [cursor is None for cursor in starts].index(False) == 1
@@ -404,10 +391,9 @@ def test_the_server_hears_of_finished_jobs_while_a_slot_never_rests(
     sessions: sessionmaker[OutboxSession],
     engine: Engine,
     start_relay: StartRelay,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Autovacuum goes by counts that a session gives away only between transactions."""
-    monkeypatch.setattr(claims_module, "COUNTS_SECONDS", 0.5)
+    limits = replace(FOLLOW_ON, counts_seconds=0.5)
     jobs = Jobs()
 
     def rest(ctx: Context) -> None:
@@ -419,7 +405,7 @@ def test_the_server_hears_of_finished_jobs_while_a_slot_never_rests(
     handler: Any = jobs.handler(kind="rest")(rest if flavour == "sync" else rest_async)
     with sessions.begin() as session:
         session.add_jobs(handler.job() for _ in range(1_500))
-    with start_relay(jobs, RelayConfig(slots_per_queue=1)):
+    with start_relay(jobs, RelayConfig(slots_per_queue=1), limits=limits):
         wait_until(lambda: _deleted(engine) > 0, "the server has counted deleted jobs")
         assert waiting(engine) > 0
 

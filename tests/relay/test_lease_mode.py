@@ -2,8 +2,9 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +13,7 @@ import pytest
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
 
-import outboxq.execution.lease_mode as held_module
-import outboxq.relay.claim_planner as claims_module
+import outboxq.execution.lease_mode as lease_mode
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, Relay, RelayConfig, Snooze
 from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import (
@@ -31,35 +31,31 @@ from outboxq.events import (
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.lease_mode import LeasedBatch, Unsettled
 from outboxq.job import Job
-from outboxq.postgres import Database
 from outboxq.relay.batch_loop import BatchLoop
 from outboxq.relay.lease import RelayLease
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
 from tests.support.ledger import effects
+from tests.support.limits import FOLLOW_ON, GROWING, HELD, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8.
 BEFORE_EIGHT = 7
 
 
-@pytest.fixture(autouse=True)
-def pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is relieved."""
-    monkeypatch.setattr(held_module, "HELD_SECONDS", 3600.0)
+# Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any.
+pytestmark = pytest.mark.relay_limits(replace(FOLLOW_ON, lease_mode=GROWING))
+# Nor is anything released.
+PATIENT_LIMITS = replace(FOLLOW_ON, lease_mode=HELD)
+PATIENT = pytest.mark.relay_limits(PATIENT_LIMITS)
 
 
 class Work:
     """A leased queue whose jobs do what the test has put under their name."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limits: RelayLimits) -> None:
+        self._limits = limits
         self.ran: list[str] = []
         self.tasks: dict[str, Any] = {}
         self.jobs = Jobs(lifespan=self._lifespan)
@@ -86,13 +82,13 @@ class Work:
     def drain(self, **settings: Any) -> list[Event]:
         events: list[Event] = []
         config = RelayConfig(slots_per_queue=1, batch_size=8, **settings)
-        Relay(self._engine, self.jobs, config, hooks=[events.append]).drain()
+        with_limits(Relay(self._engine, self.jobs, config, hooks=[events.append]), self._limits).drain()
         return [each for each in events if "quick" not in getattr(getattr(each, "job", None), "args", "")]
 
 
 @pytest.fixture
-def work(engine: Engine) -> Work:
-    return Work(engine)
+def work(engine: Engine, relay_limits: RelayLimits) -> Work:
+    return Work(engine, relay_limits)
 
 
 def rows(engine: Engine, what: str = "args->>'name', state, attempt, crashes") -> list[tuple[object, ...]]:
@@ -131,9 +127,11 @@ def waits_of(action: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(sent)
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_a_batch_of_leased_jobs_that_write_nothing_costs_one_round_trip(
-    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+    sessions: sessionmaker[OutboxSession],
+    drain: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """BEGIN, the removal of all, the next claim and COMMIT in one string."""
     jobs, waits, seen = Jobs(), [], []
@@ -151,7 +149,7 @@ def test_a_batch_of_leased_jobs_that_write_nothing_costs_one_round_trip(
     with sessions.begin() as session:
         session.add_jobs(do_nothing.job() for _ in range(50 * 14))
     monkeypatch.setattr(psycopg.Connection, "wait", counting)
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=()).drain()
+    drain(jobs, slots_per_queue=1, batch_size=50)
     trips = sorted(set(seen))
     assert trips == list(range(trips[0], trips[0] + len(trips)))
     # The first claims are smaller.
@@ -159,7 +157,9 @@ def test_a_batch_of_leased_jobs_that_write_nothing_costs_one_round_trip(
 
 
 def test_a_leased_job_that_writes_costs_its_own_statements_and_three_round_trips(
-    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+    sessions: sessionmaker[OutboxSession],
+    drain: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """BEGIN with the savepoints; the removal by token; COMMIT, and with it the next claim and its COMMIT."""
     jobs = Jobs()
@@ -168,19 +168,16 @@ def test_a_leased_job_that_writes_costs_its_own_statements_and_three_round_trips
     def insert(ctx: Context) -> None:
         ctx.session.execute(text("INSERT INTO effect_ledger (name) VALUES ('x')"))
 
-    def drain() -> None:
-        Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1), hooks=()).drain()
-
     counts = []
     for count in (5, 25):
         with sessions.begin() as session:
             session.add_jobs(insert.job() for _ in range(count))
-        counts.append(waits_of(drain, monkeypatch))
+        counts.append(waits_of(lambda: drain(jobs, slots_per_queue=1), monkeypatch))
     # How often the driver waits until it is connected is chance.
     assert round((counts[1] - counts[0]) / 20) == 4
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_each_job_of_a_batch_has_an_outcome_of_its_own(engine: Engine, work: Work) -> None:
     """Rows, a failure, an outcome, a refused COMMIT: in transactions of their own, between those that wrote nothing."""
     work.tasks = {
@@ -209,7 +206,7 @@ def test_each_job_of_a_batch_has_an_outcome_of_its_own(engine: Engine, work: Wor
     assert not [event for event in events if isinstance(event, JobLeaseLost | JobCrashed)]
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_what_goes_around_the_session_is_committed_with_its_own_job(engine: Engine, work: Work) -> None:
     """A handler that writes on the driver's own connection has written: what the next one loses is its own."""
 
@@ -229,7 +226,7 @@ def test_what_goes_around_the_session_is_committed_with_its_own_job(engine: Engi
     assert effects(engine) == ["around"]
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_a_kind_that_nobody_knows_is_parked_uncounted_out_of_a_batch(engine: Engine, work: Work) -> None:
     """The others of its claim are done, and the rest of its kind is parked with it."""
     work.enqueue("known")
@@ -246,7 +243,7 @@ def test_a_kind_that_nobody_knows_is_parked_uncounted_out_of_a_batch(engine: Eng
     assert sum(event.count for event in events if isinstance(event, JobsParked)) == 12
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 @pytest.mark.parametrize("meanwhile", ["cancelled", "reaped"])
 @pytest.mark.parametrize("which", ["finished", "writes", "waiting"])
 def test_a_lost_lease_of_one_job_costs_the_others_nothing(
@@ -272,11 +269,15 @@ def test_a_lost_lease_of_one_job_costs_the_others_nothing(
 
 @pytest.mark.parametrize("after", ["the lease", "its time"])
 def test_what_has_not_begun_does_not_begin_without_the_lease_or_after_its_time(
-    engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, after: str
+    engine: Engine,
+    work: Work,
+    start_relay: StartRelay,
+    relay_limits: RelayLimits,
+    monkeypatch: pytest.MonkeyPatch,
+    after: str,
 ) -> None:
     """It waits where it waited, uncounted, under another token; what was done before it is removed."""
-    if after == "the lease":
-        monkeypatch.setattr(held_module, "HELD_SECONDS", 3600.0)
+    limits = PATIENT_LIMITS if after == "the lease" else relay_limits
 
     def pass_away(_ctx: Context) -> None:
         with engine.begin() as connection:
@@ -284,12 +285,13 @@ def test_what_has_not_begun_does_not_begin_without_the_lease_or_after_its_time(
         if after == "the lease":
             monkeypatch.setattr(RelayLease, "want", lambda _self: False)
         else:
-            monkeypatch.setattr(held_module, "clock", lambda: later + 3600.0)
+            monkeypatch.setattr(lease_mode, "clock", lambda: later + 3600.0)
 
-    later = held_module.clock()
+    later = lease_mode.clock()
     work.tasks = {"passes": pass_away}
     work.enqueue("first", "passes", "third", "fourth")
-    with start_relay(work.jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine) as running:
+    config = RelayConfig(slots_per_queue=1, batch_size=8)
+    with start_relay(work.jobs, config, engine=engine, limits=limits) as running:
         wait_until(lambda: len(running.of(JobDone)) == BEFORE_EIGHT + 2, "what was begun")
         assert rows(engine, "args->>'name', state, attempt, lease_token, lease_owner IS NULL") == [
             ("third", "ready", 0, 2, True),
@@ -318,13 +320,15 @@ def test_a_slow_handler_holds_up_nothing_that_was_claimed_with_it(
     assert len(running.of(JobDone)) == BEFORE_EIGHT + 4
 
 
+@pytest.mark.relay_limits(FOLLOW_ON)
 def test_claims_follow_the_pace_of_their_handlers(
-    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+    sessions: sessionmaker[OutboxSession],
+    drain: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice as many while they are fast; as few as fit into the time when they are slow."""
     now, sizes = [1_000.0], []
-    monkeypatch.setattr(held_module, "AIM_SECONDS", 0.05)
-    monkeypatch.setattr(held_module, "clock", lambda: now[0])
+    monkeypatch.setattr(lease_mode, "clock", lambda: now[0])
     jobs = Jobs()
     seconds = iter([0.001] * 15 + [0.02] * 24 + [3.0] + [0.02] * 10)
 
@@ -341,14 +345,14 @@ def test_claims_follow_the_pace_of_their_handlers(
     monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
     with sessions.begin() as session:
         session.add_jobs(take_time.job() for _ in range(50))
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=20), hooks=()).drain()
+    drain(jobs, slots_per_queue=1, batch_size=20)
     # 16 at 20 ms are 0.32 s, and the last of them are given back; then two fit, until one took 3 s.
     assert sizes[:6] == [1, 2, 4, 8, 16, 2]
     assert set(sizes[6:]) <= {1, 2}
     assert 1 in sizes[6:]
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 @pytest.mark.parametrize("how", ["in time", "cut off"])
 def test_a_relay_that_stops_gives_back_what_has_not_begun(
     engine: Engine, work: Work, start_relay: StartRelay, how: str
@@ -373,7 +377,7 @@ def test_a_relay_that_stops_gives_back_what_has_not_begun(
     assert left == dict.fromkeys(expected, ("ready", 0, 0, None))
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_a_handler_past_its_deadline_is_charged_alone(engine: Engine, start_relay: StartRelay) -> None:
     """What was claimed with it is done, uncharged, whether its handler had run or not."""
     jobs, leave, ran, hanging = Jobs(), threading.Event(), [], []
@@ -400,7 +404,7 @@ def test_a_handler_past_its_deadline_is_charged_alone(engine: Engine, start_rela
     assert rows(engine) == []
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_a_lost_connection_charges_who_ran_and_nobody_else(engine: Engine, work: Work, start_relay: StartRelay) -> None:
     """What was done is removed on the next connection, what had not begun waits, and the one that ran is a suspect."""
 
@@ -419,13 +423,13 @@ def test_a_lost_connection_charges_who_ran_and_nobody_else(engine: Engine, work:
     assert {event.job.attempt for event in running.of(JobDone)} == {1}
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 @pytest.mark.parametrize("error", ["SELECT 1 / 0", "SELECT pg_terminate_backend(pg_backend_pid())"])
 def test_a_next_claim_that_fails_undoes_no_removal_for_good(
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     """They are one transaction, so the jobs are removed by themselves, and told once; no handler runs again."""
-    original = held_module.run_script
+    original = lease_mode.run_script
     statements = iter([error])
 
     def breaking(connection: Connection, script: str) -> list[ScriptResult]:
@@ -433,7 +437,7 @@ def test_a_next_claim_that_fails_undoes_no_removal_for_good(
             script = script.replace("WITH picked", f"{next(statements, 'SELECT 1')}; WITH picked", 1)
         return original(connection, script)
 
-    monkeypatch.setattr(held_module, "run_script", breaking)
+    monkeypatch.setattr(lease_mode, "run_script", breaking)
     work.enqueue("first", "second")
     with start_relay(
         work.jobs, RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1), engine=engine
@@ -444,12 +448,12 @@ def test_a_next_claim_that_fails_undoes_no_removal_for_good(
     assert rows(engine) == []
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_lost(
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """COMMIT's answer was lost; what stands is asked with the next try, and not in a question that may be lost too."""
-    original = held_module.run_script
+    original = lease_mode.run_script
     answered: list[str] = []
 
     def losing(connection: Connection, script: str) -> list[ScriptResult]:
@@ -464,7 +468,7 @@ def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_los
             results = original(connection, script)
         return results
 
-    monkeypatch.setattr(held_module, "run_script", losing)
+    monkeypatch.setattr(lease_mode, "run_script", losing)
     work.enqueue("first", "second", "third")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
     with start_relay(work.jobs, config, engine=engine) as running:
@@ -475,12 +479,12 @@ def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_los
     assert rows(engine) == []
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_settled(
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is settled later; what was committed is told at once."""
-    original = held_module.release_waiting
+    original = lease_mode.release_waiting
     failed: list[bool] = []
 
     def failing(connection: Connection, held: LeasedBatch, schema: str) -> BatchReport:
@@ -494,7 +498,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
         ctx.session.flush()
         ctx.session.connection().connection.driver_connection.execute("ROLLBACK")
 
-    monkeypatch.setattr(held_module, "release_waiting", failing)
+    monkeypatch.setattr(lease_mode, "release_waiting", failing)
     work.tasks = {"escapes": escape}
     work.enqueue("escapes", "behind", "last")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
@@ -506,7 +510,7 @@ def test_what_became_of_a_job_is_told_though_the_rest_of_its_claim_cannot_be_set
     assert effects(engine) == []
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_what_waits_for_its_turn_is_no_orphan(engine: Engine, work: Work, start_relay: StartRelay) -> None:
     """The relay's own sweep for jobs that no slot runs leaves a claim alone, however long it lasts."""
     entered, leave = threading.Event(), threading.Event()
@@ -525,7 +529,7 @@ def test_what_waits_for_its_turn_is_no_orphan(engine: Engine, work: Work, start_
     assert max(Counter(work.ran).values()) == 1
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 @pytest.mark.parametrize("writes", [True, False])
 def test_users_listeners_see_each_leased_job_begin(engine: Engine, work: Work, writes: bool) -> None:
     """A listener that sets a role or a tenant must not miss a transaction that a string of ours began."""
@@ -553,12 +557,12 @@ def test_users_listeners_see_each_leased_job_begin(engine: Engine, work: Work, w
     assert (effects(engine), rows(engine)) == (["looked"] * 5 if writes else [], [])
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_async_handlers_are_settled_together_too(
-    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
 ) -> None:
     """In one event loop, some with rows and some without."""
-    jobs, events = Jobs(), []
+    jobs = Jobs()
 
     @jobs.handler(queue="held-async", claim="lease")
     async def work(ctx: AsyncContext, number: int) -> None:
@@ -567,7 +571,7 @@ def test_async_handlers_are_settled_together_too(
 
     with sessions.begin() as session:
         session.add_jobs(work.job(number=number) for number in range(60))
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=2, batch_size=8), hooks=[events.append]).drain()
+    events = drain(jobs, slots_per_queue=2, batch_size=8)
     assert len(of(events, JobDone)) == 60
     assert (len(effects(engine)), rows(engine)) == (6, [])
 
@@ -623,7 +627,7 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
     assert [new - old for old, new in zip(before, after, strict=True)] == [0, 1_000, 1_000]
 
 
-@pytest.mark.usefixtures("patient")
+@PATIENT
 def test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more(
     engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,18 +5,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, NullPool, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-import outboxq.execution.lease_mode as held_module
-import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event, JobCrashed, JobDone
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
+from tests.support.limits import FOLLOW_ON, GROWING, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8: then "first", "slow" and "third" are claimed together.
@@ -28,11 +28,9 @@ RELIEFS = text(
 )
 
 
-@pytest.fixture(autouse=True)
-def pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any."""
-    monkeypatch.setattr(held_module, "AIM_SECONDS", 3600.0)
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
+# Claims grow however slow the machine is, and slots go on with one sort of jobs for as long as there are any.
+LIMITS = replace(FOLLOW_ON, lease_mode=GROWING)
+pytestmark = pytest.mark.relay_limits(LIMITS)
 
 
 class Scene:
@@ -144,7 +142,7 @@ def test_a_drain_waits_for_a_relief_that_outlasts_its_handler(engine: Engine, sc
     """What it gives back is run, and what it removes is told, before the drain ends."""
     scene.enqueue(engine)
     events: list[Event] = []
-    relay = Relay(engine, scene.jobs, config(), hooks=[events.append])
+    relay = with_limits(Relay(engine, scene.jobs, config(), hooks=[events.append]), LIMITS)
     drain = threading.Thread(target=relay.drain)
     drain.start()
     with leaving(scene):

@@ -17,7 +17,7 @@ ANSWER_SECONDS = 30.0
 @pytest.fixture
 def listener(outboxq_database: Database) -> Iterator[Listener]:
     url = make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(hide_password=False)
-    listener = Listener(lambda: psycopg.connect(url, autocommit=True), SCHEMA, lambda _queue: None)
+    listener = Listener(lambda: psycopg.connect(url, autocommit=True), SCHEMA, lambda _queue: None, probe_seconds=10.0)
     listener.start()
     yield listener
     listener.stop()

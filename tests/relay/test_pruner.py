@@ -28,9 +28,9 @@ from outboxq.errors import ResultNotStorable
 from outboxq.events import Emitter, Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.task import draw_pause
-from outboxq.relay.state import RelayLimits
 from outboxq.statements import prune as statements
 from tests.conftest import StartRelay
 from tests.support import app

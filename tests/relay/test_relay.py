@@ -12,7 +12,6 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.claim_planner as claims_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
 from outboxq.errors import ConfigError, RegistryError, SchemaError
 from outboxq.events import (
@@ -32,6 +31,7 @@ from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
+from tests.support.limits import FOLLOW_NEVER, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -65,19 +65,16 @@ def test_an_ordered_group_claims_from_its_first_queue_that_has_a_job(
 
 @pytest.mark.parametrize("queues", [("normal",), ("urgent", "normal")])
 def test_neither_ready_nor_due_jobs_starve_the_other(
-    queues: tuple[str, ...],
-    sessions: sessionmaker[OutboxSession],
-    outboxq_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
+    queues: tuple[str, ...], sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
     """A slot takes turns between the two indexes of each of its queues, whatever the others hold."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: -1.0)  # its turns are over at once
     jobs, order = ordering_jobs()
     normal = external("normal", queue="normal")
     with sessions.begin() as session:
         session.add_jobs(normal.job(n=n) for n in range(6))
         session.add_jobs(normal.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)).job(n=100 + n) for n in range(6))
-    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(queues),)), hooks=()).drain()
+    config = RelayConfig(groups=(SlotGroup(queues),))
+    with_limits(Relay(outboxq_database.url, jobs, config, hooks=()), FOLLOW_NEVER).drain()
     due = [int(name.split()[1]) >= 100 for name in order]
     assert sorted(due) == [False] * 6 + [True] * 6
     # While both wait: a slot with ready jobs learns of a due one along with a claim.

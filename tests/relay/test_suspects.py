@@ -7,13 +7,13 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.claim_planner as claims_module
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimStatements
 from tests.support import app
+from tests.support.limits import FOLLOW_ON, with_limits
 
 Drain = Callable[..., list[Event]]
 
@@ -146,18 +146,14 @@ def test_a_rollback_on_purpose_leaves_no_mark(
 
 
 def test_accounting_for_crashes_costs_the_happy_path_no_statement(
-    sessions: sessionmaker[OutboxSession],
-    outboxq_database: Database,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine
 ) -> None:
     """Per job in transaction mode: the handler's own, and one for all the rest; no row of a lease is written."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _walk_seconds: 3600.0)
     counts = {}
     for jobs in (50, 150):
         enqueue(sessions, jobs)
         counts[jobs] = statements_of_a_drain(outboxq_database.url)
-    # INSERT; certificate, COMMIT, BEGIN, the next claim and its savepoints. What a drain costs beside its jobs cancels
+    # INSERT; the commit script, BEGIN, the next claim and its savepoints. What a drain costs beside its jobs cancels
     # out.
     assert round((counts[150] - counts[50]) / 100) == 2
     with engine.connect() as connection:
@@ -178,7 +174,7 @@ def statements_of_a_drain(url: str) -> int:
 
     psycopg.Connection.wait = counting
     try:
-        Relay(url, app.jobs, RelayConfig(slots_per_queue=1), hooks=()).drain()
+        with_limits(Relay(url, app.jobs, RelayConfig(slots_per_queue=1), hooks=()), FOLLOW_ON).drain()
     finally:
         psycopg.Connection.wait = original
     return sent

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-import outboxq.relay.threads as threads_module
+import outboxq.relay.threads as threads
 from outboxq.relay.threads import BoundedStart
 
 
@@ -47,6 +47,6 @@ def test_a_thread_that_dies_before_it_is_up_holds_nobody() -> None:
     command = [sys.executable, "-c", DIES_ON_ITS_WAY]
     done = subprocess.run([*command, "bounded"], timeout=30, capture_output=True, text=True, check=True)
     assert done.stdout == "the thread 'outboxq-test' did not come up within 0.2 s\n"
-    assert threads_module._UP_SECONDS > 10, "a process that was stopped for a while starts threads as ever"
+    assert threads._UP_SECONDS > 10, "a process that was stopped for a while starts threads as ever"
     with pytest.raises(subprocess.TimeoutExpired):
         subprocess.run([*command, "threading"], timeout=2, capture_output=True, check=True)

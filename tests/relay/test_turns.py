@@ -13,7 +13,6 @@ from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.claim as claim_module
 import outboxq.execution.commit as commit_module
-import outboxq.relay.claim_planner as claims_module
 import outboxq.relay.slot as slot_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
@@ -21,11 +20,13 @@ from outboxq.errors import ConfigError
 from outboxq.events import JobDone
 from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
+from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.poller import Order
 from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
 from tests.relay.test_wake import wait_until_asleep
 from tests.support.app import Account, Child
+from tests.support.limits import FOLLOW_ON, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
 MANY = 200
@@ -120,13 +121,6 @@ def test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no
     assert len(claims) <= 3 * len(called)
 
 
-@pytest.fixture
-def trusted_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look grows old, on the slowest of machines."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _seconds: 3600.0)
-
-
-@pytest.mark.usefixtures("trusted_looks")
 def test_the_claim_of_the_next_queue_comes_with_the_commit_of_the_jobs_before_it(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,12 +136,12 @@ def test_the_claim_of_the_next_queue_comes_with_the_commit_of_the_jobs_before_it
     done: list[int] = []
     jobs = many_queues(20, lambda ctx, number: done.append(number))
     enqueue(sessions, jobs, range(20), 20)
-    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),), batch_size=5)).drain()
+    config = RelayConfig(groups=(SlotGroup(("*",)),), batch_size=5)
+    with_limits(Relay(outboxq_database.url, jobs, config), FOLLOW_ON).drain()
     assert sorted(done) == list(range(20))
     assert len(along) == len(set(along)) == 19
 
 
-@pytest.mark.usefixtures("trusted_looks")
 def test_what_is_found_with_a_commit_in_another_queue_belongs_to_that_queue(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
@@ -163,7 +157,8 @@ def test_what_is_found_with_a_commit_in_another_queue_belongs_to_that_queue(
         session.add_jobs(jobs.resolve().find(name).job() for name in "abc")
         unknown = "SELECT gen_random_uuid(), unnest('{a,b,c}'::text[]), 'x', '{}'"
         session.execute(text(f"INSERT INTO outboxq.job (id, queue, kind, args) {unknown}"))
-    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),), batch_size=1)).drain()
+    config = RelayConfig(groups=(SlotGroup(("*",)),), batch_size=1)
+    with_limits(Relay(outboxq_database.url, jobs, config), FOLLOW_ON).drain()
     assert timeouts == {"a": "40s", "b": "50s", "c": "0"}
     with engine.connect() as connection:
         left = connection.exec_driver_sql("SELECT queue FROM outboxq.job WHERE kind = 'x' AND parked = 1 ORDER BY 1")
@@ -246,9 +241,8 @@ def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked for in another queue, to go with a COMMIT that was refused: the next one is of the jobs' own."""
-    monkeypatch.setattr(claims_module, "follow_seconds", lambda _seconds: 3600.0)
     jobs, asked, transactions = Jobs(), [], []
-    ask = claims_module.ClaimPlanner.ask
+    ask = ClaimPlanner.ask
 
     @jobs.batch_handler(Parented, queue="a", max_size=50, retry=Backoff(max_attempts=1))
     def adopt(ctx: BatchContext, items: Sequence[BatchItem[Parented]]) -> None:
@@ -258,17 +252,18 @@ def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
     def look(ctx: Context) -> None:
         transactions.append(ctx.session.scalar(text("SELECT pg_current_xact_id()::text")))
 
-    def noting(claims: claims_module.ClaimPlanner, name: str, script: ClaimScript) -> ClaimRequest:
+    def noting(planner: ClaimPlanner, name: str, script: ClaimScript) -> ClaimRequest:
         asked.append((name, script.queue))
-        return ask(claims, name, script)
+        return ask(planner, name, script)
 
     with sessions.begin() as session:
         session.add(Account(id=1))
         # One of them breaks a constraint that is checked at COMMIT.
         session.add_jobs(adopt.job(parent_id=parent_id) for parent_id in (1, 1, 999))
         session.add_jobs(look.job() for _ in range(20))
-    monkeypatch.setattr(claims_module.ClaimPlanner, "ask", noting)
-    Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("a", "b")),), batch_size=1)).drain()
+    monkeypatch.setattr(ClaimPlanner, "ask", noting)
+    config = RelayConfig(groups=(SlotGroup(("a", "b")),), batch_size=1)
+    with_limits(Relay(outboxq_database.url, jobs, config), FOLLOW_ON).drain()
     assert {f"'{name}'" == queue for name, queue in asked} == {True}
     assert len(set(transactions)) == 20
 

@@ -1,7 +1,9 @@
 """`tests/support/leased_app.py` for a relay whose pace does not depend on the machine's. Named, never imported."""
 
-import outboxq.execution.lease_mode
+from outboxq import Relay
+from outboxq.relay.limits import RelayLimits
 from tests.support.leased_app import jobs as jobs
+from tests.support.limits import HELD
 
-# Claims grow, and are not released, however slow their handlers are.
-outboxq.execution.lease_mode.AIM_SECONDS = outboxq.execution.lease_mode.HELD_SECONDS = 3600.0
+# Of all relays of the process that loads it, which takes the settings of users alone.
+Relay._limits = RelayLimits(lease_mode=HELD)

@@ -12,6 +12,7 @@ from outboxq.execution.invoke import SyncInvoker
 from outboxq.relay.connections import SlotConnection, make_slot_connection
 from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.lease import RelayLease
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
@@ -19,7 +20,12 @@ from tests.support import app
 
 
 def relay_state(
-    engine: Engine, queues: tuple[str, ...], *, overdue_seconds: float = 1.0, **settings: object
+    engine: Engine,
+    queues: tuple[str, ...],
+    *,
+    overdue_seconds: float = 1.0,
+    limits: RelayLimits | None = None,
+    **settings: object,
 ) -> RelayState:
     """What slots of these queues of the application share; they neither listen nor hold a lease."""
     config = RelayConfig(**{"poll_seconds": 30} | settings)
@@ -36,6 +42,7 @@ def relay_state(
         lease=_unheld_lease(config, emit),
         quarantine=QuarantineTurns(),
         effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
+        limits=limits or RelayLimits(),
     )
 
 

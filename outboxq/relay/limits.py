@@ -1,0 +1,43 @@
+"""The bounds of a relay that no user has to know; tests set others."""
+
+from dataclasses import dataclass, field
+
+from outboxq.execution.lease_mode import LeaseModeLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """How long a relay waits for what.
+
+    Args:
+        linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
+        loop_patience_seconds: An event loop that stands still for so long, while no handler runs, is stuck.
+        first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
+        probe_seconds: A listening connection through which nothing came for so long is asked for a sign of life: it may
+            have no server behind it, and a keepalive asks only the next machine.
+        follow_least_seconds: A slot claims with each COMMIT the next jobs of the same sort for so long at least; then
+            it polls all of its queues again.
+        follow_most_seconds: And for so long at most, however long such a poll takes.
+        counts_seconds: Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the
+            session is idle outside of a transaction. Only then does the server take its counts of changed and deleted
+            rows, by which autovacuum goes.
+        cut_after_seconds: A statement or a coroutine that was cancelled has so long to end in order.
+        free_after_seconds: A handler that was cut off has so long to notice.
+        abort_seconds: A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs
+            answered.
+        outcome_seconds: The server is asked for so long for the end of a transaction whose connection the relay has
+            closed.
+    """
+
+    linger_seconds: float = 5.0
+    loop_patience_seconds: float = 60.0
+    first_prune_seconds: float = 60.0
+    probe_seconds: float = 10.0
+    follow_least_seconds: float = 0.1
+    follow_most_seconds: float = 1.0
+    counts_seconds: float = 10.0
+    cut_after_seconds: float = 2.0
+    free_after_seconds: float = 10.0
+    abort_seconds: float = 15.0
+    outcome_seconds: float = 10.0
+    lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)

@@ -72,7 +72,7 @@ class Attempt:
             self._open_for_coroutine()
         try:
             arguments = self._arguments()
-            run = Run(job, runtime.state, partial(runtime.permit, self._handler, job), [])
+            run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [])
             fault_point("before-handler")
             with runtime.at_rest(self._connection, job):
                 returned = runtime.invoker.call(self._handler, self._session.session, run, arguments)

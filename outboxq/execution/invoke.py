@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
     job: Job
     state: object
-    permit: Callable[[], EffectAccess | None]
+    effect_access: Callable[[], EffectAccess | None]
     deferred: list[Write]
 
 
@@ -56,7 +56,7 @@ class _Opening(JobContext[Any, Any]):
 
     @functools.cached_property
     def effect_access(self) -> EffectAccess | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-        access: EffectAccess | None = self.__dict__["_run"].permit()
+        access: EffectAccess | None = self.__dict__["_run"].effect_access()
         return access
 
     @functools.cached_property

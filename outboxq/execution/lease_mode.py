@@ -32,8 +32,8 @@ from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # A release that failed is tried again so much later.
 _AGAIN_SECONDS = 1.0
-# A thread that waits until another one has settled looks so often whether it has.
-_LOOK_SECONDS = 0.01
+# A thread that waits until another one has settled checks so often whether it has.
+_CHECK_SECONDS = 0.01
 # Tools that watch or cut a relay's sessions know by these words what ends a job.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
@@ -237,7 +237,7 @@ def settle_leased(
 
 def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
     while (unsettled := leased.take()) is None:
-        pause(connection, _LOOK_SECONDS)
+        pause(connection, _CHECK_SECONDS)
     return unsettled
 
 

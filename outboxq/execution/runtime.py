@@ -80,8 +80,8 @@ class Runtime:
         """
         return _AtRest(self, connection, job)
 
-    def permit(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
-        """What lets this run call the outside; None if effects cannot be called here."""
+    def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
+        """What lets this run of the job call the outside; None if effects cannot be called here."""
         if self.caller is None:
             return None
         # Refused also if no other job came with it: a handler must not depend on how busy its queue is.

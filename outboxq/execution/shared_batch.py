@@ -160,7 +160,7 @@ class _SharedRun:
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
         opened = AttemptSession(self._open_session)
-        run = Run(job, runtime.state, partial(runtime.permit, handler, job), [])
+        run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [])
         try:
             given = self._given(opened, handler, arguments)
             fault_point("before-handler")

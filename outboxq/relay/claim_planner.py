@@ -28,10 +28,10 @@ class ClaimPlanner:
         queues = order.queues
         # Of the connection that the slot has.
         self.prepared: PreparedClaims | None = None
-        # Jobs were found since the last look at its queues.
+        # Jobs were found since the last poll of its queues.
         self.has_found = True
-        # That the last look at its queues took.
-        self.look_seconds = 0.0
+        # How long the last poll of its queues took.
+        self.poll_took_seconds = 0.0
         # The last claim that was asked for, and the one that took the jobs that run: another may have been asked for
         # since, to go with their COMMIT, and was not sent.
         self.request: ClaimRequest | None = None
@@ -48,7 +48,7 @@ class ClaimPlanner:
         self._timeouts = {name: state.registry.timeout_seconds(name) for name in queues}
         # With a COMMIT comes the claim of the same mode only: a lease's would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
-        # The same for one queue, which is claimed from without a look, and for several.
+        # The same for one queue, which is claimed from without a poll, and for several.
         self._due_first, self._due_next = False, set[str]()
         self._batch_sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         # Of jobs in a claim: deadlocks grow with the locks that a batch holds.
@@ -73,10 +73,10 @@ class ClaimPlanner:
         self._walks_since = _now()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
 
-    def wants_look(self) -> bool:
-        """Whether what was seen by the last look is not to be trusted any more."""
-        seen_at = self._state.poller.polled_at(self._order.queues[0])
-        return _now() > seen_at + self._follow_seconds(self.look_seconds)
+    def wants_poll(self) -> bool:
+        """Whether what the last poll found is not to be trusted any more."""
+        polled_at = self._state.poller.polled_at(self._order.queues[0])
+        return _now() > polled_at + self._follow_seconds(self.poll_took_seconds)
 
     def take_turn(self) -> tuple[str, ClaimScript] | None:
         """Where the slot goes to claim, of what is known to wait; None if nothing is that no other slot goes for."""
@@ -183,9 +183,9 @@ class ClaimPlanner:
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
         """The claim from the next queue in which something is known to wait."""
-        if not self._changes_queues or self._state.quarantine.wait_in(self._order.queues) or self.wants_look():
+        if not self._changes_queues or self._state.quarantine.wait_in(self._order.queues) or self.wants_poll():
             return None
-        # Should it not be sent, or find nothing, the look that ends the slot's turns finds what it has missed.
+        # Should it not be sent, or find nothing, the poll that ends the slot's turns finds what it has missed.
         turn = self.take_turn()
         if turn is None:
             return None

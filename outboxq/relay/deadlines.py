@@ -240,7 +240,7 @@ class DeadlineEnforcer:
             self._release(runner, leased)
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
-        """Settle what waits with a handler that takes long, or was cut off; idle slots look what was given back."""
+        """Settle what waits with a handler that takes long, or was cut off; idle slots claim what was given back."""
         report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema))
         if report is not None:
             runner.slot.publish(report)

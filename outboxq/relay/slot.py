@@ -179,7 +179,7 @@ class Slot:
         return not self._goes_on
 
     def work_seen(self, connected: SlotConnection) -> bool:
-        """Look if that is due, and work if something is seen to wait; False if nothing was done."""
+        """Poll if that is due, and work if something is seen to wait; False if nothing was done."""
         worked = False
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
@@ -208,7 +208,7 @@ class Slot:
         if self._run_suspects(connection, self._suspected(), runtime):
             return True
         if len(self.queues) == 1:
-            # A claim tells as much as a look.
+            # A claim tells as much as a poll.
             name = self.queues[0]
             self.state.poller.take_queue(name)
             for script in self._planner.sorts(name):
@@ -221,24 +221,24 @@ class Slot:
         return False
 
     def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
-        """Where to claim next, after a look if the last one is old, or if all that it named was claimed."""
-        if self._planner.wants_look() and not self._is_rested:
-            self._look(connection)
+        """Where to claim next, after a poll if the last one is old, or if all that it named was claimed."""
+        if self._planner.wants_poll() and not self._is_rested:
+            self._poll(connection)
         self._is_rested = False
         turn = self._planner.take_turn()
         if turn is None and self._planner.has_found:
-            self._look(connection)
+            self._poll(connection)
             turn = self._planner.take_turn()
         return turn
 
-    def _look(self, connection: Connection) -> None:
-        """Look at the queues of this slot."""
-        poller, began = self.state.poller, _now()
+    def _poll(self, connection: Connection) -> None:
+        """Poll the queues of this slot."""
+        poller, started_at = self.state.poller, _now()
         taken = poller.begin()
         rows = run_alone(connection, poller.statement_for(self.queues))
         poller.record(taken, rows, self.queues)
         self.state.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
-        self._planner.look_seconds = _now() - began
+        self._planner.poll_took_seconds = _now() - started_at
         self._planner.has_found = False
 
     def _suspected(self) -> tuple[str, ...]:

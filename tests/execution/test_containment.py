@@ -147,7 +147,7 @@ def test_savepoints_that_handlers_leave_open_do_not_pile_up(
 def test_a_deferred_constraint_that_fails_at_commit_fails_only_its_own_job(
     batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """The certificate, or the check of a shared batch, sees what COMMIT would have refused; neighbours run once."""
+    """The commit script, or the check of a shared batch, sees what COMMIT would have refused; neighbours run once."""
     app.calls.clear()
     with sessions.begin() as session:
         session.add(Account(id=1))
@@ -431,10 +431,10 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 2))
             epoch = server_epoch(connection)
-        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch=epoch)
-        first = find_outcome(connection, progress)
+        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch=epoch)
+        first = find_outcome(connection, batch)
         drain()
-        assert find_outcome(connection, progress) == first
+        assert find_outcome(connection, batch) == first
     drain()
     assert ledger(engine) == {"behind it": 1}
     assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
@@ -449,13 +449,13 @@ def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay
     with engine.connect() as connection:
         transaction = connection.begin()
         claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
-        progress.commit_was_sent = True
-        progress.events.append(JobDone(claimed.jobs[0], 0.1))
+        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
+        batch.commit_was_sent = True
+        batch.events.append(JobDone(claimed.jobs[0], 0.1))
         transaction.rollback()
-        assert find_outcome(connection, progress) is None, "it still waits"
+        assert find_outcome(connection, batch) is None, "it still waits"
         reported = [event for event in drain() if isinstance(event, JobDone)]
-        late = find_outcome(connection, progress)
+        late = find_outcome(connection, batch)
     assert late is not None
     assert [event.job.id for event in (*reported, *late.events)] == [claimed.jobs[0].id]
     assert ledger(engine) == {"once": 1}
@@ -470,10 +470,10 @@ def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
     with engine.connect() as connection:
         with connection.begin():
             claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        progress = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
-        progress.commit_was_sent = True
-        progress.events.append(JobDone(claimed.jobs[0], 0.1))
-        late = find_outcome(connection, progress)
+        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
+        batch.commit_was_sent = True
+        batch.events.append(JobDone(claimed.jobs[0], 0.1))
+        late = find_outcome(connection, batch)
     assert late is not None
     assert [event.job.id for event in late.events if isinstance(event, JobDone)] == [claimed.jobs[0].id]
 
@@ -491,11 +491,11 @@ def test_a_transaction_that_the_new_server_never_heard_of_is_not_reported(
         transaction.rollback()
         drain()
         assert claimed.transaction is not None
-        anchor = replace(claimed.transaction, xid=str(int(claimed.transaction.xid) + 1_000_000 * ahead))
-        progress = BatchState("ledger", claimed.jobs, anchor, epoch="of the server before the failover")
-        progress.commit_was_sent = True
-        progress.events.append(JobDone(claimed.jobs[0], 0.1))
-        late = find_outcome(connection, progress)
+        transaction_ahead = replace(claimed.transaction, xid=str(int(claimed.transaction.xid) + 1_000_000 * ahead))
+        batch = BatchState("ledger", claimed.jobs, transaction_ahead, epoch="of the server before the failover")
+        batch.commit_was_sent = True
+        batch.events.append(JobDone(claimed.jobs[0], 0.1))
+        late = find_outcome(connection, batch)
     assert late is not None
     assert late.events == ()
 

@@ -318,8 +318,8 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
 
     cancel, original = DeadlineEnforcer._cancel, deadlines.end_other_transaction
 
-    def decide(watch: DeadlineEnforcer, progress: BatchState, deadline: float) -> None:
-        cancel(watch, progress, deadline)
+    def decide(enforcer: DeadlineEnforcer, batch: BatchState, deadline: float) -> None:
+        cancel(enforcer, batch, deadline)
         decided.set()
 
     def end_too_late(*arguments: object, **named: object) -> None:
@@ -335,7 +335,7 @@ def test_a_cancellation_never_hits_another_job_of_the_batch(
     assert not of(events, JobDied)
 
 
-def test_a_cancellation_never_hits_the_certificate(
+def test_a_cancellation_never_hits_the_commit(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job alone ends just as it is to be cancelled: its COMMIT waits until that is over, and stands."""
@@ -358,7 +358,7 @@ def test_a_cancellation_never_hits_the_certificate(
         if point == "before-commit":
             at_commit.set()
 
-    # A certificate that would be hit.
+    # A COMMIT that would be hit.
     with engine.begin() as connection:
         connection.execute(
             text(
@@ -609,13 +609,13 @@ def test_many_that_hang_at_once_are_dealt_with_at_once(
     jobs, enforce, at_once = recording(), DeadlineEnforcer._enforce, threading.Barrier(12)
     begun, seen = threading.Barrier(13), set()
 
-    def enforce_together(watch: DeadlineEnforcer, runner: Runner, progress: BatchState, deadline: float) -> None:
+    def enforce_together(enforcer: DeadlineEnforcer, runner: Runner, batch: BatchState, deadline: float) -> None:
         # Later ones are of slots that are looked at again before they are replaced, or of a job that another slot took
         # between the end of its transaction and its settlement.
         if runner not in seen and len(seen) < 12:
             seen.add(runner)
             at_once.wait(PATIENCE)
-        enforce(watch, runner, progress, deadline)
+        enforce(enforcer, runner, batch, deadline)
 
     monkeypatch.setattr(DeadlineEnforcer, "_enforce", enforce_together)
 
@@ -646,9 +646,9 @@ def test_a_relay_goes_on_although_all_its_slots_end_before_they_are_replaced(
     jobs, asked, finish, waits = recording(), [], DeadlineEnforcer.finish, threading.Event()
     waited: list[bool] = []
 
-    def let_finish(watch: DeadlineEnforcer, *arguments: float) -> None:
+    def let_finish(enforcer: DeadlineEnforcer, *arguments: float) -> None:
         waits.set()
-        finish(watch, *arguments)
+        finish(enforcer, *arguments)
 
     monkeypatch.setattr(DeadlineEnforcer, "finish", let_finish)
 

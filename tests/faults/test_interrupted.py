@@ -235,8 +235,8 @@ def test_a_job_that_is_committing_is_let_finish(
     """The time to drain is over while its COMMIT waits for an answer: it stands, and it is told."""
     seize, refused = BatchState.seize, []
 
-    def note(progress: BatchState) -> bool:
-        refused.append(seize(progress))
+    def note(batch: BatchState) -> bool:
+        refused.append(seize(batch))
         return refused[-1]
 
     monkeypatch.setattr(BatchState, "seize", note)
@@ -260,7 +260,7 @@ def test_a_job_that_is_committing_is_let_finish(
     with engine.connect() as holder, running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
         with holder.begin():
             holder.execute(text("SELECT pg_advisory_xact_lock(4711)"))
-            wait_until(lambda: rows(engine, waits), "the certificate to wait")
+            wait_until(lambda: rows(engine, waits), "COMMIT to wait")
             relay.stop()
             # Past the time to drain: nobody but us holds it up.
             wait_until(lambda: refused.count(False) >= 2, "the relay to ask for the batch, and to ask again")

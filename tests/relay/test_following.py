@@ -71,7 +71,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_commit_brings_the_next_jobs(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, engine: Engine, scripts: list[str]
 ) -> None:
-    """Full batches follow one another by certificate; the last one, which is short, asks for nothing."""
+    """Full batches follow one another by COMMIT; the last one, which is short, asks for nothing."""
     names = enqueue(sessions, 23)
     events = drain(outboxq_database.url)
     assert [script.count("EXECUTE") for script in scripts if "COMMIT" in script] == [1, 1, 1, 1, 0]
@@ -142,7 +142,7 @@ def test_a_slot_leaves_its_queue_for_what_comes_first(
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
 ) -> None:
-    """After a while it looks at all of its queues: in the earlier ones, or among the due jobs, something may wait."""
+    """After a while it polls all of its queues: in the earlier ones, or among the due jobs, something may wait."""
     jobs, order = Jobs(), []
 
     @jobs.handler(queue="first")

@@ -61,7 +61,7 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
 
 
 def wait_until_at_rest(running: RunningRelay, resting: set[Slot]) -> None:
-    """From now on its slots do nothing but sleep and look."""
+    """From now on its slots do nothing but sleep and poll."""
     slots = wait_until(lambda: running.of(RelayStarted), "the relay's start")[0].slots
     wait_until(lambda: len(resting) == slots, "every slot to rest")
 
@@ -114,7 +114,7 @@ def eight_queues() -> Jobs:
 def test_an_idle_relay_sends_three_statements_a_second_at_most(
     jobs: Jobs, config: RelayConfig, proxy: RunningProxy, start_relay: StartRelay, resting: set[Slot]
 ) -> None:
-    """Whatever the number of its slots and queues: they share their looks."""
+    """Whatever the number of its slots and queues: they share their polls."""
     with start_relay(jobs, config, engine=proxy.url) as running:
         wait_until_at_rest(running, resting)
         assert sent_in(proxy, SECONDS) <= MOST
@@ -144,7 +144,7 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
 def test_idle_async_slots_send_no_more(
     proxy: RunningProxy, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, resting: set[Slot]
 ) -> None:
-    """Tasks share their looks as threads do, and a job that is committed meanwhile is run."""
+    """Tasks share their polls as threads do, and a job that is committed meanwhile is run."""
     jobs = Jobs()
     jobs.add(app.record_async)
     with start_relay(jobs, RelayConfig(slots_per_queue=4), engine=create_async_engine(proxy.url)) as running:
@@ -156,7 +156,7 @@ def test_idle_async_slots_send_no_more(
 
 
 def test_idle_processes_send_three_statements_a_second_each_at_most(proxy: RunningProxy) -> None:
-    """Those that cannot have the sleep flag, because another process holds it, look no more often."""
+    """Those that cannot have the sleep flag, because another process holds it, poll no more often."""
     with running_relay(proxy.url, RelayOptions("noop", slots=6, processes=3)) as relay:
         wait_until(lambda: relay.log().count("relay started") == 3, "three processes")
         # Behind their start, of which nothing tells us the end, there is a quiet second, and no loud one any more.
@@ -184,7 +184,7 @@ def test_a_job_for_which_nobody_notifies_is_found_by_a_look(
 def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
     engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
-    """A look that another slot began earlier may have missed what nobody notified for."""
+    """A poll that another slot began earlier may have missed what nobody notified for."""
     state = relay_state(engine, ("ledger",))
     first, second = (Slot(state, "sync", ("ledger",), lambda: None) for _ in range(2))
     with engine.connect() as one, engine.connect() as two:
@@ -192,7 +192,7 @@ def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
         assert not first.work_seen(connections[0])
         with sessions.begin() as session:
             session.add_job(app.record, name="in between")
-        assert not second.work_seen(connections[1]), "the first slot's look is shared"
+        assert not second.work_seen(connections[1]), "the first slot's poll is shared"
         second.sleep.want_poll()
         assert second.work_seen(connections[1])
 
@@ -203,7 +203,7 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
     start_relay: StartRelay,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One whose flags go up after a look has it looked again, although that was at all queues."""
+    """One whose flags go up after a poll has it polled again, although that was of all queues."""
     fall_asleep, saw, seen = Listener.fall_asleep, SharedPoller.record, threading.Event()
     jobs, calls = eight_queues(), itertools.count()
 
@@ -247,7 +247,7 @@ def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
 
 
 def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
-    """The last look that was begun is the one to go by."""
+    """The last poll that was begun is the one to go by."""
     poller = relay_state(engine, ("ledger",)).poller
     older, newer = poller.begin(), poller.begin()
     poller.record(newer, [("ledger", True, None, None)])
@@ -256,7 +256,7 @@ def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> N
 
 
 def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
-    """Nothing of it could be claimed: looking must not lead to claims."""
+    """Nothing of it could be claimed: polling must not lead to claims."""
     statement = poll_queues("outboxq", ("ledger", "other"))
     with sessions.begin() as session:
         session.add_job(app.record, name="job")

@@ -251,7 +251,7 @@ def test_a_handler_chains_jobs_atomically_and_drain_runs_them_too(
     @jobs.handler(queue="first", retry=Backoff(max_attempts=2, first_seconds=0))
     def first(ctx: Context) -> None:
         ctx.session.add_job(second, attempt=ctx.job.attempt)
-        # The other queue's slot has looked and ended, ours and the lease's are left: only another round finds the job.
+        # The other queue's slot has polled and ended, ours and the lease's are left: only another round finds the job.
         wait_until(lambda: relay_connections(engine) == 2, "the other slot's end")
         if ctx.job.attempt == 1:
             raise ValueError("not yet")

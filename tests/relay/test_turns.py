@@ -1,4 +1,4 @@
-"""Many queues: each has its turn, and claims are sent only to those in which a look or a commit found something."""
+"""Many queues: each has its turn, and claims are sent only to those in which a poll or a commit found something."""
 
 import re
 import threading
@@ -47,8 +47,8 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The looks that slots make on their own account while they work."""
+def polls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The polls that slots make on their own account while they work."""
     sent: list[str] = []
     original = slot_module.run_alone
     monkeypatch.setattr(slot_module, "run_alone", lambda line, script: (sent.append(script), original(line, script))[1])
@@ -83,9 +83,9 @@ def test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues(
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
     claims: list[str],
-    looks: list[str],
+    polls: list[str],
 ) -> None:
-    """Queues in which nothing waits are not claimed from, and a look serves many claims."""
+    """Queues in which nothing waits are not claimed from, and a poll serves many claims."""
     done: list[int] = []
     jobs = many_queues(MANY, lambda ctx, number: done.append(number))
     names = ("*",) if group == "*" else tuple(sorted(jobs.resolve().flavours))
@@ -95,9 +95,9 @@ def test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues(
     if slots == 1 and group == "*":
         # Where many take turns, the second claim from a queue, which would find nothing, is left out.
         assert len(claims) <= 1.5 * MANY
-    # Of each look a slot may claim in vain from where the others are at work.
-    assert len(claims) <= 2 * MANY + (slots - 1) * len(looks)
-    assert len(looks) <= MANY
+    # Of each poll a slot may claim in vain from where the others are at work.
+    assert len(claims) <= 2 * MANY + (slots - 1) * len(polls)
+    assert len(polls) <= MANY
 
 
 def test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no_other(
@@ -226,7 +226,7 @@ def test_queues_that_are_ordered_by_name_come_before_the_star(
 def test_due_jobs_and_ready_ones_of_a_queue_among_many_both_run(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
-    """A look names both sorts, and each has its turn."""
+    """A poll names both sorts, and each has its turn."""
     done: list[int] = []
     jobs = many_queues(3, lambda ctx, number: done.append(number))
     kind = jobs.resolve().find("kind 001")

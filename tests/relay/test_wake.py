@@ -62,7 +62,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def wait_until_done(running: RunningRelay, count: int = 1) -> None:
-    # A slot that is not woken looks after eight minutes at the earliest.
+    # A slot that is not woken polls after eight minutes at the earliest.
     wait_until(lambda: len(running.of(JobDone)) >= count, f"{count} jobs done")
 
 
@@ -168,12 +168,12 @@ def test_a_relay_on_an_async_engine_alone_is_woken_too(
 def test_a_producer_whose_transaction_is_open_while_the_relay_falls_asleep_loses_nothing(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, pauses: list[bool]
 ) -> None:
-    """Its uncommitted insert keeps the flag down, and a relay without the flag keeps looking."""
+    """Its uncommitted insert keeps the flag down, and a relay without the flag keeps polling."""
     with sessions() as session:
         session.add_job(app.record, name="late commit")
         session.flush()
         with start_relay(config=PATIENT) as running:
-            wait_until(lambda: len(pauses) > 1, "the slot to have asked for the flag, and to look again")
+            wait_until(lambda: len(pauses) > 1, "the slot to have asked for the flag, and to poll again")
             assert not any(pauses)
             assert not sleeps(engine)
             session.commit()
@@ -186,7 +186,7 @@ def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
     start_relay: StartRelay,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody notified for it, so the relay looks once more after it has raised the flag."""
+    """Nobody notified for it, so the relay polls once more after it has raised the flag."""
     raise_flag, inserted = Listener.fall_asleep, []
 
     def insert_then_raise_flag(listener: Listener, sleeper: IdleSlot) -> "Future[bool]":
@@ -246,7 +246,7 @@ def waiting(engine: Engine) -> bool:
 def test_a_relay_whose_listener_was_cut_listens_again(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """A lost connection costs one full look, then waking works as before."""
+    """A lost connection costs one full poll, then waking works as before."""
     with start_relay(config=PATIENT) as running:
         for count in (1, 2):
             first = wait_until_asleep(engine)
@@ -261,7 +261,7 @@ def test_a_relay_whose_listener_was_cut_listens_again(
 def test_a_second_relay_takes_the_flag_over_from_one_that_stopped(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """Only one relay can hold a flag; the others look every second until they get it."""
+    """Only one relay can hold a flag; the others poll every second until they get it."""
     with start_relay(config=PATIENT) as survivor:
         with start_relay(config=PATIENT):
             wait_until_asleep(engine)
@@ -305,7 +305,7 @@ def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay,
         wait_until(lambda: True in pauses, "a slot that sleeps under its flag")
         before = latest()
         seen = set(before)
-        # A slot without the flag would have looked twice by then.
+        # A slot without the flag would have polled twice by then.
         wait_until(lambda: seen.update(latest()) or len(seen) >= len(before) + 10, "ten heartbeats")
     assert len({pid for pid, _ in before}) == len(before) > 1
     assert len({pid for pid, _ in seen - before}) == 1

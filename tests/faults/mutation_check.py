@@ -627,7 +627,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the end of lines that grew cold",
+        "the end of connections that were not used for long",
         "outboxq/relay/connections.py",
         "if spare.used_at <= oldest]",
         "if spare.used_at is None]",

@@ -69,7 +69,7 @@ def set_aside_first(
     """After a claim of one job that failed: set that job aside, if it is to blame.
 
     It is if its claim fails again, and that of another job does not. What ails all of them, such as a trigger that
-    looks for a partition which is missing, will be mended: they wait for that. None where nothing was done: the claim
+    looks for a partition which is missing, will be mended: they wait for that. None if nothing was done: the claim
     would fail again.
 
     Args:

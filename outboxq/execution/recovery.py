@@ -157,7 +157,7 @@ def record_failed_attempt(
 ) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
-    Another relay may have taken it meanwhile. Where it cannot even be settled, it is put off instead.
+    Another relay may have taken it meanwhile. If it cannot even be settled, it is put off instead.
 
     Args:
         batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.

@@ -13,6 +13,7 @@ from outboxq.events import Event
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.support import app
+from tests.support.ledger import of
 from tests.support.limits import with_limits
 
 
@@ -44,7 +45,7 @@ class RunningRelay:
         self.events = events
 
     def of(self, kind: type[Event]) -> list[Event]:
-        return [event for event in list(self.events) if isinstance(event, kind)]
+        return of(self.events, kind)
 
 
 StartRelay = Callable[..., AbstractContextManager[RunningRelay]]

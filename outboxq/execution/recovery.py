@@ -39,8 +39,8 @@ from outboxq.statements.transaction import end_backend
 
 logger = logging.getLogger("outboxq.relay")
 
-# How often the server is asked for the end of a transaction whose connection the relay has closed.
-_RETRY_SECONDS = 0.005
+# How long, and how often, the server is asked for the end of a transaction whose connection the relay has closed.
+_OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 POSTPONED = timedelta(minutes=5)
 
 
@@ -78,7 +78,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
             # The relay has closed the connection: the server is about to see it.
-            outcome = _find_outcome_soon(connection, batch, runtime)
+            outcome = _find_outcome_soon(connection, batch)
         case _:
             outcome = find_outcome(connection, batch)
     if outcome is not None:
@@ -140,9 +140,9 @@ def _recover_escaped(
     return Recovered(BatchReport(len(batch.jobs), () if event is None else (event,)))
 
 
-def _find_outcome_soon(connection: Connection, batch: BatchState, runtime: Runtime) -> BatchReport | None:
+def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
     """Find out what stands, once the server has seen that the transaction's connection is closed."""
-    deadline = clock() + runtime.outcome_seconds
+    deadline = clock() + _OUTCOME_SECONDS
     while True:
         try:
             return find_outcome(connection, batch)
@@ -258,7 +258,7 @@ def settle_aborted(
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
     """
-    report = _find_outcome_soon(connection, batch, runtime)
+    report = _find_outcome_soon(connection, batch)
     if report is not None:
         return report
     if failed is not None:

@@ -48,7 +48,6 @@ class Runtime:
 
     Args:
         is_interruption: Whether an error that came out of a handler was put there by the caller of the handlers.
-        outcome_seconds: How long the server is asked for the end of a transaction whose connection was closed here.
     """
 
     registry: Registry
@@ -61,7 +60,6 @@ class Runtime:
     caller: EffectRunner | AsyncEffectRunner | None
     sharing_queues: frozenset[str]
     is_interruption: Callable[[BaseException], bool]
-    outcome_seconds: float = 10.0
     catalog: Catalog = field(default_factory=Catalog)
 
     def is_failure(self, error: BaseException) -> bool:

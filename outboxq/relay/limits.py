@@ -25,8 +25,6 @@ class RelayLimits:
         free_after_seconds: A handler that was cut off has so long to notice.
         abort_seconds: A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs
             answered.
-        outcome_seconds: The server is asked for so long for the end of a transaction whose connection the relay has
-            closed.
     """
 
     linger_seconds: float = 5.0
@@ -39,5 +37,4 @@ class RelayLimits:
     cut_after_seconds: float = 2.0
     free_after_seconds: float = 10.0
     abort_seconds: float = 15.0
-    outcome_seconds: float = 10.0
     lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)

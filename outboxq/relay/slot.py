@@ -147,7 +147,6 @@ class Slot:
             runners.sync if self.flavour == "sync" else runners.asynchronous,
             sharing_queues=self._planner.sharing_queues,
             is_interruption=self._is_interruption,
-            outcome_seconds=state.limits.outcome_seconds,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from outboxq import (
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from tests.support.app import Account, Child, Effect
+from tests.support.ledger import balances
 from tests.support.shared_app import statements
 
 Drain = Callable[..., list[Event]]
@@ -62,11 +63,6 @@ class Named:
 def _accounts(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         session.add_all(Account(id=id_) for id_ in range(1, 101))
-
-
-def balances(engine: Engine) -> dict[int, int]:
-    with Session(engine) as session:
-        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
 
 
 def names(engine: Engine) -> list[str]:

@@ -13,6 +13,7 @@ from outboxq.database.driver import run_script
 from outboxq.execution.claim import ClaimRequest, claim, park_unknown
 from outboxq.relay.connections import connection_options
 from outboxq.statements.claim import ClaimStatements
+from tests.support.slots import claim_ready
 from tests.support.waiting import wait_until
 
 FILL = """
@@ -83,7 +84,7 @@ def test_jobs_are_claimed_by_priority_then_age(connection: Connection) -> None:
                 {"n": name, "p": priority},
             )
     with connection.begin():
-        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 4))
+        batch = claim_ready(connection, "mine", 4)
     assert batch.jobs
     assert [json.loads(job.args)["n"] for job in batch.jobs] == ["b", "d", "a", "e"]
     assert {job.attempt for job in batch.jobs} == {1}
@@ -97,7 +98,7 @@ def test_a_rolled_back_claim_leaves_its_jobs_waiting_as_they_were(connection: Co
         assert claim(connection, ClaimRequest(statement, 2)).jobs
         transaction.rollback()
     with connection.begin():
-        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 10))
+        batch = claim_ready(connection, "mine", 10)
         left = connection.execute(text("SELECT state, attempt, crashes FROM outboxq.job")).all()
     assert [job.attempt for job in batch.jobs] == [1]
     assert batch.moved == 2
@@ -113,7 +114,7 @@ def test_concurrent_claims_are_disjoint_and_complete(engine: Engine, connection:
         with engine.connect() as own:
             while True:
                 with own.begin():
-                    batch = claim(own, ClaimRequest(ClaimStatements("outboxq", "mine").ready, limit))
+                    batch = claim_ready(own, "mine", limit)
                 if not batch.jobs:
                     return taken
                 taken += [job.id for job in batch.jobs]
@@ -149,7 +150,7 @@ def test_a_claim_with_stale_statistics_takes_at_most_its_limit(connection: Conne
         transaction.rollback()
     assert len(naive) > 3
     with connection.begin() as transaction:
-        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 3))
+        batch = claim_ready(connection, "mine", 3)
         # The naive form, rolled back, left its marks: those are set aside.
         assert len(batch.jobs) + batch.moved == 3
         transaction.rollback()
@@ -245,7 +246,7 @@ def test_parking_never_waits_for_a_claim(engine: Engine, connection: Connection)
     """It skips what is locked, so that a long handler delays nobody."""
     fill(connection, 3, kind="stranger")
     with engine.connect() as other, other.begin():
-        assert claim(other, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 1)).jobs
+        assert claim_ready(other, "mine", 1).jobs
         with connection.begin():
             assert park_unknown(connection, "outboxq", "mine", ()) == 2
 
@@ -254,7 +255,7 @@ def test_add_job_never_waits_for_a_running_handler(engine: Engine, connection: C
     """A claim in progress holds no lock that an INSERT needs."""
     fill(connection, 1)
     with engine.connect() as other, other.begin():
-        assert claim(other, ClaimRequest(ClaimStatements("outboxq", "mine").ready, 1)).jobs
+        assert claim_ready(other, "mine", 1).jobs
         with connection.begin():
             connection.execute(text("SET LOCAL lock_timeout = '1s'"))
             connection.execute(text("SELECT outboxq.add_job('k', '{}', 'mine')"))
@@ -265,7 +266,7 @@ def test_a_name_full_of_sql_is_data(connection: Connection) -> None:
     name = "it's; DROP TABLE outboxq.job; --\"$1"
     fill(connection, 2, queue=name)
     with connection.begin():
-        batch = claim(connection, ClaimRequest(ClaimStatements("outboxq", name).ready, 5))
+        batch = claim_ready(connection, name, 5)
     assert batch.jobs
     assert [job.queue for job in batch.jobs] == [name, name]
 

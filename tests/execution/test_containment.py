@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from psycopg.rows import dict_row
 from psycopg.types.string import StrDumper
-from sqlalchemy import Engine, event, select, text
+from sqlalchemy import Connection, Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -16,28 +16,21 @@ from outboxq import Backoff, Context, Jobs, OutboxSession
 from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER, find_outcome
-from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.lease import reap
 from outboxq.statements.server import server_epoch
 from tests.support import app
 from tests.support.app import Account, Child, Effect
-from tests.support.ledger import ledger
+from tests.support.ledger import dead_reasons, ledger, rows
 from tests.support.limits import FOLLOW_ON
+from tests.support.slots import claim_batch
 
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 Drain = Callable[..., list[Event]]
 
 
-def waiting(engine: Engine) -> list[tuple[str, str, int]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text("SELECT kind, state, attempt FROM outboxq.job"))]
-
-
-def dead(engine: Engine) -> list[tuple[str, str]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text("SELECT kind, reason FROM outboxq.dead_job"))]
+def waiting(engine: Engine) -> list[tuple[object, ...]]:
+    return rows(engine, "SELECT kind, state, attempt FROM outboxq.job")
 
 
 @BATCH_SIZES
@@ -52,7 +45,7 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     drain(batch_size=batch_size, slots_per_queue=1)
     assert ledger(engine) == {how: 2 if how == "open-savepoint" else 1, "neighbour": 1}
     assert waiting(engine) == []
-    assert dead(engine) == []
+    assert dead_reasons(engine) == []
 
 
 @BATCH_SIZES
@@ -89,7 +82,7 @@ def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
     drain(batch_size=batch_size, slots_per_queue=1)
     assert ledger(engine) == {"before": 1, "after": 1}
     assert waiting(engine) == []
-    ((kind, reason),) = dead(engine)
+    ((kind, reason),) = dead_reasons(engine)
     assert kind == "misbehave"
     assert reason.endswith(error)
 
@@ -115,7 +108,7 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
         session.add_job(app.record, name="after")
     drain(batch_size=batch_size, slots_per_queue=1)
     assert ledger(engine) == {"before": 1, how: 1, "after": 1}
-    assert dead(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
+    assert dead_reasons(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
 
 
@@ -159,7 +152,7 @@ def test_a_deferred_constraint_that_fails_at_commit_fails_only_its_own_job(
         assert session.scalars(select(Child.parent_id)).all() == [1]
     assert ledger(engine) == {"neighbour": 1}
     assert app.calls == ["neighbour"]
-    ((kind, reason),) = dead(engine)
+    ((kind, reason),) = dead_reasons(engine)
     assert (kind, reason) == ("orphan", "gave up after 3 of 3 attempts: psycopg.errors.ForeignKeyViolation")
 
 
@@ -199,7 +192,7 @@ def test_returned_outcomes_settle_the_job_and_undo_its_rows(
     events = drain(batch_size=batch_size, slots_per_queue=1)
     assert ledger(engine) == {"end-done": 1}
     assert waiting(engine) == [("end", "scheduled", 0)]
-    assert sorted(reason for _, reason in dead(engine)) == [
+    assert sorted(reason for _, reason in dead_reasons(engine)) == [
         "cannot be done",
         "gave up after 3 of 3 attempts: outboxq.Retry",
     ]
@@ -218,8 +211,10 @@ def test_arguments_that_do_not_fit_fail_the_attempt_of_that_job_alone(
         session.add_job(app.record, name="good")
     drain(batch_size=10)
     assert ledger(engine) == {"good": 1}
-    assert {reason for _, reason in dead(engine)} == {"gave up after 3 of 3 attempts: outboxq.errors.PayloadError"}
-    assert len(dead(engine)) == 4
+    assert {reason for _, reason in dead_reasons(engine)} == {
+        "gave up after 3 of 3 attempts: outboxq.errors.PayloadError"
+    }
+    assert len(dead_reasons(engine)) == 4
 
 
 def test_an_entity_argument_is_loaded_in_the_handlers_session_or_fails_when_gone(
@@ -236,7 +231,7 @@ def test_an_entity_argument_is_loaded_in_the_handlers_session_or_fails_when_gone
     drain()
     with Session(engine) as session:
         assert session.get_one(Account, 1).balance == 15
-    assert dead(engine) == [("credit", "gave up after 3 of 3 attempts: outboxq.errors.EntityGone")]
+    assert dead_reasons(engine) == [("credit", "gave up after 3 of 3 attempts: outboxq.errors.EntityGone")]
 
 
 def test_async_handlers_are_contained_alike(
@@ -256,7 +251,7 @@ def test_an_argument_that_looks_like_a_time_and_is_none_can_be_recorded(
     with sessions.begin() as session:
         session.add_job(app.fail, name="2023-02-30T10:00:00")
     drain()
-    assert dead(engine) == [("fail", "gave up after 3 of 3 attempts: ValueError")]
+    assert dead_reasons(engine) == [("fail", "gave up after 3 of 3 attempts: ValueError")]
 
 
 @pytest.mark.parametrize("how", ["close", "invalidate", "driver-close"])
@@ -283,7 +278,7 @@ def test_a_handler_that_closes_its_connection_time_after_time_is_buried(
         session.add_job(app.record, name="behind it")
     drain(jobs, slots_per_queue=1)
     assert ledger(engine) == {"behind it": 1}
-    ((kind, reason),) = dead(engine)
+    ((kind, reason),) = dead_reasons(engine)
     assert kind == "hang_up"
     # SQLAlchemy 2.0 rolls back on close(), which the guard sees; 2.1 does not.
     assert reason in (
@@ -313,7 +308,7 @@ def test_a_connection_lost_after_a_handlers_own_commit_costs_no_other_job(
         session.add_job(app.record, name="after")
     drain(jobs, slots_per_queue=1, batch_size=5)
     assert ledger(engine) == {"before": 1, "committed": 1, "after": 1}
-    assert dead(engine) == [("commit_and_hang_up", COMMITTED_BY_HANDLER)]
+    assert dead_reasons(engine) == [("commit_and_hang_up", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
 
 
@@ -334,7 +329,7 @@ def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
         session.add_job(app.record, name="behind it")
     drain()
     assert ledger(engine) == {"behind it": 1}
-    assert len(dead(engine)) == 1
+    assert len(dead_reasons(engine)) == 1
 
 
 @pytest.mark.parametrize("end", ["fails", "crashes"])
@@ -395,7 +390,7 @@ def test_a_context_that_outlives_its_handler_opens_no_session(
         session.add_job(use)
     drain(jobs, slots_per_queue=1)
     assert len(kept) == 1
-    assert (waiting(engine), dead(engine)) == ([], [])
+    assert (waiting(engine), dead_reasons(engine)) == ([], [])
 
 
 def test_a_session_that_outlives_its_handler_writes_nothing(
@@ -417,7 +412,7 @@ def test_a_session_that_outlives_its_handler_writes_nothing(
         session.add_job(keep)
         session.add_job(use)
     drain(jobs, slots_per_queue=1)
-    assert dead(engine) == []
+    assert dead_reasons(engine) == []
     assert waiting(engine) == []
 
 
@@ -429,15 +424,21 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
         session.add_jobs(app.record.job(name=name) for name in ("culprit", "behind it"))
     with engine.connect() as connection:
         with connection.begin():
-            claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 2))
-            epoch = server_epoch(connection)
-        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch=epoch)
+            batch = claim_batch(connection, "ledger", 2, epoch=server_epoch(connection))
         first = find_outcome(connection, batch)
         drain()
         assert find_outcome(connection, batch) == first
     drain()
     assert ledger(engine) == {"behind it": 1}
-    assert dead(engine) == [("record", COMMITTED_BY_HANDLER)]
+    assert dead_reasons(engine) == [("record", COMMITTED_BY_HANDLER)]
+
+
+def batch_before_a_failover(connection: Connection) -> BatchState:
+    """A batch of one job whose COMMIT was sent to the server that is gone."""
+    batch = claim_batch(connection, "ledger", 1, epoch="of the server before the failover")
+    batch.commit_was_sent = True
+    batch.events.append(JobDone(batch.job, 0.1))
+    return batch
 
 
 def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay_alone(
@@ -448,16 +449,13 @@ def test_a_job_that_another_relay_did_after_a_failover_is_reported_by_that_relay
         session.add_job(app.record, name="once")
     with engine.connect() as connection:
         transaction = connection.begin()
-        claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
-        batch.commit_was_sent = True
-        batch.events.append(JobDone(claimed.jobs[0], 0.1))
+        batch = batch_before_a_failover(connection)
         transaction.rollback()
         assert find_outcome(connection, batch) is None, "it still waits"
         reported = [event for event in drain() if isinstance(event, JobDone)]
         late = find_outcome(connection, batch)
     assert late is not None
-    assert [event.job.id for event in (*reported, *late.events)] == [claimed.jobs[0].id]
+    assert [event.job.id for event in (*reported, *late.events)] == [batch.job.id]
     assert ledger(engine) == {"once": 1}
 
 
@@ -469,13 +467,10 @@ def test_a_job_whose_commit_was_made_before_a_failover_is_reported(
         session.add_job(app.record, name="once")
     with engine.connect() as connection:
         with connection.begin():
-            claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
-        batch = BatchState("ledger", claimed.jobs, claimed.transaction, epoch="of the server before the failover")
-        batch.commit_was_sent = True
-        batch.events.append(JobDone(claimed.jobs[0], 0.1))
+            batch = batch_before_a_failover(connection)
         late = find_outcome(connection, batch)
     assert late is not None
-    assert [event.job.id for event in late.events if isinstance(event, JobDone)] == [claimed.jobs[0].id]
+    assert [event.job.id for event in late.events if isinstance(event, JobDone)] == [batch.job.id]
 
 
 @pytest.mark.parametrize("ahead", [1, 2**40])
@@ -487,14 +482,11 @@ def test_a_transaction_that_the_new_server_never_heard_of_is_not_reported(
         session.add_job(app.record, name="once")
     with engine.connect() as connection:
         transaction = connection.begin()
-        claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 1))
+        batch = batch_before_a_failover(connection)
         transaction.rollback()
         drain()
-        assert claimed.transaction is not None
-        transaction_ahead = replace(claimed.transaction, xid=str(int(claimed.transaction.xid) + 1_000_000 * ahead))
-        batch = BatchState("ledger", claimed.jobs, transaction_ahead, epoch="of the server before the failover")
-        batch.commit_was_sent = True
-        batch.events.append(JobDone(claimed.jobs[0], 0.1))
+        assert batch.transaction is not None
+        batch.transaction = replace(batch.transaction, xid=str(int(batch.transaction.xid) + 1_000_000 * ahead))
         late = find_outcome(connection, batch)
     assert late is not None
     assert late.events == ()
@@ -515,7 +507,7 @@ def test_a_charge_outside_the_batch_reads_any_database(
     with sessions.begin() as session:
         session.add_job(end_transaction)
     drain(jobs)
-    ((kind, reason),) = dead(engine)
+    ((kind, reason),) = dead_reasons(engine)
     assert kind == "end_transaction"
     assert reason.startswith("gave up after 2 of 2 attempts")
 
@@ -566,7 +558,7 @@ def test_what_a_handler_leaves_on_its_connection_ends_no_relay_that_records_its_
         session.add_jobs(write.job(name=name) for name in ("before", how, "behind"))
     drain(jobs, slots_per_queue=1, batch_size=batch_size)
     assert ledger(engine) == {"before": 1, "behind": 1}
-    assert len(dead(engine)) == 1
+    assert len(dead_reasons(engine)) == 1
 
 
 def test_the_factories_of_the_drivers_connection_are_the_next_jobs_own(

@@ -12,6 +12,7 @@ from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Job
 from outboxq.errors import RegistryError
 from outboxq.events import BatchRolledBack, Event, JobDied, JobDone, JobRetried
 from tests.support.app import Account, Base
+from tests.support.ledger import balances
 from tests.support.shared_app import statements
 from tests.support.waiting import wait_until
 
@@ -33,11 +34,6 @@ def _accounts(engine: Engine) -> None:
     Base.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
         session.add_all(Account(id=id_) for id_ in range(1, 31))
-
-
-def balances(engine: Engine) -> dict[int, int]:
-    with Session(engine) as session:
-        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
 
 
 def locked_jobs(sort: str) -> tuple[Jobs, object]:

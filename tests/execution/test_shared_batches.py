@@ -17,7 +17,7 @@ from outboxq.events import Event, JobDied, JobDone
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import shared_app
 from tests.support.app import Account, Base, Effect
-from tests.support.ledger import ledger, waiting
+from tests.support.ledger import balances, dead_reasons, ledger, waiting
 from tests.support.shared_app import CREDITS, ENDS, MISDEEDS, Pair, Versioned, statements
 
 Drain = Callable[..., list[Event]]
@@ -30,17 +30,6 @@ def _accounts(engine: Engine) -> None:
     Base.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
         session.add_all(Account(id=id_) for id_ in range(1, 101))
-
-
-def balances(engine: Engine) -> dict[int, int]:
-    with Session(engine) as session:
-        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
-
-
-def dead(engine: Engine) -> list[tuple[str, str]]:
-    with engine.connect() as connection:
-        rows = connection.execute(text("SELECT kind, reason FROM outboxq.dead_job"))
-        return [(kind, reason) for kind, reason in rows]
 
 
 def enqueue(sessions: sessionmaker[OutboxSession], handler, several: list[dict[str, object]]) -> None:
@@ -92,7 +81,7 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
         several[2] |= {"misdeed": misdeed, "end": end}
         names = {str(given["name"]) for given in several}
         enqueue(sessions, handler, several)
-        dead_before = len(dead(engine))
+        dead_before = len(dead_reasons(engine))
         events = drain(shared_app.jobs, **ONE_SLOT)
         # Whether it is done is its own affair; its row is there exactly if it is.
         culprit_done = sum(isinstance(event, JobDone) for event in events) == 5
@@ -102,7 +91,7 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
         others = {id_: balance for id_, balance in balances(engine).items() if id_ > offset and id_ != offset + 3}
         assert others == {offset + 1: 1, offset + 2: 1, offset + 4: 1, offset + 5: 1}
         assert waiting(engine) == 0
-        assert len(dead(engine)) - dead_before == (0 if culprit_done else 1)
+        assert len(dead_reasons(engine)) - dead_before == (0 if culprit_done else 1)
 
 
 @FLAVOURS
@@ -237,7 +226,7 @@ def test_a_row_that_is_gone_fails_its_own_job_only(
     drain(jobs, **ONE_SLOT)
     assert balances(engine) == {1: 1, 3: 1}
     assert seen[-1] is None
-    assert [kind for kind, _ in dead(engine)] == ["need"]
+    assert [kind for kind, _ in dead_reasons(engine)] == ["need"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 50])
@@ -256,7 +245,7 @@ def test_a_handler_that_closes_its_session_fails_as_it_does_alone(
     enqueue(sessions, credit, [{"account": id_, "last": id_ == 3} for id_ in (1, 2, 3, 4)])
     drain(jobs, slots_per_queue=1, batch_size=batch_size)
     assert balances(engine) == {1: 1, 2: 1, 4: 1}
-    ((kind, _),) = dead(engine)
+    ((kind, _),) = dead_reasons(engine)
     assert (kind, waiting(engine)) == ("credit", 0)
 
 
@@ -277,7 +266,7 @@ def test_a_payload_that_cannot_be_read_fails_its_own_job_and_the_others_still_sh
         drain(jobs, **ONE_SLOT)
     assert balances(engine) == {1: 1, 3: 1}
     assert [many for statement, many in seen if statement.startswith("UPDATE account")] == [2]
-    assert len(dead(engine)) == 1
+    assert len(dead_reasons(engine)) == 1
 
 
 def test_chained_jobs_are_rows_of_the_same_batch(
@@ -369,7 +358,7 @@ def test_a_commit_on_the_drivers_connection_is_never_run_again_and_costs_nobody_
                 session.add_job(handler, name=f"{how} {id_}", account=session.get_one(Account, id_), **extra)
         drain(jobs, **ONE_SLOT)
     assert balances(engine) == {1: 2, 2: 2, 3: 2, 5: 2, 6: 2}
-    assert dead(engine) == [("commit", COMMITTED_BY_HANDLER)] * 2
+    assert dead_reasons(engine) == [("commit", COMMITTED_BY_HANDLER)] * 2
     assert waiting(engine) == 0
 
 

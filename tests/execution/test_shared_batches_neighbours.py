@@ -24,14 +24,6 @@ from tests.support.shared_app import ADD, ADD_TO_ROW, statements
 ONCE = Backoff(max_attempts=1)
 
 
-@pytest.fixture
-def drain(outboxq_database: Database):
-    """Run what waits, in one slot and batches of 50."""
-    return lambda jobs: Relay(
-        outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=()
-    ).drain()
-
-
 @pytest.fixture(autouse=True)
 def accounts(sessions: sessionmaker[OutboxSession]) -> None:
     with sessions.begin() as session:
@@ -46,7 +38,7 @@ def balance(engine: Engine, number: int) -> int | None:
 @pytest.mark.parametrize(("claim", "batchable"), [("transaction", True), ("transaction", False), ("lease", False)])
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_task_that_is_left_behind_has_no_session(
-    is_opened: bool, claim: Any, batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    is_opened: bool, claim: Any, batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """It runs before what the handler left is flushed, and would do so beside it: refused, and its job is done."""
     jobs, errors = Jobs(), []
@@ -66,7 +58,7 @@ def test_a_task_that_is_left_behind_has_no_session(
 
     with sessions.begin() as session:
         session.add_jobs(leave.job(name=name) for name in "ab")
-    drain(jobs)
+    drain_fifty(jobs)
     assert ledger(engine) == Counter("ab" if is_opened else "")
     assert waiting(engine) == 0
     with engine.connect() as connection:
@@ -75,7 +67,7 @@ def test_a_task_that_is_left_behind_has_no_session(
 
 
 def test_a_script_that_commits_costs_the_others_nothing(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Sent through the session, it is seen before the next job runs."""
     jobs = Jobs()
@@ -89,14 +81,14 @@ def test_a_script_that_commits_costs_the_others_nothing(
 
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
-    drain(jobs)
+    drain_fifty(jobs)
     done = ledger(engine)
     del done["bad"]
     assert done == Counter("acd")
 
 
 def test_a_batch_handler_that_commits_is_not_called_again_for_any_of_its_jobs(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """All of them were in the call, and nobody knows which of their rows stand."""
     jobs = Jobs()
@@ -113,12 +105,12 @@ def test_a_batch_handler_that_commits_is_not_called_again_for_any_of_its_jobs(
 
     with sessions.begin() as session:
         session.add_jobs(write_all.job(name=name) for name in "abcd")
-    drain(jobs)
+    drain_fifty(jobs)
     assert ledger(engine) == Counter("abcd")
 
 
 def test_a_deferred_write_is_not_overwritten_by_a_handler_that_loads_the_row(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Deferred by key: the next handler's entity is the row with that write, also if it queries first."""
     jobs = Jobs()
@@ -145,13 +137,13 @@ def test_a_deferred_write_is_not_overwritten_by_a_handler_that_loads_the_row(
         session.add_job(look, account=account)
         session.add_job(credit, account_id=1)
         session.add_job(find, account_id=1)
-    drain(jobs)
+    drain_fifty(jobs)
     assert balance(engine, 1) == 12
 
 
 @pytest.mark.parametrize("how", ["cte", "function"])
 def test_a_select_that_writes_is_seen_by_the_next_job(
-    how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Rows that were loaded before it are read again."""
     with engine.begin() as connection:
@@ -178,12 +170,12 @@ def test_a_select_that_writes_is_seen_by_the_next_job(
         account = session.get_one(Account, 1)
         session.add_job(write, account_id=1)
         session.add_job(change, account=account)
-    drain(jobs)
+    drain_fifty(jobs)
     assert balance(engine, 1) == 6
 
 
 def test_a_row_that_one_job_deletes_and_the_next_inserts_is_a_new_row(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """The unit of work would make one UPDATE of them, and keep what the old row had."""
     jobs = Jobs()
@@ -202,12 +194,12 @@ def test_a_row_that_one_job_deletes_and_the_next_inserts_is_a_new_row(
         session.flush()
         session.add_job(remove, account=account)
         session.add_job(make, account_id=9)
-    drain(jobs)
+    drain_fifty(jobs)
     assert balance(engine, 9) == 0
 
 
 def test_deferred_writes_go_to_the_schema_of_each_statement(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Statements that lead to different schemas are not equal."""
     with engine.begin() as connection:
@@ -223,7 +215,7 @@ def test_deferred_writes_go_to_the_schema_of_each_statement(
 
     with sessions.begin() as session:
         session.add_jobs(put.job(tenant=tenant) for tenant in ("t1", "t2"))
-    drain(jobs)
+    drain_fifty(jobs)
     with engine.connect() as connection:
         found = [connection.execute(text(f"SELECT name FROM {schema}.effect_ledger")).all() for schema in ("t1", "t2")]
     assert found == [[("t1",)], [("t2",)]]
@@ -241,7 +233,7 @@ class Money:
 
 
 def test_arguments_whose_type_refuses_them_cost_their_own_job_alone(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Whatever its constructor raises."""
     jobs = Jobs()
@@ -255,14 +247,14 @@ def test_arguments_whose_type_refuses_them_cost_their_own_job_alone(
         session.add_jobs(pay.job(name=name, money=Money(cents)) for name, cents in (("a", 1), ("b", -1), ("c", 1)))
     STRICT.append(True)
     try:
-        drain(jobs)
+        drain_fifty(jobs)
     finally:
         STRICT.clear()
     assert ledger(engine) == Counter("ac")
 
 
 def test_jobs_that_defer_with_the_same_arguments_are_sent_together(
-    sessions: sessionmaker[OutboxSession], drain
+    sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Five cents here and five cents there are not the same row."""
     jobs = Jobs()
@@ -274,12 +266,12 @@ def test_jobs_that_defer_with_the_same_arguments_are_sent_together(
     with sessions.begin() as session:
         session.add_jobs(credit.job(account_id=number, cents=5) for number in range(1, 11))
     with statements() as seen:
-        drain(jobs)
+        drain_fifty(jobs)
     assert [count for statement, count in seen if statement.startswith("UPDATE account")] == [1]
 
 
 def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows stand then: all goes back with the transaction, and not to a savepoint that is gone."""
     jobs, original, failed = Jobs(), batch_call.fault_point, []
@@ -301,7 +293,7 @@ def test_an_error_behind_the_release_of_a_savepoint_doubles_nothing(
     monkeypatch.setattr(batch_call, "fault_point", fail_once)
     with sessions.begin() as session:
         session.add_jobs(write_all.job(name=name) for name in "abcd")
-    drain(jobs)
+    drain_fifty(jobs)
     assert failed
     assert ledger(engine) == Counter("abcd")
 
@@ -368,7 +360,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
 
 
 def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_its_jobs(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Found by the commit script: some of its rows stand, and nobody knows whose."""
     jobs = Jobs()
@@ -385,6 +377,6 @@ def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_
 
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in "abc")
-    report = drain(jobs)
+    report = drain_fifty(jobs)
     assert ledger(engine) == Counter("abc")
     assert (report.done, report.died) == (0, 3)

@@ -37,6 +37,7 @@ from outboxq.events import Event
 from outboxq.statements.wake import ALL_QUEUES
 from outboxq.testing import Database
 from tests.support.app import Account, Base, Effect
+from tests.support.ledger import rows
 from tests.support.notifications import notifications
 
 Drain = Callable[..., list[Event]]
@@ -122,11 +123,6 @@ def elsewhere(outboxq_database: Database, engine: Engine) -> Iterator[Engine]:
 def run(engine: Engine, sql: str) -> None:
     with engine.begin() as connection:
         connection.exec_driver_sql(sql)
-
-
-def rows(engine: Engine, sql: str) -> list[tuple[object, ...]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text(sql))]
 
 
 def changed(engine: Engine, table: str = "account") -> list[int]:

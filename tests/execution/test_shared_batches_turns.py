@@ -2,80 +2,58 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import psycopg
 import pytest
 from sqlalchemy import Engine, select, text
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
 from tests.support.app import Account, Base, Effect
-from tests.support.ledger import ledger
+from tests.support.driver_waits import driver_waits
+from tests.support.ledger import balances, ledger, rows
 from tests.support.shared_app import ADD, ADD_TO_ROW
 
 ONCE = Backoff(max_attempts=1)
 _REFUSED = "gave up after 1 of 1 attempts: outboxq.errors.TransactionVerbRefused"
 
 
-@pytest.fixture
-def drain(outboxq_database: Database):
-    """Run what waits, in one slot and batches of 50."""
-    return lambda jobs: Relay(
-        outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=()
-    ).drain()
-
-
 @pytest.fixture(autouse=True)
-def rows(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
+def _accounts(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
     Base.metadata.create_all(engine)
     with sessions.begin() as session:
         session.add_all(Account(id=number, balance=0) for number in range(1, 31))
 
 
-def balances(engine: Engine) -> dict[int, int]:
-    with Session(engine) as session:
-        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
-
-
-def dead(engine: Engine) -> list[tuple[str, str]]:
-    with engine.connect() as connection:
-        found = connection.execute(text("SELECT args->>'name', reason FROM outboxq.dead_job"))
-        return [(name, reason) for name, reason in found]
+def dead(engine: Engine) -> list[tuple[object, ...]]:
+    return rows(engine, "SELECT args->>'name', reason FROM outboxq.dead_job")
 
 
 @pytest.fixture
-def trips(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each thread waited for the server."""
-    counted: Counter[int] = Counter()
-    original = psycopg.Connection.wait
-
-    def wait(self, *args, **kwargs):
-        counted[threading.get_ident()] += 1
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(psycopg.Connection, "wait", wait)
-    return counted
+def trips() -> Iterator[list[threading.Thread]]:
+    """The threads that waited for the server, one for each time."""
+    with driver_waits() as waits:
+        yield waits
 
 
 def test_a_statement_of_a_handlers_own_is_one_round_trip(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain, trips: Counter[int]
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty, trips: list[threading.Thread]
 ) -> None:
     """Nothing is asked or sent between two of them."""
     jobs, seen = Jobs(), []
 
     @jobs.handler(queue="q", batchable=True)
     def add(ctx: Context, account_id: int) -> None:
-        seen.append(trips[threading.get_ident()])
+        seen.append(trips.count(threading.current_thread()))
         ctx.session.execute(ADD_TO_ROW, {"account": account_id, "cents": 1})
 
     with sessions.begin() as session:
         session.add_jobs(add.job(account_id=number) for number in range(1, 31))
-    drain(jobs)
+    drain_fifty(jobs)
     # Between the first two the catalog is read.
     assert [behind - before for before, behind in pairwise(seen)] == [2] + [1] * 28
     assert balances(engine) == dict.fromkeys(range(1, 31), 1)
@@ -91,7 +69,7 @@ def test_a_statement_of_a_handlers_own_is_one_round_trip(
     ids=["script", "comment", "line"],
 )
 def test_a_commit_that_is_hard_to_read_costs_the_others_nothing(
-    script: str, reason: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    script: str, reason: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Refused if its verb comes first; else found, also if the driver has begun a transaction by then."""
     jobs = Jobs()
@@ -105,7 +83,7 @@ def test_a_commit_that_is_hard_to_read_costs_the_others_nothing(
 
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
-    drain(jobs)
+    drain_fifty(jobs)
     done = ledger(engine)
     del done["bad"]
     assert done == Counter("acd")
@@ -113,7 +91,7 @@ def test_a_commit_that_is_hard_to_read_costs_the_others_nothing(
 
 
 def test_what_goes_over_the_connection_of_a_result_is_seen(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """As over session.connection(): the next job's row is read again."""
     jobs = Jobs()
@@ -129,12 +107,12 @@ def test_what_goes_over_the_connection_of_a_result_is_seen(
     with sessions.begin() as session:
         account = session.get_one(Account, 1)
         session.add_jobs([add.job(account=account), around.job(), add.job(account=account)])
-    drain(jobs)
+    drain_fifty(jobs)
     assert balances(engine) == {1: 7}
 
 
 def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_nothing(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Whoever takes it may use it unseen: the server is asked before the next job runs."""
     jobs = Jobs()
@@ -148,7 +126,7 @@ def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_not
 
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in ("a", "bad", "c", "d"))
-    drain(jobs)
+    drain_fifty(jobs)
     done = ledger(engine)
     del done["bad"]
     assert done == Counter("acd")
@@ -158,7 +136,7 @@ def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_not
 @pytest.mark.parametrize("names", [("a", "b", "bad"), ("a", "bad", "c", "d")])
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
-    others: int, names: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    others: int, names: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Found when all have run: some of their rows stand, and nobody knows whose. Each has one end that is seen."""
     jobs = Jobs()
@@ -178,7 +156,7 @@ def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in names)
         session.add_jobs(other.job() for _ in range(others))
-    report = drain(jobs)
+    report = drain_fifty(jobs)
     assert dead(engine) == [(name, COMMITTED_BY_HANDLER) for name in names]
     assert (report.done, report.died) == (others, len(names))
     assert ledger(engine) == Counter([*names[: names.index("bad") + 1], *["other"] * others])
@@ -186,7 +164,7 @@ def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
 
 @pytest.mark.parametrize("way", ["cursor", "context", "server-side"])
 def test_a_commit_by_way_of_a_cursor_is_its_own_jobs(
-    way: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    way: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """A result leads to its cursor, and that to the driver's connection."""
     jobs = Jobs()
@@ -207,14 +185,14 @@ def test_a_commit_by_way_of_a_cursor_is_its_own_jobs(
 
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in ("a", "b", "bad", "c", "d"))
-    drain(jobs)
+    drain_fifty(jobs)
     assert ledger(engine) == Counter(["a", "b", "bad", "c", "d"])
     assert dead(engine) == [("bad", COMMITTED_BY_HANDLER)]
 
 
 @pytest.mark.parametrize("fails", ["group", "shared"])
 def test_a_group_that_fails_leaves_the_rows_of_the_jobs_before_it(
-    fails: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain
+    fails: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
     """Those that shared a batch, and those that ran by themselves after they could not."""
     jobs = Jobs()
@@ -239,7 +217,7 @@ def test_a_group_that_fails_leaves_the_rows_of_the_jobs_before_it(
     with sessions.begin() as session:
         session.add_jobs(one.job(name=name) for name in ("a", "bad", "c"))
         session.add_jobs(many.job(name=name) for name in ("x", "worse", "z"))
-    drain(jobs)
+    drain_fifty(jobs)
     assert ledger(engine) == Counter(["a", "c", "x", "z", *(["bad"] if fails == "group" else [])])
 
 

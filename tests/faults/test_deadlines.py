@@ -43,7 +43,8 @@ from tests.conftest import StartRelay
 from tests.execution.test_raised import Named
 from tests.support.app import Account, Effect
 from tests.support.cli import environment, run
-from tests.support.ledger import effects, rows
+from tests.support.driver_waits import driver_waits
+from tests.support.ledger import effects, of, rows
 from tests.support.limits import FOLLOW_ON, with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -94,10 +95,6 @@ def dead_errors(engine: Engine) -> list[dict[str, object]]:
     ((errors,),) = rows(engine, "SELECT errors FROM outboxq.dead_job")
     assert isinstance(errors, list)
     return errors
-
-
-def of(events: list[Event], kind: type[Event]) -> list[Event]:
-    return [event for event in list(events) if isinstance(event, kind)]
 
 
 def recording(lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None) -> Jobs:
@@ -218,23 +215,13 @@ def test_who_ends_in_time_pays_nothing(
     sessions: sessionmaker[OutboxSession], drain: Drain, flavour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay sends as much for a job with a deadline as for one without."""
-    sent = 0
     driver = psycopg.Connection if flavour == "sync" else psycopg.AsyncConnection
-    original = driver.wait
-
-    def counting(self: object, *arguments: object, **named: object) -> object:
-        nonlocal sent
-        sent += threading.current_thread().name in ("outboxq-slot", "outboxq-loop")
-        return original(self, *arguments, **named)
-
-    monkeypatch.setattr(driver, "wait", counting)
     # When a slot looks at its other queues, and claims from the start, depends on how long these take.
     limits = replace(FOLLOW_ON, cut_after_seconds=LONG, free_after_seconds=LONG)
     monkeypatch.setattr(SweepSchedule, "take_turn", lambda _sweeps, _queue: False)
 
     def statements(seconds: float | None) -> int:
-        nonlocal sent
-        jobs, sent = Jobs(), 0
+        jobs = Jobs()
         if flavour == "sync":
 
             @jobs.handler(kind="work", queue="sync", timeout_seconds=seconds)
@@ -248,8 +235,9 @@ def test_who_ends_in_time_pays_nothing(
                 ctx.session.add(Effect(name="work"))
 
         add(sessions, jobs, *["work"] * 20)
-        assert len(of(drain(jobs, limits, slots_per_queue=1), JobDone)) == 20
-        return sent
+        with driver_waits(driver) as waits:
+            assert len(of(drain(jobs, limits, slots_per_queue=1), JobDone)) == 20
+        return sum(thread.name in ("outboxq-slot", "outboxq-loop") for thread in waits)
 
     assert statements(None) == statements(60.0) > 20
 

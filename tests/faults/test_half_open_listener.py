@@ -13,7 +13,7 @@ from outboxq.database import driver
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
-from tests.support.ledger import enqueue, ledger, waiting
+from tests.support.ledger import enqueue, ledger, rows, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -71,25 +71,48 @@ def proxy(outboxq_database: Database) -> Iterator[Proxy]:
     proxy.close()
 
 
-def test_a_half_open_listener_is_replaced_and_jobs_are_done_meanwhile(
-    start_relay: StartRelay,
-    engine: Engine,
-    outboxq_database: Database,
-    proxy: Proxy,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its TCP connection is healthy and nobody is behind it: only a question that is not answered tells."""
+@pytest.fixture
+def listen_url(outboxq_database: Database, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way through the proxy; what is asked on it is answered at once, or not at all."""
     monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.3)
     through_proxy = make_url(outboxq_database.url).set(host="127.0.0.1", port=proxy.port)
-    listen_url = through_proxy.render_as_string(hide_password=False)
-    config = RelayConfig(listen_url=listen_url, poll_seconds=0.5)
-    with start_relay(config=config, limits=RelayLimits(probe_seconds=0.3)):
+    return through_proxy.render_as_string(hide_password=False)
+
+
+PROBING = RelayLimits(probe_seconds=0.3)
+
+
+def test_a_half_open_listener_is_replaced_and_jobs_are_done_meanwhile(
+    start_relay: StartRelay, engine: Engine, proxy: Proxy, listen_url: str
+) -> None:
+    """Its TCP connection is healthy and nobody is behind it: only a question that is not answered tells."""
+    with start_relay(config=RelayConfig(listen_url=listen_url, poll_seconds=0.5), limits=PROBING):
         first = wait_until(lambda: listening(engine), "the relay to listen")
         proxy.swallow_everything()
         names = enqueue(engine, ["meanwhile-1", "meanwhile-2"])
         wait_until(lambda: waiting(engine) == 0, "the relay to go on by polling")
         wait_until(lambda: listening(engine) - first, "another listener")
     assert ledger(engine) == dict.fromkeys(names, 1)
+
+
+def test_a_half_open_listener_of_an_idle_relay_is_replaced(
+    start_relay: StartRelay, engine: Engine, proxy: Proxy, listen_url: str
+) -> None:
+    """While no slot asks anything of it, the listener asks by itself."""
+    with start_relay(config=RelayConfig(listen_url=listen_url, poll_seconds=600), limits=PROBING):
+        first = wait_until(lambda: listening(engine), "the relay to listen")
+        wait_until(lambda: probed(engine), "a probe, behind all that the slots have asked")
+        proxy.swallow_everything()
+        wait_until(lambda: listening(engine) - first, "another listener")
+
+
+def probed(engine: Engine) -> bool:
+    """Whether the last question of this test's listener was its own."""
+    query = (
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'outboxq listener' "
+        "AND query = 'SELECT'"
+    )
+    return bool(rows(engine, query))
 
 
 def listening(engine: Engine) -> set[int]:

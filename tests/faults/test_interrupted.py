@@ -26,7 +26,7 @@ from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.support.app import Effect
-from tests.support.ledger import effects, rows
+from tests.support.ledger import effects, of, rows
 from tests.support.limits import with_limits
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -40,7 +40,7 @@ LONG = 10 * PATIENCE
 # A relay that takes all the time that it may have does not end within a test.
 ABORTS_LONG = RelayLimits(abort_seconds=LONG)
 # One that has no way to end a transaction gives up soon.
-ABORTS_SOON = RelayLimits(abort_seconds=1.0, outcome_seconds=0.3)
+ABORTS_SOON = RelayLimits(abort_seconds=1.0)
 
 
 @pytest.fixture
@@ -110,10 +110,6 @@ def running(
         relay.stop()
         thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def of(events: list[Event], kind: type[Event]) -> list[Event]:
-    return [event for event in list(events) if isinstance(event, kind)]
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])

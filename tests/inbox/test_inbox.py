@@ -1,7 +1,5 @@
 """Accepting messages, by every driver and kind of session: once, and in the caller's own transaction."""
 
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import DBAPIError
@@ -11,21 +9,9 @@ from outboxq.codec.values import fingerprint
 from outboxq.errors import EnqueueError, MessageConflict, SchemaError
 from outboxq.inbox import AcceptedBatch, Inbox
 from outboxq.migrations.runner import migrate
-from outboxq.postgres import Database
 from outboxq.tables import JobRow
 from tests.support.app import Effect
-from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored, targets
-
-
-@pytest.fixture
-def open_target(outboxq_database: Database) -> Iterator[OneTarget]:
-    with targets(outboxq_database.url) as opened:
-        yield opened
-
-
-@pytest.fixture(params=FLAVOURS)
-def target(open_target: OneTarget, request: pytest.FixtureRequest) -> Target:
-    return open_target(request.param)
+from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored
 
 
 def test_a_message_is_accepted_once(target: Target, engine: Engine) -> None:

@@ -14,21 +14,8 @@ from outboxq.codec.values import fingerprint
 from outboxq.database.errors import sqlstate_of
 from outboxq.errors import MessageConflict
 from outboxq.inbox import Acceptance, AcceptedBatch
-from outboxq.postgres import Database
-from tests.support.inbox_targets import FLAVOURS, OneTarget, Target, inbox, stored, targets, waiting_for_a_transaction
+from tests.support.inbox_targets import OneTarget, Target, inbox, stored, waiting_for_a_transaction
 from tests.support.waiting import PATIENCE, wait_until
-
-
-@pytest.fixture
-def open_target(outboxq_database: Database) -> Iterator[OneTarget]:
-    with targets(outboxq_database.url) as opened:
-        yield opened
-
-
-@pytest.fixture(params=FLAVOURS)
-def target(open_target: OneTarget, request: pytest.FixtureRequest) -> Target:
-    return open_target(request.param)
-
 
 OpenRival = Callable[..., Session]
 

@@ -17,8 +17,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from outboxq import AsyncOutboxSession, Context, Jobs, NewJob, OutboxSession, add_job, add_jobs, external
 from outboxq.codec.values import MAX_ARGS_BYTES
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
-from outboxq.postgres import Database, Server
+from outboxq.postgres import Database
 from outboxq.tables import job as job_table
+from tests.support.own_tables import emptied
 
 
 class Base(DeclarativeBase):
@@ -47,28 +48,10 @@ def welcome(ctx: Context, person: Person) -> None: ...
 def letter(ctx: Context, person: Person, text: str) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
-        yield database
-
-
 @pytest.fixture
 def engine(database: Database) -> Iterator[Engine]:
-    engine = create_engine(database.url)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE outboxq.job, enqueue_bulk_person"))
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(params=[OutboxSession, Session], ids=["OutboxSession", "Session"])
-def session(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Session]:
-    with request.param(engine) as session:
-        yield session
+    with emptied(database, "enqueue_bulk_person") as engine:
+        yield engine
 
 
 @pytest.fixture

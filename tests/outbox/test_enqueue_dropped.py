@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, event, make_url, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient, mapped_column
 
 from outboxq import AsyncOutboxSession, OutboxSession, add_job, external
 from outboxq.errors import EnqueueError
-from outboxq.postgres import Database, Server
+from outboxq.postgres import Database
+from tests.support.own_tables import emptied
 
 ship = external("ship", queue="depot")
 SAYS = r"1 job \(.ship.\) left this session before being written.* roll back"
@@ -28,28 +29,10 @@ class Order(Base):
     name: Mapped[str] = mapped_column(unique=True)
 
 
-@pytest.fixture(scope="module")
-def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
-        yield database
-
-
 @pytest.fixture
 def engine(database: Database) -> Iterator[Engine]:
-    engine = create_engine(database.url)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE outboxq.job, enqueue_dropped_order"))
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(params=[OutboxSession, Session], ids=["OutboxSession", "Session"])
-def session(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Session]:
-    with request.param(engine) as session:
-        yield session
+    with emptied(database, "enqueue_dropped_order") as engine:
+        yield engine
 
 
 Stored = Callable[[], tuple[list[str], list[int]]]

@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, create_engine, event, make_url, text
+from sqlalchemy import Engine, ForeignKey, event, make_url, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from outboxq import AsyncOutboxSession, Context, Jobs, OutboxSession, add_job, external
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
-from outboxq.postgres import Database, Server
+from outboxq.postgres import Database
+from tests.support.own_tables import emptied
 
 
 class Base(DeclarativeBase):
@@ -62,22 +63,10 @@ def introduce(ctx: Context, first: User, second: User) -> None: ...
 def join(ctx: Context, membership: Membership) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
-        yield database
-
-
 @pytest.fixture
 def engine(database: Database) -> Iterator[Engine]:
-    engine = create_engine(database.url)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE outboxq.job, enqueue_user, enqueue_pet, enqueue_membership"))
-    yield engine
-    engine.dispose()
+    with emptied(database, "enqueue_user", "enqueue_pet", "enqueue_membership") as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, func, inspect, select, text
+from sqlalchemy import Engine, event, func, inspect, select, text
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -15,6 +15,7 @@ from outboxq.errors import EnqueueError
 from outboxq.postgres import Database, Server
 from outboxq.tables import JobRow
 from outboxq.tables import job as job_table
+from tests.support.own_tables import database_with, emptied
 
 ship = external("ship", queue="depot")
 jobs = Jobs()
@@ -40,42 +41,31 @@ class Audit(Base):
 def bill(ctx: Context, order: Order) -> None: ...
 
 
-def _made(server: Server, template: str) -> Iterator[Database]:
-    with server.create_database(template=template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
+@pytest.fixture(scope="module")
+def east_database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
+    with database_with(Base.metadata, outboxq_server, outboxq_template) as database:
         yield database
 
 
 @pytest.fixture(scope="module")
-def east_database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    yield from _made(outboxq_server, outboxq_template)
-
-
-@pytest.fixture(scope="module")
 def west_database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    yield from _made(outboxq_server, outboxq_template)
+    with database_with(Base.metadata, outboxq_server, outboxq_template) as database:
+        yield database
 
 
-def _emptied(database: Database) -> Iterator[Engine]:
-    engine = create_engine(database.url)
-    with engine.begin() as connection:
-        connection.execute(
-            text("TRUNCATE outboxq.job, outboxq.inbox, enqueue_neighbours_order, enqueue_neighbours_audit")
-        )
-    yield engine
-    engine.dispose()
+TABLES = ("outboxq.inbox", "enqueue_neighbours_order", "enqueue_neighbours_audit")
 
 
 @pytest.fixture
 def east(east_database: Database) -> Iterator[Engine]:
-    yield from _emptied(east_database)
+    with emptied(east_database, *TABLES) as engine:
+        yield engine
 
 
 @pytest.fixture
 def west(west_database: Database) -> Iterator[Engine]:
-    yield from _emptied(west_database)
+    with emptied(west_database, *TABLES) as engine:
+        yield engine
 
 
 def stored(engine: Engine) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from outboxq import Context, Jobs, add_job
-from outboxq.postgres import Database, Server
+from outboxq.postgres import Database
 
 jobs = Jobs()
 
@@ -34,15 +34,6 @@ def credit(ctx: Context, cents: int) -> None: ...
 
 @jobs.handler(queue="accounts")
 def welcome(ctx: Context, user: User) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
-        yield database
 
 
 def driver_url(database: Database, driver: str = "psycopg") -> str:

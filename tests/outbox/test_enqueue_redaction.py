@@ -16,6 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from outboxq.execution.failure import describe_failure
 from outboxq.job import Job
 from outboxq.postgres import Database, Server
+from tests.support.own_tables import database_with
 
 SECRET = "ann@example.org"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -35,9 +36,8 @@ class Person(Base):
 
 @pytest.fixture(scope="module")
 def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
+    with database_with(Base.metadata, outboxq_server, outboxq_template) as database:
         engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
         with Session(engine) as session:
             session.add(Person(email=SECRET))
             session.commit()

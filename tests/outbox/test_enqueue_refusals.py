@@ -38,15 +38,6 @@ def credit(ctx: Context, cents: int, ratio: float | None = None, anything: objec
 def annotate(ctx: Context, note: Note) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def database(outboxq_server: Server, outboxq_template: str) -> Iterator[Database]:
-    with outboxq_server.create_database(template=outboxq_template) as database:
-        engine = create_engine(database.url)
-        Base.metadata.create_all(engine)
-        engine.dispose()
-        yield database
-
-
 @pytest.fixture
 def engine(database: Database) -> Iterator[Engine]:
     """Afterwards nothing may be stored: every test here is about a refusal."""

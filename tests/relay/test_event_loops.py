@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Jobs, OutboxSession, Relay, RelayConfig
@@ -18,7 +18,7 @@ from outboxq.relay.limits import RelayLimits
 from outboxq.relay.state import RelayReport
 from tests.conftest import StartRelay
 from tests.support.app import Effect
-from tests.support.ledger import effects
+from tests.support.ledger import dead, effects
 from tests.support.limits import with_limits
 from tests.support.waiting import wait_until
 
@@ -177,7 +177,7 @@ def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
         before, relay = len(blocks), with_limits(Relay(outboxq_database.url, jobs, config, hooks=()), limits)
         with ThreadPoolExecutor(1) as pool:
             run = pool.submit(relay.run)
-            wait_until(lambda: len(blocks) > before or buried(engine), "the next run of the job")
+            wait_until(lambda: len(blocks) > before or dead(engine), "the next run of the job")
             if len(blocks) > before:
                 with pytest.raises(RelayStuck):
                     run.result(60)
@@ -185,15 +185,10 @@ def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
         blocks[-1].set()
 
     for _ in range(4):
-        if not buried(engine):
+        if not dead(engine):
             live()
-    assert buried(engine) == 1
+    assert dead(engine) == 1
     assert len(blocks) <= 3
-
-
-def buried(engine: Engine) -> int:
-    with engine.connect() as connection:
-        return connection.execute(text("SELECT count(*) FROM outboxq.dead_job")).scalar_one()
 
 
 def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(

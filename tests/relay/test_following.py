@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
@@ -26,7 +25,7 @@ from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.cursors import QueueCursor, SweepSchedule
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import Order
-from outboxq.relay.slot import Slot
+from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.transaction import BEGIN
@@ -34,9 +33,10 @@ from outboxq.testing.transaction import unit_test_job as _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Child
+from tests.support.driver_waits import driver_waits
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.limits import FOLLOW_NEVER, FOLLOW_ON, with_limits
-from tests.support.slots import relay_state
+from tests.support.slots import make_slot
 from tests.support.waiting import wait_until
 
 
@@ -79,58 +79,46 @@ def test_a_commit_brings_the_next_jobs(
     assert ledger(engine) == Counter(names)
 
 
-def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(engine: Engine) -> None:
+def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(
+    make_state: Callable[..., RelayState],
+) -> None:
     """What is left of a batch may be any number; a backend keeps what it has prepared."""
-    state = relay_state(engine, ("ledger",), limits=FOLLOW_ON, batch_size=500)
-    claims, limits = ClaimPlanner(state, Order(("ledger",))), set()
-    try:
-        script = claims.sorts("ledger")[0]
-        for count in range(1, 501):
-            claims.ask("ledger", script)
-            claims.took("ledger", (_unit_test_job(),) * count, 0)
-            claims.next_claim(BatchState("ledger", (_unit_test_job(),) * count, None, has_deadlocked=True))
-            for _ in range(10):
-                limits.add(claims.ask("ledger", script).limit)
-                claims.took("ledger", (_unit_test_job(),), 0)
-                claims.next_claim(BatchState("ledger", (_unit_test_job(),), None))
-    finally:
-        state.effect_runners.dispose(lambda _: None)
+    planner, limits = ClaimPlanner(make_state("ledger", limits=FOLLOW_ON, batch_size=500), Order(("ledger",))), set()
+    script = planner.sorts("ledger")[0]
+    for count in range(1, 501):
+        planner.ask("ledger", script)
+        planner.took("ledger", (_unit_test_job(),) * count, 0)
+        planner.next_claim(BatchState("ledger", (_unit_test_job(),) * count, None, has_deadlocked=True))
+        for _ in range(10):
+            limits.add(planner.ask("ledger", script).limit)
+            planner.took("ledger", (_unit_test_job(),), 0)
+            planner.next_claim(BatchState("ledger", (_unit_test_job(),), None))
     assert len(limits) <= 10
 
 
-def test_a_slot_that_has_slept_asks_for_ready_jobs_first(engine: Engine) -> None:
+def test_a_slot_that_has_slept_asks_for_ready_jobs_first(make_state: Callable[..., RelayState]) -> None:
     """It is these that wake it; awake, it takes turns."""
-    state = relay_state(engine, ("ledger",))
-    slot, firsts = Slot(state, "sync", ("ledger",), lambda: None), []
-    try:
-        for turns in (1, 2, 3):
-            slot.pause_seconds(flagged=True)
-            firsts.append([slot._planner.sorts("ledger")[0].is_keyed for _ in range(turns)])
-    finally:
-        state.effect_runners.dispose(lambda _: None)
+    slot, firsts = make_slot(make_state("ledger")), []
+    for turns in (1, 2, 3):
+        slot.pause_seconds(flagged=True)
+        firsts.append([slot._planner.sorts("ledger")[0].is_keyed for _ in range(turns)])
     assert firsts == [[True], [True, False], [True, False, True]]
 
 
 def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(
-    sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
     """Neither a savepoint nor a session for a handler that asks for none."""
-    jobs, waits, seen = Jobs(), [], []
+    jobs, seen = Jobs(), []
 
     @jobs.handler(queue="idle")
     def do_nothing(ctx: Context) -> None:
-        seen.append(waits.count(threading.get_ident()))
-
-    original = psycopg.Connection.wait
-
-    def counting(self: psycopg.Connection, *arguments: Any, **options: Any) -> object:
-        waits.append(threading.get_ident())
-        return original(self, *arguments, **options)
+        seen.append(waits.count(threading.current_thread()))
 
     with sessions.begin() as session:
         session.add_jobs(do_nothing.job() for _ in range(50 * 12))
-    monkeypatch.setattr(psycopg.Connection, "wait", counting)
-    drain(outboxq_database.url, 50, jobs)
+    with driver_waits() as waits:
+        drain(outboxq_database.url, 50, jobs)
     assert [count - seen[0] for count in seen] == [batch for batch in range(12) for _ in range(50)]
 
 

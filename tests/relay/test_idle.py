@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import psycopg
@@ -22,11 +22,12 @@ from outboxq.relay.idle import FIRST_PAUSE_SECONDS, SlotSleep
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
+from outboxq.relay.state import RelayState
 from outboxq.statements.wake import poll_queues
 from tests.conftest import RunningRelay, StartRelay
 from tests.relay.test_wake import wait_until_asleep
 from tests.support import app
-from tests.support.slots import relay_state, slot_connection_on
+from tests.support.slots import make_slot, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
 
 SECONDS = 5
@@ -182,11 +183,11 @@ def test_a_job_for_which_nobody_notifies_is_found_by_a_look(
 
 
 def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
-    engine: Engine, sessions: sessionmaker[OutboxSession]
+    engine: Engine, sessions: sessionmaker[OutboxSession], make_state: Callable[..., RelayState]
 ) -> None:
     """A poll that another slot began earlier may have missed what nobody notified for."""
-    state = relay_state(engine, ("ledger",))
-    first, second = (Slot(state, "sync", ("ledger",), lambda: None) for _ in range(2))
+    state = make_state("ledger")
+    first, second = make_slot(state), make_slot(state)
     with engine.connect() as one, engine.connect() as two:
         connections = slot_connection_on(one), slot_connection_on(two)
         assert not first.work_seen(connections[0])
@@ -227,11 +228,11 @@ def test_a_job_committed_between_two_slots_that_fall_asleep_is_not_missed(
 
 
 def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
-    engine: Engine, sessions: sessionmaker[OutboxSession]
+    engine: Engine, sessions: sessionmaker[OutboxSession], make_state: Callable[..., RelayState]
 ) -> None:
     """No slot depends on another one's connection."""
-    state = relay_state(engine, ("ledger",), overdue_seconds=0.5)
-    slot = Slot(state, "sync", ("ledger",), lambda: None)
+    state = make_state("ledger", overdue_seconds=0.5)
+    slot = make_slot(state)
     with engine.connect() as connection:
         slot_connection = slot_connection_on(connection)
         with sessions.begin() as session:
@@ -246,9 +247,9 @@ def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
         assert slot.work_seen(slot_connection)
 
 
-def test_an_older_look_that_comes_back_late_changes_nothing(engine: Engine) -> None:
+def test_an_older_look_that_comes_back_late_changes_nothing(make_state: Callable[..., RelayState]) -> None:
     """The last poll that was begun is the one to go by."""
-    poller = relay_state(engine, ("ledger",)).poller
+    poller = make_state("ledger").poller
     older, newer = poller.begin(), poller.begin()
     poller.record(newer, [("ledger", True, None, None)])
     poller.record(older, [])

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
@@ -36,6 +35,7 @@ from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
+from tests.support.driver_waits import driver_waits
 from tests.support.ledger import effects
 from tests.support.limits import FOLLOW_ON, GROWING, HELD, with_limits
 from tests.support.waiting import PATIENCE, wait_until
@@ -112,44 +112,21 @@ def hold(entered: threading.Event, leave: threading.Event) -> Any:
     return held
 
 
-def waits_of(action: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the driver waits for the server meanwhile, in whichever thread."""
-    sent = []
-    original = psycopg.Connection.wait
-
-    def counting(self: psycopg.Connection, *arguments: Any, **options: Any) -> object:
-        sent.append(self)
-        return original(self, *arguments, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(psycopg.Connection, "wait", counting)
-        action()
-    return len(sent)
-
-
 @PATIENT
 def test_a_batch_of_leased_jobs_that_write_nothing_costs_one_round_trip(
-    sessions: sessionmaker[OutboxSession],
-    drain: Callable[..., list[Event]],
-    monkeypatch: pytest.MonkeyPatch,
+    sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
 ) -> None:
     """BEGIN, the removal of all, the next claim and COMMIT in one string."""
-    jobs, waits, seen = Jobs(), [], []
+    jobs, seen = Jobs(), []
 
     @jobs.handler(queue="held", claim="lease")
     def do_nothing(ctx: Context) -> None:
-        seen.append(waits.count(threading.get_ident()))
-
-    original = psycopg.Connection.wait
-
-    def counting(self: psycopg.Connection, *arguments: Any, **options: Any) -> object:
-        waits.append(threading.get_ident())
-        return original(self, *arguments, **options)
+        seen.append(waits.count(threading.current_thread()))
 
     with sessions.begin() as session:
         session.add_jobs(do_nothing.job() for _ in range(50 * 14))
-    monkeypatch.setattr(psycopg.Connection, "wait", counting)
-    drain(jobs, slots_per_queue=1, batch_size=50)
+    with driver_waits() as waits:
+        drain(jobs, slots_per_queue=1, batch_size=50)
     trips = sorted(set(seen))
     assert trips == list(range(trips[0], trips[0] + len(trips)))
     # The first claims are smaller.
@@ -157,9 +134,7 @@ def test_a_batch_of_leased_jobs_that_write_nothing_costs_one_round_trip(
 
 
 def test_a_leased_job_that_writes_costs_its_own_statements_and_three_round_trips(
-    sessions: sessionmaker[OutboxSession],
-    drain: Callable[..., list[Event]],
-    monkeypatch: pytest.MonkeyPatch,
+    sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
 ) -> None:
     """BEGIN with the savepoints; the removal by token; COMMIT, and with it the next claim and its COMMIT."""
     jobs = Jobs()
@@ -172,7 +147,9 @@ def test_a_leased_job_that_writes_costs_its_own_statements_and_three_round_trips
     for count in (5, 25):
         with sessions.begin() as session:
             session.add_jobs(insert.job() for _ in range(count))
-        counts.append(waits_of(lambda: drain(jobs, slots_per_queue=1), monkeypatch))
+        with driver_waits() as waits:
+            drain(jobs, slots_per_queue=1)
+        counts.append(len(waits))
     # How often the driver waits until it is connected is chance.
     assert round((counts[1] - counts[0]) / 20) == 4
 

@@ -12,14 +12,13 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig
 from outboxq.database.driver import run_script
-from outboxq.events import Emitter, JobCrashed
+from outboxq.events import JobCrashed
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.job import Job
-from outboxq.relay.lease import RelayLease
-from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements import lease
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from tests.support import app
+from tests.support.slots import make_lease
 from tests.support.waiting import wait_until
 
 
@@ -64,11 +63,14 @@ class Beats:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        lease_of_owner = RelayLease(
-            self._connect, RelayConfig(lease_seconds=60, heartbeat_seconds=0.05), self.owner, ("ledger",),
-            QuarantineTurns(), running=self._ask, emit=Emitter([], lambda *_: None), on_reaped=self.taken.append,
-            wake=lambda: None,
-        )  # fmt: skip
+        lease_of_owner = make_lease(
+            RelayConfig(lease_seconds=60, heartbeat_seconds=0.05),
+            connect=self._connect,
+            owner=self.owner,
+            queues=("ledger",),
+            running=self._ask,
+            on_reaped=self.taken.append,
+        )
         lease_of_owner.want()
         lease_of_owner.start()
         try:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import Event, JobDone, JobsSuspected
-from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.postgres import Database
-from outboxq.statements.claim import ClaimStatements
 from tests.support import app
+from tests.support.driver_waits import driver_waits
 from tests.support.limits import FOLLOW_ON, with_limits
+from tests.support.slots import claim_ready
 
 Drain = Callable[..., list[Event]]
 
@@ -32,7 +31,7 @@ def states(engine: Engine) -> list[tuple[object, ...]]:
 def look(connection: Connection) -> tuple[int, int]:
     """What a claim of everything would run, and what it would set aside; undone without a trace."""
     with connection.begin() as transaction:
-        claimed = claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 100))
+        claimed = claim_ready(connection, "ledger", 100)
         transaction.rollback()
         return len(claimed.jobs), claimed.moved
 
@@ -101,7 +100,7 @@ def test_a_batch_whose_claim_died_runs_alone_once_and_uncharged(
     enqueue(sessions, 4)
     with engine.connect() as connection:
         transaction = connection.begin()
-        claim(connection, ClaimRequest(ClaimStatements("outboxq", "ledger").ready, 3))
+        claim_ready(connection, "ledger", 3)
         transaction.rollback()
     events = drain(batch_size=10)
     done = [event.job for event in events if isinstance(event, JobDone)]
@@ -164,17 +163,6 @@ def test_accounting_for_crashes_costs_the_happy_path_no_statement(
 
 def statements_of_a_drain(url: str) -> int:
     """How many queries a relay sends on its slot's connection while it drains the queue, by the driver's own count."""
-    sent = 0
-    original = psycopg.Connection.wait
-
-    def counting(self: psycopg.Connection, generator: object, *arguments: object, **options: object) -> object:
-        nonlocal sent
-        sent += 1
-        return original(self, generator, *arguments, **options)
-
-    psycopg.Connection.wait = counting
-    try:
+    with driver_waits() as waits:
         with_limits(Relay(url, app.jobs, RelayConfig(slots_per_queue=1), hooks=()), FOLLOW_ON).drain()
-    finally:
-        psycopg.Connection.wait = original
-    return sent
+    return len(waits)

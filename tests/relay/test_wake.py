@@ -4,6 +4,7 @@ Every relay here polls once in ten minutes, so what happens sooner happened by w
 """
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,11 +22,12 @@ from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
+from outboxq.relay.state import RelayState
 from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
 from tests.support.notifications import notifications
-from tests.support.slots import relay_state, slot_connection_on
+from tests.support.slots import make_slot, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
 
 PATIENT = RelayConfig(groups=(SlotGroup(("ledger",)),), poll_seconds=600)
@@ -313,13 +315,12 @@ def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay,
 
 
 def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
-    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+    engine: Engine, sessions: sessionmaker[OutboxSession], make_state: Callable[..., RelayState]
 ) -> None:
     """A handler runs a job that was scheduled, say: the pauses grow all the same."""
     with sessions.begin() as session:
         session.add_job(app.record.options(run_at=datetime(2020, 1, 1, tzinfo=UTC)), name="due")
-    state = relay_state(engine, ("ledger",))
-    slot = Slot(state, "sync", ("ledger",), lambda: None)
+    slot = make_slot(make_state("ledger"))
     with engine.begin() as other, engine.connect() as connection:
         other.execute(text("SELECT FROM outboxq.job FOR UPDATE"))
         assert not slot.work_seen(slot_connection_on(connection))

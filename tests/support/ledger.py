@@ -2,13 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypeVar
 
 from sqlalchemy import Engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import OutboxSession
+from outboxq.events import Event
 from tests.support import app
-from tests.support.app import Effect
+from tests.support.app import Account, Effect
+
+EventKind = TypeVar("EventKind", bound=Event)
 
 
 def enqueue(engine: Engine, names: Iterable[str], *, both_flavours: bool = True) -> list[str]:
@@ -19,6 +23,11 @@ def enqueue(engine: Engine, names: Iterable[str], *, both_flavours: bool = True)
         for number, name in enumerate(listed):
             session.add_job(kinds[number % len(kinds)], name=name)
     return listed
+
+
+def of(events: Iterable[Event], kind: type[EventKind]) -> list[EventKind]:
+    """The events of a kind; a relay may go on adding to them."""
+    return [event for event in list(events) if isinstance(event, kind)]
 
 
 def ledger(engine: Engine) -> Counter[str]:
@@ -33,6 +42,12 @@ def effects(engine: Engine) -> list[str]:
         return sorted(session.scalars(select(Effect.name)))
 
 
+def balances(engine: Engine) -> dict[int, int]:
+    """The accounts that are not at zero."""
+    with Session(engine) as session:
+        return {id_: balance for id_, balance in session.execute(select(Account.id, Account.balance)) if balance}
+
+
 def rows(engine: Engine, query: str) -> list[tuple[object, ...]]:
     """What a query finds."""
     with engine.connect() as connection:
@@ -43,6 +58,11 @@ def waiting(engine: Engine) -> int:
     """Jobs in the queue."""
     with engine.connect() as connection:
         return connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one()
+
+
+def dead_reasons(engine: Engine) -> list[tuple[object, ...]]:
+    """The kind of each dead letter, and why it gave up."""
+    return rows(engine, "SELECT kind, reason FROM outboxq.dead_job")
 
 
 def dead(engine: Engine) -> int:

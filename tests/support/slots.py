@@ -1,22 +1,30 @@
-"""Slots without a relay around them."""
+"""Slots, their state and their batches, without a relay around them."""
 
 import threading
-from uuid import uuid4
+from collections.abc import Callable
+from uuid import UUID, uuid4
 
 from sqlalchemy import Connection, Engine
 
 from outboxq import RelayConfig
+from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import Engines
-from outboxq.events import Emitter
+from outboxq.events import Emitter, JobCrashed
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.relay.connections import SlotConnection, make_slot_connection
 from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
+from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
+from outboxq.statements.claim import ClaimStatements
 from tests.support import app
+
+SILENT = Emitter([], lambda *_: None)
 
 
 def relay_state(
@@ -30,26 +38,50 @@ def relay_state(
     """What slots of these queues of the application share; they neither listen nor hold a lease."""
     config = RelayConfig(**{"poll_seconds": 30} | settings)
     engines = Engines(engine, None, owns_sync=False, owns_asynchronous=False)
-    emit = Emitter([], lambda *_: None)
     return RelayState(
         config=config,
         registry=app.jobs.resolve(),
         until_empty=False,
-        emit=emit,
+        emit=SILENT,
         stopping=threading.Event(),
         listener=None,
         poller=SharedPoller(config.schema, queues, overdue_seconds),
-        lease=_unheld_lease(config, emit),
+        lease=make_lease(config),
         quarantine=QuarantineTurns(),
         effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
         limits=limits or RelayLimits(),
     )
 
 
-def _unheld_lease(config: RelayConfig, emit: Emitter) -> RelayLease:
-    """A lease whose thread was never started."""
-    callbacks = {"running": set, "emit": emit, "on_reaped": lambda _: None, "wake": lambda: None}
-    return RelayLease(lambda: None, config, uuid4(), (), QuarantineTurns(), **callbacks)
+def make_lease(
+    config: RelayConfig,
+    *,
+    connect: Callable[[], "DriverConnection | None"] = lambda: None,
+    owner: UUID | None = None,
+    queues: tuple[str, ...] = (),
+    running: Callable[[], set[tuple[str, int]]] = set,
+    emit: Emitter = SILENT,
+    on_reaped: Callable[[JobCrashed], None] = lambda _: None,
+) -> RelayLease:
+    """A lease whose thread is not started."""
+    callbacks = {"running": running, "emit": emit, "on_reaped": on_reaped, "wake": lambda: None}
+    return RelayLease(connect, config, owner or uuid4(), queues, QuarantineTurns(), **callbacks)
+
+
+def make_slot(state: RelayState) -> Slot:
+    """A slot for the queues of this state, whose wake-up calls nothing."""
+    return Slot(state, "sync", state.poller.queues, lambda: None)
+
+
+def claim_ready(connection: Connection, queue: str, limit: int) -> Claimed:
+    """Claim ready jobs of a queue in the connection's transaction."""
+    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit))
+
+
+def claim_batch(connection: Connection, queue: str, limit: int, *, epoch: str) -> BatchState:
+    """The batch of such a claim, made in this run of the server."""
+    claimed = claim_ready(connection, queue, limit)
+    return BatchState(queue, claimed.jobs, claimed.transaction, epoch=epoch)
 
 
 def slot_connection_on(connection: Connection) -> SlotConnection:

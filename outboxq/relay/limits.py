@@ -25,6 +25,7 @@ class RelayLimits:
         free_after_seconds: A handler that was cut off has so long to notice.
         abort_seconds: A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs
             answered.
+        lease_mode: How long the claims of lease mode last.
     """
 
     linger_seconds: float = 5.0

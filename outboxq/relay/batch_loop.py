@@ -10,7 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.database.driver import give_up, is_listened_to, is_lost
 from outboxq.database.errors import describe_error
 from outboxq.errors import LeaseLost
-from outboxq.events import BatchRolledBack, JobCrashed, JobsParked, JobsSuspected
+from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
 from outboxq.execution import lease_mode, recovery
 from outboxq.execution.aside import is_of_a_row
 from outboxq.execution.batch_state import BatchReport, BatchState
@@ -142,16 +142,19 @@ class BatchLoop:
                 self.batch = None
                 events = leased.parked()
                 if not leased.is_worked_off:
-                    # To listeners each job has a transaction of its own: then claims do not grow.
-                    ends_here = runtime.guard.left or is_listened_to(connection)
-                    next_claim = None if ends_here else self._planner.next_leased_claim(leased)
-                    settled, claimed = lease_mode.settle_leased(
-                        connection, leased, self._state.config.schema, next_claim
-                    )
+                    settled, claimed = self._settle_leased(connection, leased, runtime)
                     events += settled
                 report = BatchReport(len(leased.jobs), events)
                 self.leased_batch = None
         return report
+
+    def _settle_leased(
+        self, connection: Connection, leased: LeasedBatch, runtime: Runtime
+    ) -> tuple[tuple[Event, ...], Claimed | None]:
+        # To listeners each job has a transaction of its own: then claims do not grow.
+        ends_here = runtime.guard.left or is_listened_to(connection)
+        next_claim = None if ends_here else self._planner.next_leased_claim(leased)
+        return lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
 
     def _may_begin(self, term: int) -> bool:
         """Whether the lease is held, as it was at the claim, and the relay is not stopping."""

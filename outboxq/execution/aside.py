@@ -25,10 +25,13 @@ logger = logging.getLogger("outboxq.relay")
 
 Rows: TypeAlias = "Sequence[tuple[object, ...]]"
 _PUT_OFF_SECONDS = 300.0
-# What may be wrong with one row: data, constraints, an external routine, limits, a trigger that raises, a damaged page.
-# Anything else ails the statement, the session or the server: then no job is to blame.
-_OF_A_ROW = ("22", "23", "38", "39", "54", "P0", "XX")
-# And what will be wrong with it for good.
+# PostgreSQL's classes (manual, appendix A) of what ails the statement, the session or the server: no job is to blame.
+# Any other may be of one row: data, constraints, limits, a damaged page, and whatever code a user's trigger raises.
+_OF_NO_ROW = (
+    *("00", "01", "02", "03", "08", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "24", "25", "26", "28", "2B", "2D"),
+    *("34", "3B", "3D", "3F", "40", "42", "53", "55", "57", "58", "72", "F0", "HV"),
+)
+# And of these, what will be wrong with it for good.
 _FOR_GOOD = ("22", "54", "XX")
 
 
@@ -91,7 +94,7 @@ def set_aside_first(
         if events is not None:
             return events
     logger.error(
-        "a job can be neither claimed nor moved to the dead letters nor postponed: repair or delete its row",
+        "a job can be neither claimed nor moved to the dead letters nor put off: repair or delete its row",
         extra={"outboxq_job_id": str(job_id)},
     )
     return None
@@ -141,7 +144,7 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 def is_of_a_row(error: BaseException) -> bool:
     """Whether a statement may have failed for what is in one of its rows."""
-    return _of(error, _OF_A_ROW)
+    return sqlstate_of(error) is not None and not _of(error, _OF_NO_ROW)
 
 
 def _of(error: BaseException, classes: tuple[str, ...]) -> bool:

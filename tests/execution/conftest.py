@@ -6,7 +6,7 @@ import pytest
 
 from outboxq import Jobs, Relay, RelayConfig
 from outboxq.postgres import Database
-from outboxq.relay.report import RelayReport
+from outboxq.relay.state import RelayReport
 
 
 @pytest.fixture

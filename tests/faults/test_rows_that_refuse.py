@@ -20,7 +20,9 @@ Drain = Callable[..., list[Event]]
 # Rows of the kind "bad" are refused by a trigger of the users' in front of these commands.
 REFUSING = """
 CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
-  IF OLD.kind = 'bad' AND ({condition}) THEN RAISE 'refused, with secret 4711'; END IF;
+  IF OLD.kind = 'bad' AND ({condition}) THEN
+    RAISE 'refused, with secret 4711' USING ERRCODE = '{sqlstate}';
+  END IF;
   RETURN coalesce(NEW, OLD);
 END$$;
 CREATE TRIGGER refuse BEFORE {commands} ON outboxq.job FOR EACH ROW EXECUTE FUNCTION refuse();
@@ -60,8 +62,8 @@ def run(engine: Engine, *statements: str) -> None:
             connection.exec_driver_sql(statement)
 
 
-def refuse(engine: Engine, commands: str, condition: str = "true") -> None:
-    run(engine, REFUSING.format(commands=commands, condition=condition))
+def refuse(engine: Engine, commands: str, condition: str = "true", sqlstate: str = "P0001") -> None:
+    run(engine, REFUSING.format(commands=commands, condition=condition, sqlstate=sqlstate))
 
 
 def fetch(engine: Engine, query: str) -> list[tuple[object, ...]]:
@@ -94,6 +96,19 @@ def test_a_job_that_a_lease_cannot_take_is_a_dead_letter(
         ("bad", reason, 0, "bad")
     ]
     assert fetch(engine, "SELECT FROM outboxq.job") == []
+
+
+@pytest.mark.parametrize("sqlstate", ["45000", "APP01", "20000", "2F000"])
+def test_a_trigger_may_refuse_a_row_by_a_code_of_its_own(
+    sqlstate: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The row is to blame whatever the code; the others of its queue are done."""
+    jobs = application("lease")
+    enqueue(sessions, jobs)
+    refuse(engine, "UPDATE", sqlstate=sqlstate)
+    events = drain(jobs, batch_size=10, slots_per_queue=1)
+    assert ledger(engine) == dict.fromkeys(GOOD, 1)
+    assert [event.kind for event in events if isinstance(event, JobSetAside)] == ["bad"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 10])

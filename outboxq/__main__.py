@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from outboxq.relay.signals import end_in_order_until_begun
 
-# Python's own end, with the application's last steps, may take so long.
+# How long the interpreter may take to shut down, the application's exit handlers included.
 _END_SECONDS = 10.0
 
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends with `SystemExit`.
 
     Args:
-        arguments: Instead of the process's own. The process need not end with them.
+        arguments: Used instead of `sys.argv`; the process then need not end with the command.
     """
     if arguments is None and sys.argv[1:2] == ["relay"]:
         end_in_order_until_begun()
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_in_time(code: object) -> None:
-    """Bound the time to the end: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
+    """Bound the shutdown: Python waits for threads that handlers left behind, in `to_thread` perhaps."""
 
     def end() -> None:
         time.sleep(_END_SECONDS)

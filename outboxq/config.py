@@ -61,17 +61,17 @@ def local_binaries() -> str | None:
 
 
 def parent_pipe() -> int | None:
-    """The pipe at whose end a supervised relay stops, if a supervisor started it. To be asked once."""
+    """The pipe whose end of file stops a supervised relay, if there is a supervisor. Only the first call returns it."""
     return _inherited_pipe(PARENT_PIPE_VARIABLE)
 
 
 def heartbeat_pipe() -> int | None:
-    """The pipe that a supervised relay tells of its life, if its supervisor wants to know. To be asked once."""
+    """The pipe for a supervised relay's heartbeats, if its supervisor wants them. Only the first call returns it."""
     return _inherited_pipe(HEARTBEAT_PIPE_VARIABLE)
 
 
 def _inherited_pipe(variable: str) -> int | None:
-    # Taken out: the processes that handlers start have neither the pipe nor its number.
+    # Removed from the environment: processes that handlers start inherit neither the pipe nor its number.
     given = os.environ.pop(variable, "")
     try:
         pipe = int(given)
@@ -94,7 +94,7 @@ def check_retention(retention: timedelta) -> timedelta:
 
 
 def check_schema(schema: str) -> str:
-    """Refuse a schema name that could not be an identifier, an advisory key and a channel."""
+    """Refuse a schema name that cannot serve as an identifier, an advisory key and a channel."""
     try:
         check_name("schema", schema)
     except ArgumentError as error:
@@ -113,8 +113,8 @@ class SlotGroup:
     `queues` is ordered by precedence; `*` stands for every queue of the registry that no group names.
 
     Args:
-        in_turns: Of the queues, those that take turns instead of having precedence over one another. Those that `*`
-            stands for do.
+        in_turns: The queues of the group that take turns instead of having precedence over one another. The queues that
+            `*` stands for always take turns.
     """
 
     queues: tuple[str, ...]
@@ -143,7 +143,7 @@ class SlotGroup:
         """Read `accounts=4`, `urgent,normal=2` or `*=2`; without a number, one slot.
 
         Raises:
-            ConfigError: neither of these forms.
+            ConfigError: none of these forms.
         """
         names, equals, count = text.partition("=")
         if equals and not count.isdecimal():
@@ -172,7 +172,7 @@ class RelayConfig:
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
             keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, if
             their handlers are quick; they share no transaction.
-        poll_seconds: The longest pause between two looks at an empty queue, which all slots share; the pauses grow from
+        poll_seconds: The longest pause between two polls of an empty queue, by all slots together; pauses grow from
             10 ms to it. A sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
         lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to

@@ -61,7 +61,7 @@ class HandlerError(OutboxqError):
 
 
 class NothingDone(HandlerError, PermanentError):
-    """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would."""
+    """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would do so."""
 
 
 class HandlerRolledBack(HandlerError):
@@ -149,7 +149,7 @@ class MessageConflict(PermanentError):
 
 
 class EffectError(OutboxqError):
-    """An effect did not come to a result. `scope` and `key` say which."""
+    """A call of `once` gave no result. `scope` and `key` name its effect."""
 
     def __init__(self, scope: str, key: str, message: str) -> None:
         super().__init__(f"effect {scope!r}, key {key!r}: {message}")
@@ -166,7 +166,7 @@ class EffectInProgress(EffectError):
 
 
 class EffectNotRecorded(EffectError):
-    """The call came to an end, and the database could not be told: the next caller finds the effect in doubt."""
+    """The call ended, but its outcome could not be recorded: the next caller finds the effect in doubt."""
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(scope, key, "the call came to an end, but the database could not be told what it came to")
@@ -238,7 +238,7 @@ class ResultNotStorable(EffectError, PermanentError):
 
 
 class EffectRefused(HandlerError):
-    """An effect was asked for at a point at which it cannot be called safely."""
+    """`once` was called at a point at which the call cannot be made safely."""
 
 
 class EffectNotFound(OutboxqError):
@@ -251,7 +251,7 @@ class EffectNotFound(OutboxqError):
 
 
 class InstallationInUse(OutboxqError):
-    """An installation that works cannot be given another id."""
+    """An installation that is in use cannot be given another id."""
 
     def __init__(self, relays: int, calls: int) -> None:
         super().__init__(

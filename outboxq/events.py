@@ -175,7 +175,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class IndexRebuilt:
-    """An index of the queue that was a file of almost nothing was built again, beside the work."""
+    """A bloated index of the job table was rebuilt, while jobs went on."""
 
     index: str
     bytes_before: int
@@ -200,7 +200,7 @@ class ChildStuck:
 
 @dataclass(frozen=True, slots=True)
 class ChildUnresponsive:
-    """A relay process of the supervisor showed no life for `silent_seconds`; it is killed, and dies of that."""
+    """A relay process of the supervisor showed no life for `silent_seconds`; it is killed, and `ChildDied` follows."""
 
     pid: int
     silent_seconds: float
@@ -208,7 +208,7 @@ class ChildUnresponsive:
 
 @dataclass(frozen=True, slots=True)
 class ChildStopTimedOut:
-    """A relay process of the supervisor is ending since `stopping_seconds`; it is killed, and dies of that."""
+    """A relay process of the supervisor did not end in `stopping_seconds`; it is killed, and `ChildDied` follows."""
 
     pid: int
     stopping_seconds: float

@@ -24,7 +24,7 @@ _action: Callable[[FaultPoint], None] | None = None
 
 
 def fault_point(name: FaultPoint) -> None:
-    """Pass a step of the way: run what a test asked for, if any."""
+    """Run the action that a test has set for the steps of a job's way, if any."""
     if _action is not None:
         _action(name)
 

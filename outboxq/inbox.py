@@ -1,4 +1,4 @@
-"""The inbox: a message is accepted once, in the transaction of what it leads to.
+"""The inbox: a message is accepted once, in the transaction of the rows that it leads to.
 
 Accepting is one INSERT in the caller's own transaction: the message counts as accepted if and only if the caller's rows
 are committed. A delivery that comes meanwhile waits for that transaction, and takes the message over if it rolls back.
@@ -36,7 +36,7 @@ Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 MAX_CONSUMER_BYTES = 63
 MAX_BATCH_MESSAGES = 10_000
 
-# The second sees what the first waited for; a third is for a message that was forgotten between the two.
+# The second round sees what the first waited for; a third is for a message that was forgotten between the two.
 _ROUNDS = 5
 
 
@@ -56,7 +56,7 @@ class AcceptedBatch:
     """What became of the messages of `accept_all`: their ids, in the order given.
 
     `conflicts` have the id of a message that was accepted, or that is in the same batch, with other content; they are
-    not accepted, and it is for the caller to do something about them.
+    not accepted, and the caller decides what to do about them.
     """
 
     accepted: tuple[str, ...]
@@ -133,7 +133,7 @@ class Inbox:
     ) -> Acceptance | Unawaited[Acceptance]:
         """Accept a message without waiting: IN_PROGRESS if another transaction is accepting the same one.
 
-        That one may still roll back: let the sender deliver again.
+        That transaction may still roll back: let the sender deliver again.
         """
         given = _given(message_id, payload)
         return _on(session, lambda target: self._try_accept(outbox_connection(target, "try_accept"), given))
@@ -190,7 +190,7 @@ class Inbox:
             if isinstance(target, Connection):
                 raise ArgumentError("accept_job takes a session and not a connection: the job is one of its rows")
             connection = outbox_connection(target, "accept_job")
-            # A job of an entity that has no key yet may be refused only now: then the message was not accepted either.
+            # A job of an entity that has no key yet may be refused only now; the savepoint then undoes the acceptance.
             with connection.begin_nested() if job.pending else nullcontext():
                 return add_jobs(target, [job])[0] if self._accept(connection, given) else None
 
@@ -204,7 +204,7 @@ class Inbox:
 
     def _try_accept(self, connection: Connection, given: Mapping[str, bytes | None]) -> Acceptance:
         try:
-            # What ends it also puts the lock_timeout back.
+            # A rollback to the savepoint puts the lock_timeout back, too.
             with connection.begin_nested():
                 before = connection.execute(statements.shorten_lock_timeout()).scalar_one()
                 accepted = self._accept(connection, given)
@@ -225,7 +225,7 @@ class Inbox:
         return AcceptedBatch(*(tuple(id_ for id_ in given if outcomes[id_] == outcome) for outcome in wanted))
 
     def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
-        """What became of each; one statement, and another one for those that it had to wait for."""
+        """The outcome of each message, by one statement, and another one for those that it had to wait for."""
         outcomes: dict[str, Outcome] = {}
         for _ in range(_ROUNDS):
             asked = {message_id: digest for message_id, digest in given.items() if message_id not in outcomes}
@@ -276,5 +276,5 @@ def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
 
 
 def _pair(item: object) -> tuple[Any, object]:
-    # Whatever else it is, check_key refuses it.
+    # check_key refuses whatever is no id.
     return item if isinstance(item, tuple) and len(item) == 2 else (item, None)

@@ -59,7 +59,7 @@ class Discard:
 def _plain(outcome: str, delay: timedelta) -> timedelta:
     if not isinstance(delay, timedelta):
         raise ConfigError(f"{outcome} takes a timedelta, such as timedelta(seconds=60), got {type(delay).__name__}")
-    # Of a subclass, whose methods are the user's, no more than its value.
+    # Of a subclass, whose methods are the user's, only the value is used.
     delay = timedelta.__pos__(delay)
     # Below zero, as after "the deadline minus now", means at once.
     if abs(delay) > MAX_DELAY:
@@ -121,11 +121,11 @@ class Backoff:
         return timedelta(seconds=min(total_seconds, MAX_DELAY.total_seconds()))
 
     def _pauses_seconds(self, count: int) -> float:
-        """The first `count` pauses together."""
+        """The sum of the first `count` pauses."""
         total_seconds = 0.0
         for made in range(count):
             pause_seconds = self._pause_seconds(made + 1)
-            # From here on they are all alike.
+            # All later pauses are alike.
             if self.factor == 1 or pause_seconds in (0.0, self.cap_seconds):
                 return total_seconds + pause_seconds * (count - made)
             total_seconds += pause_seconds
@@ -135,5 +135,5 @@ class Backoff:
         try:
             return min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
         except OverflowError:
-            # 2.0 ** 5000, long after the cap was reached.
+            # An overflow, as of 2.0 ** 5000: the cap was reached long before.
             return self.cap_seconds if self.first_seconds else 0.0

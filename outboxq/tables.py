@@ -1,4 +1,4 @@
-"""The tables as this version of the code sees them; `migrations/` makes them, and a test holds the two together."""
+"""The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
 
 import threading
 from collections.abc import Callable
@@ -51,16 +51,16 @@ _JSONB_AS_TEXT: TypeEngine[str] = JSONB()
 
 
 class StoredText(Text):
-    """A text, whose values are sent as such.
+    """A text column whose values are sent as text.
 
-    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it looks for the nearest one in all
-    schemas of the search path, and prefers one for text and varchar to its own for two texts.
+    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it would look for the nearest one in
+    all schemas of the search path, and prefer a user's for text and varchar to its own for two texts.
     """
 
     render_bind_cast = True
 
     def adapt(self, cls: type[Any], **kw: Any) -> Any:
-        """Stays what it is, even if a dialect has a type of its own for texts."""
+        """Keep this type, even if a dialect has a type of its own for texts."""
         return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
@@ -89,8 +89,8 @@ def _set_storage(table: Table, parameters: str) -> None:
     event.listen(table, "after_create", statement)
 
 
-# What a claim can read, measured as the text that it reads. What takes up to 1,024 bytes, uncompressed, cannot come to
-# more, and takes no time to measure. It holds for a dead letter too, before it becomes a job again.
+# The sizes that a claim can read, measured as the text that it reads. A value of up to 1,024 bytes, uncompressed,
+# cannot exceed them, and is not measured. A dead letter must meet them before it becomes a job again.
 JOB_SIZES = (
     "(pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
     "OR pg_catalog.octet_length(args::text) <= 16777216) "
@@ -126,7 +126,7 @@ job = Table(
     CheckConstraint("state IN ('ready', 'scheduled', 'leased', 'suspect')", name="job_state"),
     CheckConstraint("priority > -32768", name="job_priority"),
     CheckConstraint("jsonb_typeof(args) = 'object'", name="job_args_object"),
-    # What Python's datetime can hold, in any time zone: a claim could not read anything else, nor get past it.
+    # What Python's datetime can hold, in any time zone: a claim could neither read another time, nor get past its row.
     CheckConstraint(
         "run_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00' "
         "AND created_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
@@ -142,7 +142,7 @@ job = Table(
     CheckConstraint(JOB_SIZES, name="job_sizes"),
 )
 
-# Vacuumed early and at full speed: every job dies young.
+# Vacuumed early and at full speed, because every job's row is soon dead.
 _set_storage(
     job,
     "fillfactor = 90, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, "
@@ -195,10 +195,10 @@ relay = Table(
     Column("host", StoredText),
     Column("pid", Integer),
 )
-# A beat every few seconds: room on the page keeps it HOT.
+# Updated every few seconds: free room on the page keeps the updates HOT.
 _set_storage(relay, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
-# The messages that were accepted, written in the transaction of what they lead to.
+# The messages that were accepted, each written in the transaction of the rows that it leads to.
 inbox = Table(
     "inbox",
     metadata,
@@ -242,14 +242,14 @@ effect = Table(
 Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
 Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
 
-# The pruner starts at what has expired first, and walks over what it deleted there until vacuum has been.
+# Vacuumed early: the pruner starts at the oldest expiry, and walks over the entries that it deleted until a vacuum.
 for _memory in (inbox, effect):
     _set_storage(
         _memory,
         "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
     )
 
-# What makes the keys that providers are given differ between two installations.
+# The id that provider keys are made of, so that two installations never give the same key.
 deployment = Table(
     "deployment",
     metadata,
@@ -268,10 +268,10 @@ migration = Table(
 
 
 class JobRow:
-    """Jobs on their way into the table: one object in the caller's unit of work stands for all of a flush.
+    """Jobs that are not inserted yet: one object in the caller's unit of work stands for all jobs of a flush.
 
     Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
-    it. Until then it is pending, which makes savepoints, rollbacks and autoflush SQLAlchemy's own. Never returned to
+    it. Until then it is pending, so that SQLAlchemy itself minds savepoints, rollbacks and autoflush. Never returned to
     callers.
 
     Args:
@@ -295,7 +295,7 @@ _mapping = threading.Lock()
 
 
 def job_mapper() -> Mapper[JobRow]:
-    """The mapping of `JobRow`, made anew after `clear_mappers()`, which takes everybody's away."""
+    """The mapping of `JobRow`, made anew after `clear_mappers()`, which removes all mappings."""
     found: Mapper[JobRow] | None = inspect(JobRow, raiseerr=False)
     if found is None:
         with _mapping:

@@ -1,1 +1,1 @@
-"""Effects: calls to the outside that count once."""
+"""Effects: calls to other services that are made once for a key, with their results recorded."""

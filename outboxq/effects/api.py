@@ -1,4 +1,4 @@
-"""Effects: calls to the outside that count once, wherever they are made: `once` of contexts and of engines."""
+"""`once`: calls to other services that count once, made by a handler's context or by an engine's `Effects`."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EffectAccess:
-    """Leave to call the outside through `runner`, or why there is none.
+    """The permission to make calls through `runner`, or the reason for a refusal.
 
     `retention_of` says how long a scope's results are remembered.
     """
@@ -29,10 +29,10 @@ class EffectAccess:
     refusal: str | None = None
 
     def run(self, options: OnceOptions) -> Any:
-        """What the call comes to, or came to; to be awaited if the runner is of an event loop.
+        """Make the call, or replay its outcome; to be awaited if the runner works in an event loop.
 
         Raises:
-            EffectRefused: not here.
+            EffectRefused: no call is allowed here.
             InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
         """
         if self.refusal is not None:
@@ -42,7 +42,7 @@ class EffectAccess:
 
 
 class HasEffectAccess:
-    """Something with leave to call the outside."""
+    """The base of everything that has a `once`."""
 
     def _granted(self) -> EffectAccess:
         raise NotImplementedError
@@ -64,7 +64,7 @@ class CallsOnce(HasEffectAccess):
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> T:
-        """Call the other side once for this key, and return what that came to, now and ever after.
+        """Call the other side, such as a payment service, once for this key; later callers get the recorded outcome.
 
         The result is recorded in a short transaction of its own as soon as the call returns, whatever becomes of this
         attempt. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
@@ -77,8 +77,8 @@ class CallsOnce(HasEffectAccess):
                 Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
                 `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
             already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
-            ask_first: Ask it before every call, also the first: for calls that a database which lost its last commits
-                (an asynchronous failover, a restored backup) does not know of. Costs one look-up a call.
+            ask_first: Call `already_applied` before every call, also the first: a database that lost its last commits
+                (an asynchronous failover, a restored backup) has no record of some calls. Costs one look-up a call.
             provider_remembers: How long the other side honours a provider key, from the first call on: until then a
                 call whose outcome is unknown is made again with the same key.
             payload: The content of the request. The same key with another content is refused.
@@ -86,8 +86,8 @@ class CallsOnce(HasEffectAccess):
             classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
 
         Raises:
-            EffectInProgress: another caller is at it, or died not long ago. Let it out: the job comes back by itself.
-            EffectFailed: refused for good, now or earlier. Let out, it sends the job to the dead letters.
+            EffectInProgress: another caller holds the lock, or died calling. Do not catch it: the job runs again later.
+            EffectFailed: refused for good, now or earlier. Not caught, it sends the job to the dead letters.
             EffectUnknown: whether it was applied cannot be known; an operator decides.
             EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
         """
@@ -113,7 +113,7 @@ class AsyncCallsOnce(HasEffectAccess):
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> T:
-        """Call the other side once for this key, as the `once` of threads does, with functions that are awaited."""
+        """Do what `CallsOnce.once` does, with functions whose results are awaited."""
         options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
@@ -124,9 +124,9 @@ class Effects(CallsOnce):
     """Calls to the outside that count once, outside of handlers: `Effects(engine).once(...)`.
 
     Args:
-        engine: A sync engine; connections come from a pool of our own beside its pool.
-        lease_seconds: How long a call stays its caller's after its last sign of life, 0.5 to 3600. Long calls are kept.
-        retention: How long what a call came to is remembered.
+        engine: A sync engine; connections come from pools made like its own, never from its pool.
+        lease_seconds: How long a call stays its caller's after its last sign of life, 0.5 to 3600.
+        retention: How long the outcome of a call is remembered.
         schema: The PostgreSQL schema of outboxq's tables; by default as the engine's `schema_translate_map` has it.
     """
 

@@ -26,7 +26,7 @@ class LockKeeper:
     """Extends the locks that are held through it.
 
     Args:
-        transact: Runs something in a short transaction, from a thread of ours.
+        transact: Runs a function in a short transaction; called in the keeper's thread.
         lease_seconds: How long a lock lasts; extended every third of it.
     """
 
@@ -42,7 +42,7 @@ class LockKeeper:
         """Within the block, the lock is extended."""
         with self._changed:
             self._held[expiry] = clock() + self._beat_seconds
-            # Also if it is another process's: threads do not survive a fork.
+            # After a fork the thread is the parent's: in this process it is not alive.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
                 self._thread.start()
@@ -56,7 +56,7 @@ class LockKeeper:
         while True:
             with self._changed:
                 if not self._held:
-                    # Under the same lock as the look: a call that begins now starts another thread.
+                    # Still under the lock: a call that begins after it finds no thread, and starts one.
                     self._thread = None
                     return
                 due = [expiry for expiry, due_at in self._held.items() if due_at <= clock()]
@@ -69,7 +69,7 @@ class LockKeeper:
         begun = clock()
         extended: list[LockExpiry] = []
         try:
-            # Returned, and so only if it was committed in time: what a late transaction extends is not known.
+            # Returned only if the transaction was committed in time: what a late one extends is not known.
             extended = cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or [])
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
@@ -82,7 +82,7 @@ class LockKeeper:
 
 
 def _extend_all(connection: Connection, due: list[LockExpiry]) -> list[LockExpiry]:
-    """Those whose lock was still ours."""
+    """Extend the locks; returns those that were still ours."""
     return [
         expiry
         for expiry in due

@@ -1,7 +1,6 @@
-"""Once: the protocol of a call to the outside, without any I/O of its own.
+"""The protocol of `once`: claim, call, record at once, replay ever after. It does no I/O of its own.
 
-Claim, call, record at once, replay ever after. What is known of a call is recorded in a short transaction of its own,
-again and again until it is written.
+The outcome of a call is recorded in a short transaction of its own, which is tried again until it is committed.
 """
 
 from collections.abc import Callable
@@ -45,7 +44,7 @@ class LockExpiry:
         self._until = 0.0
 
     def renew(self, begun: float, seconds: float | None = None) -> None:
-        """The lock was taken, or extended, by a statement that began then (`clock`)."""
+        """Note that a statement which began at `begun` (of `clock`) has taken or extended the lock."""
         self._until = begun + (self.request.lease.total_seconds() if seconds is None else seconds)
 
     @property
@@ -55,16 +54,16 @@ class LockExpiry:
 
 
 def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object]:
-    """Call once, and record what it came to; or replay what an earlier call came to.
+    """Make the call and record its outcome, or replay the outcome of an earlier one.
 
     Raises:
         EffectInProgress: another caller holds the lock, or died calling not long ago.
         EffectConflict: the key stands for another request.
         EffectFailed: refused for good, now or earlier.
         EffectUnknown: it cannot be found out whether it was applied.
-        ResultNotStorable: done, but what it came to was not kept.
-        EffectLockLost, EffectNotRecorded: it was called, and that could not be recorded.
-        Whatever the call or the look-up raised: to be tried again.
+        ResultNotStorable: the call was applied, but its result could not be kept.
+        EffectLockLost, EffectNotRecorded: the call was made, but its outcome could not be recorded.
+        Any error of the call or of the look-up: `once` may be called again.
     """
     while True:
         state = yield from claim(request, expiry, deployment)
@@ -77,7 +76,7 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
                 return (yield from record_result(request, answer.result))
             in_doubt = not isinstance(answer, NotApplied)
         fault_point("before-call")
-        # A process that stood still until here for longer than its lock lasts may have been taken over: claim again.
+        # If this process stood still for longer than its lock lasts, another may have taken over: claim again.
         if expiry.is_ahead:
             break
     try:
@@ -93,21 +92,21 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
 
 
 def claim(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[EffectState]:
-    """Claim the call or take it over, else read what is stored; `expiry` says for how long it is ours."""
+    """Claim the call or take it over, else read what is stored; sets `expiry` to the end of the lock."""
     wanted = provider_key(deployment, request.scope, request.key)
     statement = statements.claim(request.lock, request.fingerprint, wanted, request.lease)
     row = None
     while row is None:
         begun = clock()
         row = yield from try_twice(lambda connection: connection.execute(statement).one_or_none())
-        # Measured from before the statement: what the server adds, we leave out.
+        # Counted from before the statement, so that our time ends before the server's.
         if row is not None:
             expiry.renew(begun, row.locked_seconds)
     return EffectState(*row)
 
 
 def _replay(request: Request, state: EffectState) -> object:
-    """What an earlier call came to, as its result or as its error."""
+    """The recorded outcome of an earlier call: returns its result, or raises its error."""
     scope, key, reason = request.scope, request.key, state.error or "no reason was stored"
     if not state.same_request:
         raise EffectConflict(scope, key)
@@ -123,7 +122,7 @@ def _replay(request: Request, state: EffectState) -> object:
 
 
 def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
-    """Find out whether an earlier call was applied; returns only if it may be called again, or need not be."""
+    """Find out whether an earlier call was applied; raises unless calling again is safe or not needed."""
     begun = clock()
     answer: LookUp[object] = Unknown()
     if request.can_look_up:
@@ -132,7 +131,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         except GeneratorExit:
             raise
         except BaseException as error:
-            # Asked again by the next caller; the doubt stays, if there was any.
+            # The next caller asks again; a call that was in doubt stays in doubt.
             keep = None if state.in_doubt else request.retention
             yield from record(request, "retryable", in_doubt=state.in_doubt, error=name_of(error), keep=keep)
             raise
@@ -140,7 +139,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         return answer
     waited_seconds = clock() - begun
     if not state.in_doubt:
-        # Asked first: of a call that we do not know of, we do not know either since when its key is remembered.
+        # With ask_first: of a call whose record is lost, it is also lost since when its key is remembered.
         reason = "there may have been a call that this database does not know of; the look-up could not tell"
     elif request.is_key_remembered(state.known_seconds + waited_seconds):
         return answer
@@ -159,7 +158,7 @@ def _check_answer(answer: object) -> LookUp[object]:
 
 
 class Recorded(NamedTuple):
-    """What was written of a call: its result as jsonb has it, or the reason why there is none."""
+    """What was recorded of a call: its result as jsonb has it, or the reason why there is none."""
 
     result: str | None
     reason: str
@@ -175,13 +174,13 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Steps[Recorded]:
-    """Write what the call came to, for as long as its lock would last.
+    """Record the outcome of a call; tried for as long as its lock would last.
 
-    What the database refuses for its data is written without a result, and with an error in ASCII.
+    If the database refuses the data, the result is left out, or the error is written in ASCII.
 
     Raises:
         EffectLockLost: another caller took over.
-        EffectNotRecorded: the database was away all the time, or refused that too.
+        EffectNotRecorded: the database was away all the time, or refused the reduced record too.
     """
 
     def write(result: str | None, error: str | None) -> Callable[[Connection], Row[Any] | None]:
@@ -205,13 +204,13 @@ def record(
 
 
 def _refused_as(error: Exception) -> str:
-    """Why the database did not take a result; without the error's text, which quotes it."""
+    """Why the database did not take a result; without the error's text, which quotes the result."""
     sqlstate = sqlstate_of(error) if isinstance(error, DBAPIError) else None
     return f"the database refused it: {f'SQLSTATE {sqlstate}' if sqlstate else name_of(error)}"
 
 
 def record_result(request: Request, value: object) -> Steps[object]:
-    """Record what a call returned; the result as every later caller will read it."""
+    """Record what a call returned; returns the result as every later caller will read it."""
     stored, reason, interruption = _encode(value)
     recorded = yield from record(
         request, "done", result=stored, error=None if stored else reason, keep=request.retention
@@ -221,7 +220,7 @@ def record_result(request: Request, value: object) -> Steps[object]:
         raise interruption
     if recorded.result is None:
         raise ResultNotStorable(request.scope, request.key, recorded.reason)
-    # As jsonb writes it, with its own idea of numbers: the first caller gets exactly what a replay will give.
+    # Read back from jsonb, which normalizes numbers: the first caller gets exactly what a replay will give.
     return decode_result(request, recorded.result)
 
 
@@ -231,7 +230,7 @@ def decode_result(request: Request, result: str) -> object:
 
 
 def _encode(value: object) -> tuple[str | None, str, BaseException | None]:
-    """The result as JSON text, or None and why not; and what interrupted us meanwhile."""
+    """The result as JSON text, or None and why not; and a KeyboardInterrupt or the like that came meanwhile."""
     if entity_state(value) is not None:
         return None, "it is an entity: return its key, or what you need of it", None
     try:
@@ -247,7 +246,7 @@ def _encode(value: object) -> tuple[str | None, str, BaseException | None]:
 
 
 def record_failure(request: Request, error: BaseException, state: EffectState, *, in_doubt: bool) -> Steps[None]:
-    """Record a call that raised; returns if the error itself is to go on to the caller."""
+    """Record a call that raised; returns if the caller is to get that error itself."""
     error_class = _error_class(request, error)
     if error_class == "final":
         recorded = yield from record(request, "failed", error=_refusal(error), keep=request.retention)
@@ -256,7 +255,7 @@ def record_failure(request: Request, error: BaseException, state: EffectState, *
         keep = None if in_doubt else request.retention
         yield from record(request, "retryable", in_doubt=in_doubt, error=name_of(error), keep=keep)
     elif request.can_look_up:
-        # Its lock runs on: a call that is still on its way gets that long to arrive before the look-up.
+        # The lock stays until it expires: a request that is still on its way has that long to arrive.
         yield from record(request, "started", in_doubt=True, error=name_of(error), unlock=False)
     elif request.is_key_remembered(state.known_seconds):
         yield from record(request, "retryable", in_doubt=True, error=name_of(error))
@@ -291,7 +290,7 @@ def _error_class(request: Request, error: BaseException) -> ErrorClass:
         return "ambiguous"
     if isinstance(error, CallRefused):
         return "final"
-    # Not found by way of __cause__: behind a retrying client the last try was refused, and the first one applied.
+    # __cause__ is not searched: of a retrying client's tries the last may be refused, and the first applied.
     if isinstance(error, CallNotApplied | ConnectionRefusedError):
         return "retryable"
     if request.classify is None:

@@ -23,7 +23,7 @@ Classify: TypeAlias = Callable[[Exception], ErrorClass]
 
 @dataclass(frozen=True, slots=True)
 class Applied(Generic[T]):
-    """A look-up's answer: the call was applied, and this is what it came to."""
+    """A look-up's answer: the call was applied, with this result."""
 
     result: T
 
@@ -58,7 +58,7 @@ class OnceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call to be made once: what it is, how it is told from others, and what is known of the other side."""
+    """One call of `once`, checked: its effect, its options, and the token of the lock that it takes."""
 
     scope: str
     key: str

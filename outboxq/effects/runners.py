@@ -1,4 +1,4 @@
-"""Where calls to the outside meet the database and the caller's functions: from threads and from event loops."""
+"""Runners: perform the steps of the effect protocol, in the caller's thread or in an event loop."""
 
 import asyncio
 import inspect
@@ -38,7 +38,7 @@ class EffectRunner:
         self._deployment: UUID | None = None
 
     def run(self, request: Request, options: OnceOptions) -> object:
-        """What the call comes to, or came to; raises what `protocol.once` raises."""
+        """Make the call, or replay its outcome; raises what `protocol.once` raises."""
         if self._deployment is None:
             self._deployment = self._transactions.run(_read_deployment)
         expiry = LockExpiry(request)
@@ -77,7 +77,7 @@ class AsyncEffectRunner:
     """Makes calls once, in an event loop.
 
     Args:
-        keep: Runs the keeper's transactions from its thread; by default through the event loop.
+        keep: Runs the lock keeper's transactions, in its thread; by default they run through the event loop.
     """
 
     def __init__(self, transactions: AsyncTransactions, lease_seconds: float, keep: Transaction | None = None) -> None:
@@ -104,18 +104,18 @@ class AsyncEffectRunner:
         return self._deployment
 
     async def run(self, request: Request, options: OnceOptions) -> object:
-        """What the call comes to, or came to; raises what `protocol.once` raises."""
+        """Make the call, or replay its outcome; raises what `protocol.once` raises."""
         deployment = await self.deployment()
         expiry = LockExpiry(request)
         with self.keeping(expiry):
             return await self._drive(once(request, expiry, deployment), options)
 
     async def drive(self, steps: Steps[T]) -> T:
-        """What steps come to that transact and pause, and hold no call."""
+        """Perform steps without a call among them, and return their result."""
         return cast("T", await self._drive(steps, None))
 
     async def _drive(self, steps: Steps[object], options: OnceOptions | None) -> object:
-        # A cancellation lets what was decided be written to its end, and goes on before the next step.
+        # A cancellation waits until a decided record is written, and is raised before the next step.
         cancellation = DelayedCancellation()
         try:
             step = next(steps)
@@ -123,7 +123,7 @@ class AsyncEffectRunner:
                 try:
                     answer = await self._perform(step, options, cancellation)
                 except GeneratorExit:
-                    # The loop is gone: nothing can be awaited any more.
+                    # The event loop is gone: nothing can be awaited any more.
                     raise
                 except BaseException as error:  # noqa: BLE001  # the protocol decides, and raises it again
                     step = steps.throw(error)
@@ -144,7 +144,7 @@ class AsyncEffectRunner:
                 return await cancellation.finish(partial(asyncio.sleep, seconds))
             case Call(provider_key):
                 if cancellation.error is not None:
-                    # It is known not to have been called: recorded as that, and not as unknown.
+                    # Recorded as not applied, instead of unknown: the call was certainly not made.
                     raise CallNotApplied("cancelled before the call")
                 assert options is not None
                 return await _awaited(options.call(provider_key))
@@ -161,7 +161,7 @@ class AsyncEffectRunner:
 
 
 def check_lease(seconds: float) -> float:
-    """Refuse a lock that would run out before it is kept, or block a key for ever.
+    """Refuse a lock that would expire before it can be extended, or block a key for too long.
 
     Raises:
         ConfigError: out of range.

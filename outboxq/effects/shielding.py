@@ -1,4 +1,4 @@
-"""Writing to its end what was begun, although the task that began it is cancelled."""
+"""Writes that run to their end although the task that waits for them is cancelled."""
 
 import asyncio
 from asyncio import Task
@@ -15,16 +15,16 @@ class DelayedCancellation:
         self.error: asyncio.CancelledError | None = None
 
     async def finish(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """What the work comes to; a cancellation that comes meanwhile is kept in `error`."""
+        """The result of the work; a cancellation that comes meanwhile is kept in `error`."""
         while True:
             task = asyncio.ensure_future(begin())
             while not task.done():
                 try:
-                    # Neither raises what the task raised, nor cancels it.
+                    # wait() neither raises the task's error, nor cancels the task.
                     await asyncio.wait((task,))
                 except asyncio.CancelledError as error:
                     self.error = self.error or error
-            # A loop that ends cancels every task, also this one, which we do not: the work may be repeated.
+            # Only an event loop that ends cancels this task, as it does all: begin again, for work may be repeated.
             if not (task.cancelled() and task.cancelling()):
                 return task.result()
 
@@ -37,8 +37,8 @@ class DelayedCancellation:
 class UncancelledWrites:
     """Runs coroutines in tasks of their own, which go on when the one that waits for them is cancelled.
 
-    A scope of anyio, such as the one of Starlette's BaseHTTPMiddleware, cancels a task again at each of its awaits, so
-    that what is to be written may not be written in it.
+    A scope of anyio, such as the one of Starlette's BaseHTTPMiddleware, cancels a task again at each of its awaits: a
+    write inside of that task might never finish.
     """
 
     def __init__(self) -> None:
@@ -46,18 +46,18 @@ class UncancelledWrites:
         self._tasks: set[Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Task[T]:
-        """Begin; the answer of the task may be left unread."""
+        """Start a task, whose result may be left unread."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
         return task
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Begin and wait."""
+        """Start a task and wait for its result."""
         return await asyncio.shield(self.start(work))
 
     def _finished(self, task: Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Its answer may be left unread; asked for, so that asyncio does not complain.
+            # The result may be left unread: reading the exception keeps asyncio from logging it.
             task.exception()

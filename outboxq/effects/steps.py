@@ -1,7 +1,7 @@
-"""What the protocol of a call asks to be done, one step at a time, and how a step is tried again.
+"""Steps: what the effect protocol asks a runner to do, one at a time, and how a step is tried again.
 
-A protocol is a generator that yields steps and is sent what came of each: no I/O of its own, so that one text serves
-threads and event loops.
+A protocol is a generator that yields steps and is sent the result of each. It does no I/O of its own, so that the same
+code serves threads and event loops.
 """
 
 import time
@@ -23,7 +23,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 class Transact:
     """Run this in a short transaction of its own, committed before the answer.
 
-    `settles`: it writes what is known, so no claims may use up its connections, and nothing may break it off.
+    `settles`: it records an outcome, so its connections are not those of claims, and a cancellation waits for it.
     """
 
     run: Callable[[Connection], Any]
@@ -46,7 +46,7 @@ class LookUpCall:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait. `settles`: before what is known is written, so nothing may break it off."""
+    """Wait. `settles`: an outcome is recorded after it, so a cancellation waits too."""
 
     seconds: float
     settles: bool = False
@@ -87,10 +87,10 @@ def insist(
     seconds: float,
     instead: Callable[[Exception], Callable[[Connection], T]] | None = None,
 ) -> Steps[T]:
-    """Write what is known, again and again while the database is away; a record may be repeated.
+    """Record an outcome, again and again while the database is away; writing it twice does no harm.
 
-    What the database refuses for its data is written once more, as `instead` makes it of the error.
-    An interruption (KeyboardInterrupt, SystemExit) goes on only when all that is done; a second one at once.
+    If the database refuses the data, `instead` makes of the error what is written in its place.
+    An interruption (KeyboardInterrupt, SystemExit) is raised after the record; a second one at once.
     """
     step: Step = Transact(run, settles=True)
     write, pauses = step, _pauses(until=time.monotonic() + seconds)
@@ -123,7 +123,7 @@ def insist(
 
 
 def _pauses(until: float) -> Iterator[Pause]:
-    """Longer and longer ones, as long as they end in time."""
+    """Longer and longer pauses, as long as they end before `until`."""
     seconds = _FIRST_PAUSE_SECONDS
     while time.monotonic() + seconds <= until:
         yield Pause(seconds, settles=True)

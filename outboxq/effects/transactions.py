@@ -1,6 +1,6 @@
-"""The short transactions of calls to the outside, on connections of their own.
+"""The short transactions of effects, on connections of their own.
 
-A caller that holds one of its engine's connections cannot starve them, because they come from other pools.
+They come from pools beside the caller's engine, so that callers who hold all of its connections do not block them.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ _READ_ONLY = "25006"
 class _Pool:
     """A pool beside an engine's, with the same settings and the same way to connect: tokens, connectors, events.
 
-    It is closed now and then, and what is in use then when it comes back: SQLAlchemy would leave that one open in the
-    old pool, which is not looked at any more.
+    `renew` closes its idle connections. One in use is closed when it is returned: SQLAlchemy would leave it open, in
+    the old pool that no code uses any more.
     """
 
     def __init__(self, engine: Engine, schema: str) -> None:
@@ -64,29 +64,29 @@ class _Pool:
                         connection.invalidate()
                     raise
         finally:
-            # Only now: closing the pool closes idle connections, and this one was in use until it was returned.
+            # Once more: `renew` and `end` closed idle connections only, and this one was in use.
             if engine is not self.engine or self._is_over:
                 engine.pool.dispose()
 
     def renew(self) -> None:
-        """Begin a new pool, and close the old one after that."""
+        """Replace the pool, then close the old one."""
         old, self.engine = self.engine, self._make()
         old.pool.dispose()
 
     def end(self) -> None:
-        """Keep nothing from now on, and close the pool after that."""
+        """Close the pool, and from now on each connection that is returned."""
         self._is_over = True
         self.engine.pool.dispose()
 
 
 class EngineTransactions:
-    """Connections from pools beside the given engine's: a caller that holds one of that engine's cannot starve us.
+    """Transactions on connections from three pools beside the given engine's: for claims, records and the lock keeper.
 
-    Three: claims that wait for a row must cost neither the locks of calls that are under way, nor their records. Each
-    opens its first connection when it is needed.
+    Claims that wait for a row must delay neither the records of calls that are under way, nor the extension of their
+    locks. Each pool opens its first connection when it is needed.
 
     Args:
-        schema: That of outboxq's tables; None: as the engine's `schema_translate_map` has it.
+        schema: The schema of outboxq's tables; None takes it from the engine's `schema_translate_map`.
     """
 
     def __init__(self, engine: Engine, schema: str | None) -> None:
@@ -104,7 +104,7 @@ class EngineTransactions:
             return work(connection)
 
     def keeper_transaction(self) -> Transaction:
-        """The same for the thread that keeps the locks; from any thread."""
+        """The function by which the lock keeper runs its transactions, in any thread."""
         return self._keep
 
     def _keep(self, work: Callable[[Connection], T]) -> T:
@@ -113,20 +113,20 @@ class EngineTransactions:
             return work(connection)
 
     def trim(self) -> None:
-        """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
+        """Close the pools if they were not used for a while; a connection in use is closed when it is returned."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
             for pool in self.pools:
                 pool.renew()
 
     def dispose(self) -> None:
-        """Close the pools, and whatever comes back later."""
+        """Close the pools; a connection in use is closed when it is returned."""
         for pool in self.pools:
             pool.end()
 
 
 class AsyncEngineTransactions:
-    """Connections from pools beside an engine's, for an event loop: those of a sync engine are used in threads.
+    """`EngineTransactions` for an event loop; those of a sync engine run in threads.
 
     Raises:
         ConfigError: not an engine.
@@ -146,18 +146,18 @@ class AsyncEngineTransactions:
         return await self._apart(partial(self._transactions.run, work, settles=settles))
 
     async def trim(self) -> None:
-        """Close what is idle, if nothing was needed for a while; what is in use is closed when it comes back."""
+        """Close the pools if they were not used for a while; a connection in use is closed when it is returned."""
         await self._apart(self._transactions.trim)
 
     async def dispose(self) -> None:
-        """Close the pools, and whatever comes back later."""
+        """Close the pools; a connection in use is closed when it is returned."""
         await self._apart(self._transactions.dispose)
 
     async def _apart(self, work: Callable[[], T]) -> T:
         return await (asyncio.to_thread(work) if self._is_sync else greenlet_spawn(work))
 
     def keeper_transaction(self) -> Transaction:
-        """Through the caller's event loop, unless in threads: one that is blocked cannot keep its locks."""
+        """How the lock keeper runs a transaction: in its thread, or through the event loop, if that is not blocked."""
         loop, keep = asyncio.get_running_loop(), self._transactions.keeper_transaction()
         if self._is_sync:
             return keep

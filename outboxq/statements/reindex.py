@@ -8,7 +8,7 @@ from psycopg import sql
 
 from outboxq.statements.render import fill, quote_identifier, render
 
-# The entries of a partial index are counted by vacuum, whenever it has cleaned it. What came since can only be bounded.
+# Vacuum counts the entries of a partial index when it cleans it. How many came since then can only be bounded.
 _WASTED = """\
 SELECT index_class.relname, bytes::text
 FROM pg_catalog.pg_index AS entry JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
@@ -21,9 +21,9 @@ WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid A
     * (index_class.reltuples::float8 + (counts.n_ins_since_vacuum + counts.n_dead_tup)::float8)
 ORDER BY bytes DESC"""
 
-# 1. Another REINDEX, a migration or vacuum is at the table: only one of them may be.
-# 2. and 3. What REINDEX CONCURRENTLY would wait for. Of other roles' transactions the age may be hidden; lock_timeout
-# bounds what this does not see.
+# 1. Another REINDEX, a migration or a vacuum works on the table: only one of them may.
+# 2. and 3. Transactions that REINDEX CONCURRENTLY would wait for. The age of other roles' transactions may be hidden;
+# lock_timeout bounds the wait for these.
 _OBSTACLE = """\
 SELECT CASE
   WHEN EXISTS (
@@ -56,8 +56,8 @@ ORDER BY 1"""
 
 def settings() -> str:
     """Limit every statement of this session: 5 s for a lock, 60 s in all."""
-    # Of a session that is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction
-    # that has the table in use; nothing else waits for it, but until it is done vacuum cannot visit the table.
+    # SET, as the session is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction
+    # that has the table in use. Claims and producers do not wait for it, but vacuum cannot visit the table meanwhile.
     return (
         "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_session_timeout = 0; "
         "SET default_transaction_read_only = off; SET search_path = pg_catalog"
@@ -65,7 +65,7 @@ def settings() -> str:
 
 
 def backend_pid() -> str:
-    """The backend that answers; behind a pooler it differs from the one that the connection was told of."""
+    """One row: the pid of the backend that answers; behind a pooler not the one that the client was told at connect."""
     return "SELECT pg_catalog.pg_backend_pid()::text"
 
 
@@ -115,13 +115,13 @@ def left_over_indexes(schema: str) -> str:
 
 
 def index_bytes(schema: str, index: str) -> str:
-    """One row: the size of its file."""
+    """One row: the size of the index's file."""
     size = "SELECT pg_catalog.pg_relation_size(pg_catalog.to_regclass({index}))::text"
     return fill(size, index=quote_identifier(schema, index))
 
 
 def reindex(schema: str, index: str) -> str:
-    """Rebuild it from the live rows. Reads the whole table.
+    """Rebuild an index from the live rows. Reads the whole table.
 
     Locks: SHARE UPDATE EXCLUSIVE, which neither claims nor producers wait for. Waits for the transactions that have the
     table in use, and for older snapshots.
@@ -130,5 +130,5 @@ def reindex(schema: str, index: str) -> str:
 
 
 def drop_index(schema: str, index: str) -> str:
-    """Drop an index that was left over. Its locks and waits are those of `reindex`."""
+    """Drop a left-over index. Locks: SHARE UPDATE EXCLUSIVE; waits for transactions that have the table in use."""
     return fill("DROP INDEX CONCURRENTLY IF EXISTS {index}", index=sql.Identifier(schema, index))

@@ -95,7 +95,7 @@ def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
 
 
 def is_locked(annotation: object) -> bool:
-    """Whether it is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
+    """Whether the annotation is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
     if typing.get_origin(annotation) is Annotated:
         return LOCKED in typing.get_args(annotation)[1:]
     return _is_union(annotation) and any(map(is_locked, typing.get_args(annotation)))
@@ -129,7 +129,7 @@ def _column_type(mapper: Mapper[object], column: ColumnElement[Any]) -> object:
         found: object = column.type.python_type
     except NotImplementedError:
         found = object
-    # Of a type of the user's, or of the server's alone, SQLAlchemy knows none: then as its class says.
+    # SQLAlchemy knows no Python type for users' types and for some of the server's: then the class's annotation does.
     return _annotated_type(mapper, column) if found is object else found
 
 

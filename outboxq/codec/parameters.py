@@ -75,7 +75,7 @@ class Parameter:
             )
 
     def plain(self, value: object) -> object:
-        """A value that cannot be an entity, or the key of an entity that fits; whatever else is refused.
+        """A value that cannot be an entity, or the key of an entity that fits; everything else is refused.
 
         Raises:
             ArgumentError: it has to be looked at more closely.
@@ -132,7 +132,7 @@ class Signature:
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
         """All arguments of a call as a JSON object, in one pass; None if each has to be looked at on its own.
 
-        What it gives is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
+        The result is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
         """
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if args and len(values) != len(args) + len(kwargs):
@@ -156,7 +156,7 @@ class Signature:
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Whether the primary key of an entity is read as it was stored, and nothing has to be looked at."""
+        """Whether the primary key of an entity is read as it was stored, so that no further check is needed."""
         return self.parameters[name].entity is None or read == (tuple(stored) if type(stored) is list else stored)
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -189,7 +189,7 @@ class Signature:
         return {name: self.parameters[name].loaded(value) for name, value in given.items()}
 
     def _decode_each(self, args: str) -> dict[str, object]:
-        """The same, slower, and it says what does not fit."""
+        """Decode one argument at a time: slower than `decode`, and it says which one does not fit."""
         try:
             fields = msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError) as error:

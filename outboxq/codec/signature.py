@@ -98,7 +98,7 @@ def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
         # One by one: some modules, such as _typeshed, are there for type checkers only.
         with contextlib.suppress(ImportError):
             # The module's own import statements, nothing else: what a type checker would follow.
-            exec(compile(ast.Module([statement], []), module.__file__ or "<module>", "exec"), names)  # noqa: S102  # see above
+            exec(compile(ast.Module([statement], []), module.__file__ or "<module>", "exec"), names)  # noqa: S102  # imports alone
     return names
 
 

@@ -22,7 +22,7 @@ MAX_HEADERS_BYTES = 64 * 1024
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
-# Neither an entity nor an expression, and much the most that is asked about.
+# Types of nearly all values, and none of them an entity or an expression.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 
 
@@ -59,7 +59,7 @@ def json_decoder(stored: Any) -> msgspec.json.Decoder[Any]:
 
 
 def is_expression(value: object) -> bool:
-    """Whether it is SQL, which only the server can compute."""
+    """Whether a value is SQL, which only the server can compute."""
     return type(value) not in PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
 
 
@@ -135,7 +135,7 @@ def fingerprint(payload: object) -> bytes:
     """
     if isinstance(payload, bytes | bytearray | memoryview):
         return hashlib.sha256(payload).digest()
-    # For its refusals; the order of its keys is that of the dict.
+    # Called for its refusals; its result has the keys in the order of the dict, and so is no fingerprint.
     encode_value("payload", payload)
     return hashlib.sha256(_CANONICAL_ENCODER.encode(payload)).digest()
 

@@ -28,13 +28,13 @@ from sqlalchemy.util import await_only
 # How long a connection that only asks and listens waits for an answer.
 ANSWER_SECONDS = 15.0
 
-# How long a statement takes to notice that its socket has ended, on a machine that does much else; in an event loop it
-# is a few turns, and whether one is there cannot be told.
+# How long a statement may take to notice that its socket has ended, on a busy machine. In an event loop that takes a
+# few turns, and whether a statement is under way cannot be told.
 _END_SECONDS = 10.0
 _END_ASYNC_SECONDS = 0.5
-# One that has just taken the lock is not seen in it yet.
+# Looks that see no thread in a statement: one that has just taken the driver's lock is not in its statement yet.
 _IDLE_LOOKS = 3
-# What every statement of the driver's stands in.
+# The function in which a thread is while a statement of the driver's is under way.
 _WAIT = psycopg.Connection.wait.__code__
 
 # Looked up, and not made: it is asked for each job.
@@ -53,7 +53,7 @@ class ScriptResult(NamedTuple):
 
 def dbapi_connection(connection: Connection) -> Any:
     """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
-    # Not by its own property: a relay's connection notes each time that the driver's is taken from it.
+    # Not by the property `connection`: a relay's connection notes each time that the driver's is taken by that.
     proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
     return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
@@ -94,7 +94,7 @@ def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, 
         psycopg.Error: it failed.
     """
     if is_listened_to(connection):
-        # They set up what users' transactions need, a role perhaps.
+        # Such listeners set up what users' transactions need, a role perhaps.
         with connection.begin():
             return run_script(connection, statement)[0].rows
     return run_outside_transaction(connection, statement)
@@ -178,9 +178,9 @@ def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptR
 
 
 def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
-    """Run statements on a connection of a thread of its own; as texts the rows of the one that returns rows.
+    """Run statements on a thread's own connection; returns, as texts, the rows of the statement that has any.
 
-    Never waits for ever, as libpq's own call would: the other end of a connection may be gone.
+    It does not wait for ever, as libpq's own call would: the other end of a connection may be gone.
 
     Raises:
         psycopg.Error: one failed, and those behind it were not executed.
@@ -190,7 +190,7 @@ def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]
     deadline = time.monotonic() + ANSWER_SECONDS
     rows: list[tuple[str | None, ...]] = []
     failed: psycopg.Error | None = None
-    # libpq wants to be asked until there is nothing more.
+    # libpq has to be asked until there is no more result.
     while (result := _next_result(connection, deadline)) is not None:
         if result.status == ExecStatus.TUPLES_OK:
             rows = _rows(result)
@@ -286,8 +286,8 @@ def is_at_rest(connection: Connection) -> bool:
 def give_up(connection: Connection) -> None:
     """Close a connection for good on which a thread or a task that a handler left behind may be at work.
 
-    Closed beneath a statement that waits, its memory would be freed and its socket's number be the next connection's:
-    the statement would go on in the one and read from the other. So the socket ends first, and with it the statement.
+    If it were closed beneath a waiting statement, that would go on in freed memory, and read from a socket that is the
+    next connection's, by its number. So the socket ends first, and with it the statement.
     """
     if connection.closed or connection.invalidated:
         return
@@ -297,7 +297,7 @@ def give_up(connection: Connection) -> None:
     finally:
         connection.invalidate()
         if is_ours:
-            # A statement that waits for it finds the connection closed.
+            # A statement that waits for the lock finds the connection closed.
             driver.lock.release()
 
 
@@ -315,7 +315,7 @@ def _lock(driver: "psycopg.Connection[Any]") -> bool:
 
 
 async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """The same on an async connection, on which only a task can be at work."""
+    """End what is under way, and take the driver's lock, on an async connection: only a task can be at work there."""
     if driver.lock.locked():
         _end_socket(driver)
     with suppress(TimeoutError):
@@ -329,7 +329,7 @@ def _end_socket(driver: DriverConnection) -> None:
 
 
 def _is_waited_on(driver: DriverConnection) -> bool:
-    """Whether a thread is inside of a statement on it."""
+    """Whether a thread is inside of a statement on this connection."""
     for frame in sys._current_frames().values():  # noqa: SLF001  # documented in the library reference
         found: FrameType | None = frame
         while found is not None:

@@ -44,8 +44,8 @@ _CONNECT_SECONDS = 10
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 # Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
 _POOLED = {"pool_size": 5, "max_overflow": -1}
-# Asked for hstore, psycopg would look its type up with an operator for which PostgreSQL has none of exactly its types:
-# another's, in a schema of the search path, would be called. SQLAlchemy reads the values without.
+# To read hstore itself, psycopg would look up its type with an operator that PostgreSQL does not have for exactly those
+# types: a user's, in a schema of the search path, would be called. SQLAlchemy reads hstore without psycopg.
 _DIALECT = {"use_native_hstore": False}
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
@@ -69,7 +69,7 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
 }
 # A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
-# A plan that was made while the table was small would read all of it, for as long as the connection lives.
+# Custom plans: one that was made while the table was small would read all of it, for as long as the connection lives.
 _EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}
 _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
     RELAY_NAME: _RELAY_SETTINGS,
@@ -91,7 +91,7 @@ def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bo
 
 
 def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> AsyncEngine:
-    """The same as an async engine.
+    """An async engine with the options of `make_engine`.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -135,7 +135,7 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
 
 
 def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | None]:
-    """Our defaults for psycopg, without what the URL itself says: SQLAlchemy would let them win over it.
+    """Our defaults for psycopg, without those that the URL sets itself: SQLAlchemy would let ours win.
 
     Raises:
         ConfigError: a `prepare_threshold` that is neither a number nor "none".
@@ -146,7 +146,7 @@ def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | 
         defaults["target_session_attrs"] = "read-write"
     chosen = {name: value for name, value in defaults.items() if name not in url.query}
     if "prepare_threshold" in url.query:
-        # psycopg's own, and the only one that must not come as text.
+        # The only option that psycopg does not take as text.
         chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
     settings = _SETTINGS_BY_NAME.get(application_name, _SERVER_SETTINGS)
     ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
@@ -253,7 +253,7 @@ def listen_connector(
 
 
 def _url_connector(url: URL) -> Callable[[], DriverConnection]:
-    """Without an engine, whose first questions to a new connection have no time limit."""
+    """Connect without an engine, whose first queries on a new connection have no time limit."""
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
     parameters = {**in_url, **connect_arguments(url, LISTENER_NAME), "autocommit": True}
     refused = threading.Event()

@@ -94,7 +94,7 @@ class NoConnection(Exception):
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """While a connection is opened: whatever users' code in an engine raises is an outage, as the database's own are.
+    """Around the opening of a connection: errors of users' code in an engine count as outages, as the database's do.
 
     Raises:
         NoConnection: it raised what no driver does.
@@ -155,6 +155,6 @@ def is_transient(error: Exception) -> bool:
         return isinstance(error, OSError | PoolTimeout)
     sqlstate = sqlstate_of(error)
     if sqlstate is None:
-        # What a driver refuses for its data, it refuses before it sends it.
+        # Data that a driver refuses was not sent, and would be refused again.
         return error.connection_invalidated or not isinstance(error, DataError)
     return error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate in _TRANSIENT

@@ -3,9 +3,9 @@
 While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
 own connection, is not seen; the script that commits finds what it did to the transaction.
 
-Each job works with a connection that is lent to it and closed behind it: what it left behind, a thread perhaps, has
-none of the next job's. And the guard knows whether something of a handler's may outlive its transaction on the server:
-then the slot starts its next job on another connection.
+Each job works with a connection that is lent to it and closed behind it, so that a thread which it left behind cannot
+use the next job's. The guard also notes whether a handler may have left session state on the server: then the slot
+starts its next job on another connection.
 """
 
 import sys
@@ -35,7 +35,7 @@ _CLOSED = {
     "_nested_transaction": None,
     "outboxq_guard": None,
 }
-# SQLAlchemy asks whether it is true, and makes it so with each listener that is put on a connection.
+# A true value, as SQLAlchemy needs it; each listener that is put on a connection replaces it by True.
 _HEARD_BY_US: Any = "outboxq"
 _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
 
@@ -43,7 +43,7 @@ _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
 class Watcher(Protocol):
     """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent beside it.
 
-    The relay's own scripts (`run_script`) are not told of.
+    The relay's own scripts (`run_script`) call none of these.
     """
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
@@ -85,8 +85,8 @@ class Guard:
         self.savepoint: Savepoint | None = None
         self.on_first_use: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
-        # What of a handler's may outlive its transaction on this connection, in words that hold no value; then the
-        # functions that may do so, if it is they alone.
+        # What of a handler's may outlive its transaction on this connection, in words that hold no value; and the
+        # functions that may have left it, if nothing else did.
         self.left: str | None = None
         self.called: AbstractSet[str] = frozenset()
         # Whether a name may mean something else, in the rest of the transaction, than it does on this connection: by a
@@ -94,12 +94,12 @@ class Guard:
         self.is_altered = False
         self._harmless = harmless
         self._connection = connection
-        # A handler comes to the relay's own connection by its transactions; a thread that it left behind gets nowhere.
+        # A handler can reach the relay's own connection by its transactions; a thread that it left behind is refused.
         self.thread = get_ident()
         self._lent: list[Connection] = []
         # As SQLAlchemy gives it to the driver's cursor.
         self._announced: str | None = None
-        # Of a test, around all of its jobs.
+        # A test's own savepoint, around all of its jobs.
         self._around = connection.get_nested_transaction()
         self._options = connection.get_execution_options()
         # Its events and its transaction are tied to the object: another one could not stand in for it.
@@ -139,7 +139,7 @@ class Guard:
         Args:
             claimed: The name of the claim's own, which is there already and stands for it: nothing is sent.
         """
-        # A handler before may have left one of its own open: they would become a chain, for as long as claims follow.
+        # An earlier handler may have left a savepoint open: these would become a chain, for as long as claims follow.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
         self.savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
 
@@ -152,7 +152,7 @@ class Guard:
         return lent
 
     def take_back(self) -> None:
-        """Close what was lent, for whatever of its job goes on, and undo what its job set on it."""
+        """Close what was lent, against threads that its job left behind, and undo what the job set on it."""
         while self._lent:
             self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
@@ -164,7 +164,7 @@ class Guard:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Send something of the relay's in the middle of a job: unwatched, by nothing that the job set."""
+        """Within the block, send the relay's own statements: unwatched, and without options that the job has set."""
         connection, watcher, self.watcher = self._connection, self.watcher, None
         options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
         try:

@@ -20,12 +20,12 @@ class Savepoint(NestedTransaction):
         return self._savepoint
 
     def undo(self) -> None:
-        """Go back to it, even if SQLAlchemy says that it has.
+        """Roll back to the savepoint, even if SQLAlchemy says that it did.
 
         SQLAlchemy says so also if it could send nothing, and rows may have come behind it by the driver's cursor.
 
         Raises:
-            psycopg.Error, SQLAlchemyError: it is not there.
+            psycopg.Error, SQLAlchemyError: the savepoint is gone.
         """
         if self.is_active:
             self.rollback()

@@ -20,7 +20,7 @@ AnySession: TypeAlias = SyncSession | AnAsyncSession
 
 
 def plain_session(session: AnySession, what: str) -> Session:
-    """The sync session below whatever the caller has.
+    """The sync session below the session, scoped session or async session that the caller has.
 
     Raises:
         EnqueueError: not a session; `what` names the call in its message.

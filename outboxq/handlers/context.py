@@ -42,7 +42,7 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
 
 @dataclass(frozen=True)
 class JobContext(HasEffectAccess, Generic[SessionType, S]):
-    """What sync and async handlers receive alike."""
+    """The base of `Context` and `AsyncContext`."""
 
     job: Job
     state: S
@@ -60,7 +60,7 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
         return msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Have a Core statement sent after the handler's flush and before COMMIT, together with its equals.
+        """Have a Core statement sent after the handler's flush and before COMMIT, together with equal statements.
 
         Does no I/O, and is not awaited. In a shared batch equal statements that follow one another, of one job or of
         several, are sent as one, with the parameters of all; the order is always that of the jobs. If the handler
@@ -69,7 +69,7 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
                 `bindparam()` for values.
-            parameters: For one execution of it.
+            parameters: Those of one execution.
 
         Raises:
             DeferError: it does not write, returns rows, or the parameters are not values by name.

@@ -21,7 +21,7 @@ from outboxq.handlers.row_writes import Statement, only_writes
 from outboxq.handlers.set_based import single_executions
 from outboxq.outbox.session import OutboxSession
 
-# Attributes of a session: its `info` belongs to users, and may be cleared.
+# Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
 _WAITING = "_outboxq_deferred"
 _FAILED = "_outboxq_deferred_failed"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
@@ -37,18 +37,18 @@ class Write:
 
 
 def is_constant(value: object) -> bool:
-    """Whether a value stays what it is: of a list or a document, its owner may make another one before it is sent."""
+    """Whether a value cannot be changed before it is sent, as a list or a document can."""
     return type(value) in _CONSTANT or isinstance(value, Enum)
 
 
 def may_wait(write: Write) -> bool:
-    """Whether a write comes to the same later, among those of other jobs: its values stay, and it sets nothing."""
+    """Whether a write does the same if it is sent later, among other jobs': its values stay, and it sets nothing."""
     return is_fixed(write.statement) and all(map(is_constant, write.parameters.values()))
 
 
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Whether a statement has nothing inside that may be another value later, or do more than write rows."""
+    """Whether a statement holds no value that may change, and does nothing but write rows."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
     if key is None or not all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams):
         return False
@@ -88,10 +88,10 @@ def may_all_wait(session: Session) -> bool:
 
 
 def take_writes(session: Session) -> list[Write]:
-    """What was deferred in this session, which forgets it.
+    """Take the deferred writes out of the session.
 
     Raises:
-        DeferError: some of it was to be sent before, and could not be.
+        DeferError: some of them could not be sent at an earlier commit().
     """
     if vars(session).get(_FAILED):
         raise DeferError(
@@ -107,7 +107,7 @@ def _before_commit(session: Session) -> None:
         return
     session.flush()
     writes = take_writes(session)
-    # Until it is sent: a handler that commits may swallow the error.
+    # Stays set if sending fails: a handler that commits may swallow the error.
     vars(session)[_FAILED] = True
     _send(session.connection(), writes)
     del vars(session)[_FAILED]
@@ -122,7 +122,7 @@ def _send(connection: Connection, writes: list[Write]) -> None:
 
 
 def _after_rollback(session: Session, previous: SessionTransaction) -> None:
-    # A test's own session goes on after it; a handler that rolls its session back has failed in any case.
+    # A test's own session goes on after a rollback; a handler that rolls its session back has failed in any case.
     if not previous.nested:
         vars(session).pop(_FAILED, None)
 
@@ -132,7 +132,7 @@ event.listen(OutboxSession, "before_commit", _before_commit)
 event.listen(OutboxSession, "after_soft_rollback", _after_rollback)
 
 
-# The same object comes again and again.
+# Cached, because the same statement object comes again and again.
 @lru_cache(256)
 def _check_writes(statement: Statement) -> None:
     if isinstance(statement, TextClause):

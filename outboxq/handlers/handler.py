@@ -37,7 +37,7 @@ LARGEST_MAX_SIZE = 10_000
 class HandlerOptions:
     """Where a handler's jobs wait, how they are claimed, and what becomes of a failed one.
 
-    `max_size` is of a batch handler. The others are explained at `Jobs.handler`.
+    `max_size` is for batch handlers alone; `Jobs.handler` explains the others.
 
     Raises:
         RegistryError: a value of another type or out of its range, or two that exclude each other.
@@ -86,7 +86,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.returned = Returned(kind)
         self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
-        # Without the function's own attributes, which other decorators name as we name ours: `retry`, `kind`.
+        # Without the function's own attributes: other decorators set some with the names of ours, `retry` and `kind`.
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, ctx: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -110,7 +110,7 @@ AnyHandler: TypeAlias = Handler[Any, Any, Any]
 
 
 class Arguments(Generic[P, T]):
-    """The class of a batch handler's arguments, as if a handler took its fields: what a `Signature` is built from.
+    """The class of a batch handler's arguments, as a callable that takes its fields: a `Signature` is built from it.
 
     Raises:
         RegistryError: not a class, or one whose arguments cannot be seen.
@@ -285,7 +285,7 @@ def _check_function(function: Callable[..., Any]) -> None:
 
 
 def _hints(arguments: type[Any]) -> dict[str, object]:
-    """The types of a class's fields, and of its `__init__` that can be found yet."""
+    """The types of a class's fields and of its `__init__`'s parameters, as far as they can be found yet."""
     hints: dict[str, object] = {}
     for source in (arguments, arguments.__init__):
         try:

@@ -16,7 +16,7 @@ _MAX_MESSAGE_CHARACTERS = 300
 
 
 class StoppedEarly(SystemExit):
-    """The process is told to stop before anything has begun: also while the registry's module is imported."""
+    """The process was told to stop before work began, perhaps while the registry's module was imported."""
 
 
 def load_jobs(target: str) -> "Jobs":
@@ -71,7 +71,7 @@ def _failed(name: str, error: BaseException) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """The innermost file and line of the error that is not the import machinery's."""
+    """The innermost file and line of the error's traceback outside of the import machinery."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

@@ -1,4 +1,4 @@
-"""The registry: the handlers of an application, what it declares beside them, and what is checked of it at start."""
+"""The registry: an application's handlers, lifespan, scopes and inboxes, and their checks at the relay's start."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -45,7 +45,7 @@ class Jobs:
         messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
 
     Raises:
-        RegistryError: messages that are neither "redacted" nor "withheld".
+        RegistryError: `messages` is neither "redacted" nor "withheld".
     """
 
     def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
@@ -109,13 +109,13 @@ class Jobs:
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that is given many jobs at a time: for set-based SQL.
 
-        It returns None if all are done, or the outcome of each, in their order; the rows of those that are not done
-        are its own affair. If it raises, all of its rows are undone, and it is called for each job alone.
+        The handler returns None if all are done, or the outcome of each, in their order; what it wrote for those that
+        are not done stays. If it raises, all of its rows are undone, and it is called for each job alone.
 
         Args:
             arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
             max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
-            kind: As of `handler`, and so are the others.
+            kind: This option and the others mean what they mean for `handler`.
             claim: "transaction", the only one so far.
 
         Raises:

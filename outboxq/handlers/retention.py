@@ -1,4 +1,4 @@
-"""Retention: how long the keys of scopes and consumers are remembered, and that no retry outlives them.
+"""Retention: how long the keys of scopes and consumers are remembered, and the check that no retry outlives them.
 
 A handler that runs again after its key was forgotten would call, or accept, once more: such a window is refused before
 anything is claimed.
@@ -25,7 +25,7 @@ _DECLARED: Mapping[Owner, str] = {"scope": "jobs.scope", "consumer": "jobs.inbox
 class Window:
     """How long the keys of a scope, or the message ids of a consumer, are remembered.
 
-    `kinds` are those of the handlers that use it; none: all of the registry may.
+    `kinds` are those of the handlers that use it; if empty, every handler of the registry may.
     """
 
     owner: Owner
@@ -38,8 +38,8 @@ def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
     """The kinds in one order, so that two declarations of a window can be compared.
 
     Raises:
-        RegistryError: a text, which would be one kind a letter.
-        ArgumentError: what cannot be the name of a kind.
+        RegistryError: a str, each letter of which would be a kind.
+        ArgumentError: a kind that cannot be a name.
     """
     if isinstance(kinds, str):
         raise RegistryError(f"kinds takes a tuple or a list of names, got the text {kinds!r}")

@@ -1,4 +1,4 @@
-"""Returned: what it means that a handler returned something.
+"""Returned: the outcomes that a handler's returned values stand for.
 
 None, or any value, means done. Only what shows that the handler's work was not done is an error, and a permanent one,
 since the next attempt would return the same.
@@ -20,11 +20,11 @@ _OUTCOMES = (Done, Retry, Snooze, DeadLetter, Discard)
 
 
 class Returned:
-    """What the handler of one kind returns, as outcomes; that its values are dropped is said once."""
+    """Reads outcomes from what the handler of one kind returns; logs once that other values are dropped."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        # Taken for good by the first that says it.
+        # The first thread that logs it takes this lock for good.
         self._said = threading.Lock()
 
     def outcome(self, returned: object) -> Outcome:
@@ -42,10 +42,10 @@ class Returned:
         return _DONE
 
     def outcomes(self, returned: object, count: int) -> list[Outcome]:
-        """The outcomes of `count` jobs: one for all, or of a list one for each.
+        """The outcomes of `count` jobs: `Done` for all, or those of a list with one for each.
 
         Raises:
-            NothingDone: as `outcome`, for any of them.
+            NothingDone: one is a coroutine or the like that was never run, or the class of an outcome.
             HandlerError: another number of outcomes than of jobs, or one outcome for all that is not done.
         """
         if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
@@ -79,7 +79,7 @@ def _is_list(returned: object) -> TypeGuard[Sequence[object]]:
 
 
 def _is_undone(returned: object) -> bool:
-    # Generators and futures too: what they stand for has not run, or runs on without its job.
+    # Generators and futures too: their work has not run, or runs on without its job.
     return (
         inspect.isawaitable(returned)
         or inspect.isgenerator(returned)

@@ -1,6 +1,6 @@
-"""What statements write: to the rows of one table, or to more; and whether they run nothing of the user's.
+"""What a statement writes: rows of one table alone, or more; and whether it runs no code of the user's.
 
-What that does to users' tables is read from the catalogs when first needed, and kept for some seconds.
+What such a write sets off in users' tables is read from the catalogs when first needed, and kept for some seconds.
 """
 
 import time
@@ -38,13 +38,13 @@ _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
 # What an UPDATE may say besides which rows become what.
 MORE_PARTS = ("_independent_ctes", "_prefixes", "_hints", "_with_options", "_returning", "_ordered_values")
-# A migration that runs beside relays is known to them after this time.
+# Relays know of a migration that runs beside them after this time at the latest.
 FRESH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """What a statement writes, besides what the schema itself does: an UPDATE these columns."""
+    """What a statement itself writes, without triggers and the like; an UPDATE also names its columns."""
 
     table: Table
     verb: Literal["INSERT", "UPDATE", "DELETE"]
@@ -83,7 +83,7 @@ class TableFacts:
         assert_never(write.verb)
 
 
-# What is known of statements, by the names of their parameters: asked each time that one is sent or deferred.
+# By statement and names of its parameters; looked up each time that a statement is sent or deferred.
 _writes: WeakKeyDictionary[object, dict[frozenset[str], RowWrite | None]] = WeakKeyDictionary()
 
 
@@ -91,7 +91,7 @@ def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
     """What a statement writes; None if it may write to more than the rows of its table.
 
     Args:
-        names: Of its parameters: those that a column has are the values of the column.
+        names: Names of its parameters; one that is also a column's name is the value of that column.
     """
     if not isinstance(statement, _WRITING):
         return None
@@ -119,7 +119,7 @@ def written_table(statement: Insert | Update | Delete, more: Iterable[str]) -> T
     is_more = any(getattr(statement, part, None) for part in more)
     if is_more or _names_others(statement) or not isinstance(statement.table, Table):
         return None
-    # Of a mapped class it is another object.
+    # The table of a mapped class comes as an annotated copy.
     return statement.table._deannotate()  # noqa: SLF001  # as SQLAlchemy itself compares tables
 
 
@@ -129,8 +129,8 @@ def _names_others(statement: Insert | Update | Delete) -> bool:
 
 
 def assigned_columns(statement: Update, table: Table) -> dict[Any, object]:
-    """What is assigned to each column; to None if the column is not known."""
-    # By name it is an attribute, if a mapped class is updated.
+    """The value that is assigned to each column; under None that of a column which is not known."""
+    # A name is that of an attribute, if a mapped class is updated.
     mapper = updated_mapper(statement)
     columns = table.columns if mapper is None else mapper.columns
     values: Any = statement._values or {}  # noqa: SLF001  # SQLAlchemy has no other name for it
@@ -139,7 +139,7 @@ def assigned_columns(statement: Update, table: Table) -> dict[Any, object]:
 
 
 def updated_mapper(statement: Statement) -> Any:
-    """Of the class that is updated, if it is one."""
+    """The mapper of the class that is updated, or None if it is a table."""
     return statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001  # SQLAlchemy has no other name for it
 
 
@@ -178,7 +178,7 @@ def _writes_or_computes(element: Any) -> bool:
 
 
 class Catalog:
-    """What one connection knows of tables."""
+    """The facts of tables that one connection has read, kept for `FRESH_SECONDS`."""
 
     def __init__(self) -> None:
         self._read_at = 0.0
@@ -205,7 +205,7 @@ class Catalog:
         return self._facts[named]
 
     def has_deferrable(self, connection: Connection) -> bool:
-        """Whether any constraint of the database may be checked at COMMIT only. Raises: as `facts`."""
+        """Whether any constraint of the database may be checked at COMMIT only. Raises psycopg.Error."""
         if self._has_deferrable is None:
             self._has_deferrable = bool(run_script(connection, DEFERRABLE)[0].rows[0][0])
         return self._has_deferrable

@@ -1,8 +1,8 @@
 """Set-based updates: many executions of an UPDATE by primary key, sent as one statement over arrays.
 
-Only if PostgreSQL does the same for both: each execution changes at most one row, no row is changed twice, what a row
-becomes depends on nothing but itself and the parameters, and the table runs no code and compares no rows. Whatever
-else is deferred stays an executemany.
+Done only if the result is the same either way: each execution changes at most one row, no row is changed twice, what a
+row becomes depends on nothing but itself and the parameters, and the table runs no code and compares no rows. Every
+other deferred statement stays an executemany.
 """
 
 import logging
@@ -51,8 +51,8 @@ FactsOf: TypeAlias = Callable[[Table], TableFacts | None]
 
 # With fewer rows there is nothing to win.
 _LEAST_ROWS = 4
-# What SQLAlchemy and psycopg make of a value of the second type by itself, they make of each in an array of the third.
-# Exactly these: a precision, a length or a type of the user's may make something else of it.
+# By column type: the Python type whose values mean the same alone and in an array, and the array's element type.
+# Exactly these: a precision, a length or a type of the user's may turn a value into another one.
 _Element: TypeAlias = tuple[type[object], Callable[[Any], TypeEngine[Any]]]
 _INTEGERS = (types.SmallInteger, types.Integer, types.BigInteger, types.SMALLINT, types.INTEGER, types.BIGINT)
 _TEXTS = (types.String, types.Text, types.Unicode, types.UnicodeText, types.VARCHAR, types.TEXT)
@@ -73,18 +73,18 @@ _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 def executions(
     statement: Statement, rows: Sequence[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> Iterator[tuple[Statement | Select[Any], Row | Sequence[Row]]]:
-    """What to execute, one after the other, to the effect of `statement` with each of `rows`, which name the same.
+    """Statements that together do what `statement` does with each of `rows`, whose names are the same.
 
     Args:
         in_order: Whether rows have to be locked in the order of their keys: one statement over arrays would lock them
-            in the server's, so a SELECT that does comes before it.
+            in the server's order, so a SELECT that locks them comes before it.
     """
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
     if set_based is None or not set_based.is_allowed_by(facts_of(set_based.table)):
         yield from single_executions(statement, rows)
         return
-    # A second change of a row finds what the first made of it: these come behind, in their order.
+    # A second change of a row must find the first one made: second changes are executed behind, in their order.
     first: dict[object, Row] = {}
     again = [row for row in rows if first.setdefault(row[set_based.key], row) is not row]
     arrays = {name: [row[name] for row in first.values()] for name in set_based.values}
@@ -100,9 +100,9 @@ def executions(
 
 
 def single_executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """The same with an execution for each row, one after the other."""
+    """One execution of the statement for each row, in their order."""
     if len(rows) > 1 and _takes_lists(statement):
-        # SQLAlchemy writes them out, and refuses an executemany.
+        # SQLAlchemy writes lists out, and refuses an executemany.
         for row in rows:
             yield statement, row
     else:
@@ -114,8 +114,8 @@ def _array(name: str) -> str:
 
 
 def _is_uniform(values: list[Any], type_: type[object]) -> bool:
-    """Whether the driver makes of each in an array what it makes of it alone."""
-    # Of these two SQLAlchemy does not say what they are: by itself, None is of an unknown type.
+    """Whether the driver sends each value in an array as it sends the value alone."""
+    # SQLAlchemy adds no cast to these two: a None alone is of an unknown type.
     allowed = {type_} if type_ in (bool, Decimal) else {type_, type(None)}
     if not set(map(type, values)) <= allowed:
         return False
@@ -157,7 +157,7 @@ class _SetBased:
         if None in self.assigned:
             return {}
         binds = [element for element in self.elements if isinstance(element, BindParameter)]
-        # Without a type of its own a parameter has its column's, if it is the value of one, and only then.
+        # A parameter without a type of its own has that of the column whose value it is, if it is one's.
         typed = [(bind, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
         typed += [
             (bind, column.type)

@@ -1,6 +1,6 @@
 """Unlocked: entity arguments whose rows are not locked, and a handler that changes them all the same.
 
-Such a handler may undo what another job has written since the row was read. That is said once for each kind.
+Such a handler may undo what another job has written since the row was read. That is logged once for each kind.
 """
 
 import dis
@@ -25,21 +25,21 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class UnlockedChanges:
-    """Says once that the handler of one kind changes rows which it has not locked."""
+    """Logs once that the handler of one kind changes rows which it has not locked."""
 
     def __init__(self, kind: str, function: Callable[..., object]) -> None:
         self._kind = kind
         self._function = function
-        # Taken for good by the first that says it.
+        # The first thread that logs it takes this lock for good.
         self._said = threading.Lock()
 
     @property
     def is_said(self) -> bool:
-        """Whether there is nothing more to look for."""
+        """Whether it was logged already, so that there is nothing to look for."""
         return self._said.locked()
 
     def look(self, entities: Iterable[object]) -> None:
-        """Say it if one of these, as they are before their flush, has a new value that may come from the old one."""
+        """Log it if one of these entities, before its flush, has a new value that may come from the old one."""
         for entity in entities:
             state = instance_state(entity)
             if state.committed_state:
@@ -49,7 +49,7 @@ class UnlockedChanges:
 
     @functools.cached_property
     def _unread(self) -> frozenset[str]:
-        """The attributes that the handler's own code assigns, and reads of nothing: their old values do not matter."""
+        """The attributes that the handler's own code assigns and never reads: their old values do not matter."""
         read, assigned = set[str](), set[str]()
         for code in _code_of(self._function):
             for step in dis.get_instructions(code):

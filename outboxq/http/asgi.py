@@ -32,12 +32,12 @@ def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
 def was_not_routed(scope: Scope, status: int) -> bool:
     """Whether Starlette's router, and so FastAPI's, answered: nothing is there for this path, or not for this method.
 
-    Only what the router left in the scope counts: of what another router or an endpoint answered, this knows nothing.
+    Only what the router left in the scope counts: an answer of another router or of an endpoint is not recognised.
     """
     if "router" not in scope:
         return False
     if status == _NOT_FOUND:
-        # A mounted application that found nothing either is the last endpoint that was found.
+        # A mounted application that found nothing is itself the endpoint that the scope names last.
         endpoint = scope.get("endpoint")
         return endpoint is None or endpoint is scope.get("app")
     methods = getattr(scope.get("route"), "methods", None)

@@ -43,10 +43,10 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | T
 
 @asynccontextmanager
 async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
-    """A `receive` that gives the body; a client that has left is told at once, whether the body was taken or not.
+    """A `receive` that gives the body; it tells at once of a client that has left, whether the body was taken or not.
 
-    So do servers, and Starlette's `is_disconnected()` asks without waiting: the server is asked ahead, in a task.
-    Behind the whole body it has nothing else to tell.
+    Servers do so, and Starlette's `is_disconnected()` does not wait: so a task asks the server ahead. After the whole
+    body, a server has nothing else to tell.
     """
     leaving = asyncio.ensure_future(receive())
     unread: list[dict[str, Any]] = [_message(read.data, goes_on=False)]
@@ -60,12 +60,12 @@ async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
         yield receive_again
     finally:
         if not leaving.cancel() and not leaving.cancelled():
-            # It may have been left unread; asked for, so that asyncio does not complain.
+            # The result may be left unread: reading the exception keeps asyncio from logging it.
             leaving.exception()
 
 
 def given_back(read: TooLarge, receive: Receive) -> Receive:
-    """A `receive` that begins with what was read; afterwards it tells what the server tells."""
+    """A `receive` that gives first what was read, then what the server gives."""
     if not read.beginning and read.goes_on:
         return receive
     unread: list[dict[str, Any]] = [_message(read.beginning, goes_on=read.goes_on)]

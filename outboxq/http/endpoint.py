@@ -24,7 +24,7 @@ IN_SCOPE = "outboxq.idempotency"
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The effect that stands for the request, and how what it comes to is stored."""
+    """The effect that stands for the request, and how its response is stored."""
 
     request: Request
     schema: str
@@ -46,17 +46,17 @@ class Recorded:
     is_certain: bool = True
 
     def watch(self) -> None:
-        """See how the transaction ends."""
+        """Listen for the end of the session's transaction."""
         event.listen(self.session, "after_commit", self._after_commit)
         event.listen(self.session, "after_soft_rollback", self._after_rollback)
 
     def forget(self) -> None:
-        """Leave the session alone."""
+        """Stop listening."""
         event.remove(self.session, "after_commit", self._after_commit)
         event.remove(self.session, "after_soft_rollback", self._after_rollback)
 
     def _after_commit(self, session: Session) -> None:
-        # The release of a savepoint is told too, and so is the commit() of a session in another's transaction.
+        # Also called for the release of a savepoint, and for the commit() of a session in another's transaction.
         if not session.in_nested_transaction() and not self.connection.in_transaction():
             self.is_committed = True
 
@@ -84,8 +84,8 @@ class Idempotency:
     def record(self, session: SyncSession | AnAsyncSession, response: ResponseLike) -> Awaitable[None] | None:
         """Record the response in the session's transaction; await it on an async session. Return the same response.
 
-        As the last statement before the commit: the lease is not extended any more, and once it has run out a retry
-        waits for this transaction's end.
+        Call it last before the commit: from then on the lease is not extended, and once it has run out a retry waits
+        for this transaction's end.
 
         Raises:
             EffectLockLost: the request took longer than its lease, and was taken over: let this roll back.
@@ -121,7 +121,7 @@ class Idempotency:
         self.recorded.watch()
 
     def forget(self) -> None:
-        """Leave the endpoint's session alone."""
+        """Forget the record, and stop listening to the endpoint's session."""
         if self.recorded is not None:
             self.recorded.forget()
             self.recorded = None

@@ -1,4 +1,4 @@
-"""Which request is meant: its key as the client sent it, whose it is, and what tells two requests apart."""
+"""Which request is meant: its key as the client sent it, its principal, and what tells two requests apart."""
 
 import hashlib
 import hmac

@@ -44,9 +44,9 @@ MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES = 1024 * 1024, 128 * 1024
 _LARGEST_BYTES = 64 * 1024 * 1024
 # These say that the request was not processed, and may come again: RFC 9110, RFC 8470 (425), RFC 6585 (429).
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
-# As RFC 3986 has it, as far as the Link header that it goes into must be sure of it.
+# The characters of RFC 3986, and no other that could end the URL in a Link header.
 _URL = re.compile(r"[!#-;=?-~]+")
-# Ways to answer past `send`, at which we record.
+# ASGI extensions that answer without the messages at which we record.
 _BYPASSES = ("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers")
 
 
@@ -55,8 +55,8 @@ class IdempotencyMiddleware:
 
     Args:
         app: The ASGI application.
-        engine: An async engine, or a sync one, whose transactions then run in threads. Connections come from a pool of
-            our own beside its pool, which is closed at the end of the application's lifespan.
+        engine: An async engine, or a sync one, whose transactions then run in threads. Connections come from pools of
+            our own, which are closed at the end of the application's lifespan, and never from the engine's.
         principal: Whose key it is: `by_authorization`, `nobody`, or a function of the ASGI scope.
         methods: Requests of other methods pass through.
         required: Whether a request without the header is refused.
@@ -66,7 +66,7 @@ class IdempotencyMiddleware:
         max_request_bytes: A larger body is not guarded, and refused if the key is required.
         max_response_bytes: A larger response, or a stream, passes through; it is executed once, and not replayed.
         released_statuses: Responses after which a retry is executed, because they say that nothing was done.
-        documentation: The URL of what your API's documentation says of idempotency keys, for our error responses.
+        documentation: The URL of your API's documentation of idempotency keys, for our error responses.
         schema: The PostgreSQL schema of outboxq's tables; by default as the engine's `schema_translate_map` has it.
 
     Raises:
@@ -117,7 +117,7 @@ class IdempotencyMiddleware:
 
     def _disposing(self, send: Send) -> Send:
         async def send_disposing(message: Message) -> None:
-            # Before it is sent: the server may end the event loop at once.
+            # Before the message is sent: after it the server may end the event loop at once.
             if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await self._transactions.dispose()
             await send(message)
@@ -126,7 +126,7 @@ class IdempotencyMiddleware:
 
     async def _take(self, scope: MutableScope, receive: Receive, send: Send) -> None:
         if is_guarded(scope):
-            # By another one of us, further out: two would wait for each other.
+            # Guarded by another such middleware, further out: two would wait for each other.
             return await self._app(scope, receive, send)
         # Into the server's own dict: middleware outside of ours reads what the router leaves there.
         idempotency = scope[IN_SCOPE] = Idempotency()
@@ -186,7 +186,7 @@ class IdempotencyMiddleware:
             raise missing from error
         if not is_transient(error):
             raise error
-        # The claim may have been committed all the same.
+        # The claim may have been committed although the database did not answer.
         self._writes.start(settlement.release())
         logger.warning("idempotency keys cannot be checked", extra={"error_type": type(error).__name__})
         return self._answers.answer(problems.UNAVAILABLE)
@@ -203,7 +203,7 @@ class IdempotencyMiddleware:
         deployment = await self._runner.deployment()
         while True:
             state = await self._runner.drive(claim(request, expiry, deployment))
-            # A process that stood still until here for longer than its lease may have been taken over: claim again.
+            # If this process stood still for longer than its lease, another may have taken over: claim again.
             if not state.claimed or expiry.is_ahead:
                 return state
 
@@ -245,7 +245,7 @@ class IdempotencyMiddleware:
 
 
 async def _release(claiming: "asyncio.Task[EffectState]", settlement: RequestSettlement) -> None:
-    """The client, or the server, went away before anything was executed."""
+    """Release the claim after the client or the server went away before anything was executed."""
     if (await claiming).claimed:
         await settlement.release()
 

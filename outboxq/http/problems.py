@@ -1,4 +1,4 @@
-"""The answers that are our own: problems, RFC 9457."""
+"""The error answers of our own: problem details, RFC 9457."""
 
 from dataclasses import dataclass
 
@@ -82,7 +82,7 @@ UNAVAILABLE = Problem(
 
 @dataclass(frozen=True, slots=True)
 class ProblemAnswers:
-    """Makes answers of problems.
+    """Makes an answer of a problem.
 
     Args:
         documentation: Where the API's own documentation explains idempotency keys; each problem points there.

@@ -12,7 +12,7 @@ _CUT_SHORT = ", and was cut short"
 
 
 class ResponseRecorder:
-    """Takes what the application sends, and has it settled.
+    """Takes what the application sends, and settles the request with it.
 
     A response of known and bearable length is recorded before its first byte leaves. Anything else passes through, and
     is recorded, without its content, before its last byte leaves.
@@ -53,9 +53,9 @@ class ResponseRecorder:
             await self.fail(None)
 
     async def fail(self, error: BaseException | None) -> bool:
-        """The application has raised, or returned without an answer; whether it was answered nevertheless."""
+        """Settle after the application raised or returned without an answer; True if an answer of ours was sent."""
         if self._settling is not None and await self._settling is not None:
-            # Interrupted while it was written: what is written stands.
+            # Interrupted while the outcome was recorded: what was recorded stands.
             self._is_settled = True
         if self._is_settled:
             return False
@@ -99,7 +99,7 @@ class ResponseRecorder:
             assert self._start is not None
             assert self._streams is not None
             self._is_settled = True
-            # Before the last byte: a client that has seen the end of it finds it executed, and not under way.
+            # Before the last byte: a client that has the whole answer must not find its request still under way.
             await self._writes.run(self._settlement.settle_stream(self._start["status"], self._streams))
         await self._send(message)
 

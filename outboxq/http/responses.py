@@ -13,7 +13,7 @@ REPLAYED, NOT_REPLAYABLE = (b"idempotent-replayed", b"true"), (b"idempotency-rep
 KEY_IGNORED = (b"idempotency-key-ignored", b"request body too large")
 RECORDED_LATE = (b"idempotency-warning", b"recorded after the endpoint's transaction")
 
-# Of one connection (RFC 9110, section 7.6.1), and what makes a session: it belongs to the first client.
+# Headers of one connection (RFC 9110, section 7.6.1), and those that make a session, which is the first client's.
 _NOT_KEPT = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade set-cookie".split()
 )
@@ -50,7 +50,7 @@ class Answer:
         return (self.status, self.body) == (other.status, other.body)
 
     def marked(self, header: tuple[bytes, bytes]) -> "Answer":
-        """The same with one more header."""
+        """This answer with one more header."""
         return replace(self, headers=(*self.headers, header))
 
     async def send_to(self, send: Send) -> None:
@@ -101,7 +101,7 @@ def decode_answer(result: str) -> Answer | None:
 
 
 def _is_whole(answer: Answer) -> bool:
-    """Whether the body is as long as the status and the headers have it."""
+    """Whether the body is as long as the status and the headers say."""
     declared = set(header_values(answer.headers, b"content-length"))
     return declared <= {str(len(answer.body)).encode()} and not (answer.body and answer.status in _NO_BODY)
 

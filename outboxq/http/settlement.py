@@ -1,4 +1,4 @@
-"""What is written of a guarded request when its answer is there, and what is answered for that.
+"""Settling a guarded request: what is recorded of it when its answer is there, and what the client is answered.
 
 `RequestSettlement` knows nothing of what the application did: every answer is the outcome. `TransactionSettlement`
 serves endpoints that record in their own transaction: what they did not record did not happen, and may be done again.
@@ -43,7 +43,7 @@ def standing_answer(state: EffectState, answers: ProblemAnswers) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettlement:
-    """Settles a request of which only its application knows what it did.
+    """Settles a request by its answer: what the application did is not known.
 
     Args:
         is_refused: Whether an answer of this status is the router's, which found no endpoint for the request.
@@ -58,18 +58,18 @@ class RequestSettlement:
     released: frozenset[int] = frozenset()
 
     async def refuse_takeover(self) -> Answer:
-        """The answer if an earlier request with this key never came to its end."""
+        """Record as unknown an earlier request with this key that never ended; returns the answer."""
         reason = f"the server stopped while it answered {self.request.scope}: nobody knows how far it came"
         written = await self._record("unknown", error=reason)
         return written if isinstance(written, Answer) else self.answers.answer(problems.UNKNOWN)
 
     async def release(self, keep: timedelta | None = None) -> None:
-        """Settle a request that was claimed, or may have been, and not executed; kept like any other by default."""
+        """Settle a request that was not executed, whether its claim was committed or not; by default it is kept."""
         keep = self.request.retention if keep is None else keep
         await self._finds(statements.release(self.request.lock, keep=keep))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # for TransactionSettlement
-        """Write what came of the request before it is answered; what to answer, or None: ask again at the end."""
+        """Record the outcome before the answer is sent; returns what to answer, or None: ask again at the end."""
         if self.is_refused(answer.status):
             # Nothing was executed, and nothing of it is worth a row: strangers could fill the table.
             await self.release(timedelta(0))
@@ -81,18 +81,18 @@ class RequestSettlement:
         written = await self._record("done", result=result, error=reason, keep=self.request.retention)
         if isinstance(written, Answer):
             return written
-        # The database may refuse it, too.
+        # The database may have refused the result.
         return answer.marked(NOT_REPLAYABLE) if written.result is None else answer
 
     async def settle_stream(self, status: int, reason: str) -> None:
-        """Write what came of a request whose answer passes through; too late to answer otherwise."""
+        """Record the outcome of a request whose answer passes through; it is too late to answer otherwise."""
         if status in self.released:
             await self._record_released(status)
         else:
             await self._record("done", error=reason, keep=self.request.retention)
 
     async def fail(self, error: BaseException | None) -> Answer | None:
-        """Write that the application raised, or never answered; what to answer, if it is ours to answer."""
+        """Record that the application raised, or never answered; returns the answer, if we are to give one."""
         if error is None or isinstance(error, Exception):
             return await self.settle(self.answers.answer(problems.FAILED), at_end=True)
         reason = f"the server was stopped while it answered {self.request.scope}: nobody knows how far it came"
@@ -100,7 +100,7 @@ class RequestSettlement:
         return None
 
     async def _finds(self, statement: Executable) -> bool | None:
-        """Whether the statement meets the row; None if the database cannot be reached."""
+        """Execute the statement; True if it found the row, None if the database cannot be reached."""
         lease_seconds = self.request.lease.total_seconds()
         try:
             return await self.runner.drive(
@@ -116,7 +116,7 @@ class RequestSettlement:
     async def _record(
         self, status: Status, *, result: str | None = None, error: str | None = None, keep: timedelta | None = None
     ) -> Recorded | Answer:
-        """What was written, or the answer to give if it could not be written."""
+        """Record the outcome; returns what was recorded, or the answer to give if that failed."""
         try:
             return await self.runner.drive(record(self.request, status, result=result, error=error, keep=keep))
         except EffectError as failure:
@@ -148,7 +148,7 @@ class TransactionSettlement(RequestSettlement):
             return self.answers.answer(problems.NOT_RECORDED)
         if stands:
             return self._as_recorded(recorded.answer, answer)
-        # The endpoint's rows went with it: the request may be executed again.
+        # The endpoint's rows were rolled back with its record: the request may be executed again.
         is_released = await self._settle_started("retryable", None, "rolled back")
         if answer.status >= FIRST_ERROR_STATUS:
             return answer
@@ -159,7 +159,7 @@ class TransactionSettlement(RequestSettlement):
         return self.answers.answer(problems.ROLLED_BACK)
 
     async def settle_stream(self, status: int, reason: str) -> None:
-        """Write what came of a request whose answer passes through, unless its endpoint has recorded it."""
+        """Record the outcome of a request whose answer passes through, unless its endpoint has recorded it."""
         if await self._stands():
             return
         if status >= FIRST_ERROR_STATUS:
@@ -169,7 +169,7 @@ class TransactionSettlement(RequestSettlement):
             await self._settle_started("done", None, reason)
 
     async def fail(self, error: BaseException | None) -> Answer | None:
-        """Write that the application raised, or never answered, unless its endpoint has recorded before."""
+        """Record that the application raised, or never answered, unless its endpoint has recorded before."""
         recorded = self.idempotency.recorded
         if recorded is not None and await self._stands():
             # It raised after its commit: the retries get what it recorded, and so does this client.
@@ -191,7 +191,7 @@ class TransactionSettlement(RequestSettlement):
         return (answer if reason is None else answer.marked(NOT_REPLAYABLE)).marked(RECORDED_LATE)
 
     def _as_recorded(self, recorded: Answer, answer: Answer) -> Answer:
-        """What the retries will get; if it is what was answered, with all that was put around that on its way here."""
+        """What the retries will get; if `answer` says the same, `answer` itself, with what middleware added to it."""
         if not answer.says_the_same(recorded):
             self._log("an endpoint answered otherwise than it had recorded, which was answered instead")
             answer = recorded

@@ -19,7 +19,7 @@ from outboxq.statements import effect_admin as statements
 from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
 
-# What a caller reads that asks for the result of a call that an operator has vouched for.
+# What a caller reads if it asks for the result of a call that an operator has vouched for.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"
 _NOT_APPLIED = "resolved as not applied by an operator"
 
@@ -29,7 +29,7 @@ class EffectRecord:
     """A call to the outside, and what is known of it.
 
     `in_doubt`: an earlier call may have been applied. `provider_key`: what the other side was given as idempotency key.
-    `locked_until`: while it is `started`, no other caller calls before. `expires_at`: when it may be forgotten.
+    `locked_until`: no other caller calls before, while it is `started`. `expires_at`: when it may be forgotten.
     """
 
     scope: str
@@ -97,9 +97,8 @@ def resolve_effect(
 ) -> EffectRecord:
     """Record what the other side says of a call that is unknown, in doubt, or whose caller died.
 
-    One that is done, and whose result was not kept, can be given its result.
-
-    A caller that stood still and wakes afterwards cannot record over it.
+    An effect that is done, and whose result was not kept, can be given its result. A caller that stood still and wakes
+    afterwards cannot overwrite the record.
 
     Args:
         keep: How long it is remembered.

@@ -21,7 +21,7 @@ class NewInstallation:
     """An installation that got another id, and what became of the calls that were not settled.
 
     `doubted`: they may have been applied, and are `unknown` now. `forgotten`: they were surely not applied, and are
-    called with a key of the new id. `unknown`: all that are, those that were before included.
+    called with a key of the new id. `unknown`: all effects that are unknown now, earlier ones included.
     """
 
     id: UUID

@@ -118,8 +118,8 @@ _GRANT_ON_TABLE = """\
     GRANT {rights} ON {table} TO {role};
   END IF;"""
 
-# Every part that inserts into other columns deletes rows too: a role without that is a producer, and no more. The right
-# itself is looked for, and not one that is inherited, because that is all that there is to revoke.
+# Every part that inserts into other columns deletes rows too: a role without DELETE is a producer, and no more. Only a
+# direct grant is looked for, because an inherited one cannot be revoked from the role.
 _INSERT_ON_COLUMNS = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (

@@ -24,7 +24,7 @@ class QueueStats:
         due: Their time has come, and they wait for a relay.
         parked: Put off, because no relay that saw them knows their kind.
         leased: Held by a lease, of a relay that is alive.
-        orphaned: Held by a lease of a relay that is not; another relay takes them back.
+        orphaned: Held by a lease of a relay that is not alive; another relay takes them back.
         suspect: Their claim died; they run alone, under a lease.
         dead: Among the dead letters.
         oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.

@@ -83,7 +83,7 @@ class DeadOptions(ChangeOptions):
 def retry_dead(options: DeadOptions) -> None:
     """Make dead letters ready jobs again, with all their attempts before them.
 
-    They keep their id, arguments and errors. One whose id a job has already stays a dead letter, and is reported. Asks
+    They keep their id, arguments and errors. If a job already has the id, the dead letter stays, and is reported. Asks
     before it changes more than 100 that a filter finds.
 
     \b

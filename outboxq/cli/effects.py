@@ -112,8 +112,8 @@ def resolve_effect(options: ResolveOptions) -> None:
     handler does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied
     the next caller calls again: if that was wrong, the call is made twice.
 
-    One that is done without a result can be given its result in the same way. Otherwise an effect that is settled, or
-    that is being called, is not changed: the exit code is 1.
+    An effect that is done without a result can be given one in the same way. Any other effect that is settled, or that
+    is being called, is not changed: the exit code is 1.
 
     \b
     Examples:

@@ -86,7 +86,7 @@ class DatabaseOptions:
     database_url: DatabaseUrl = field(default=None, repr=False)
 
     def open(self) -> "AbstractContextManager[Begin]":
-        """Connect, for several transactions: see `open_database` for what it yields and raises."""
+        """Connect, for several transactions; yields a function that begins one."""
         from outboxq.cli.database import open_database
 
         return open_database(self.database_url, self.schema)

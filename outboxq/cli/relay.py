@@ -120,7 +120,7 @@ class RelayOptions:
     database_url: DatabaseUrl = field(default=None, repr=False)
 
     def config(self) -> "RelayConfig":
-        """The same as a relay's configuration.
+        """These options as a relay's configuration.
 
         Raises:
             ConfigError: a value that cannot be used.

@@ -39,10 +39,10 @@ class RolesOptions:
 def roles(options: RolesOptions) -> None:
     """Show the least rights that each part of a system needs in the database, or print the SQL that grants them.
 
-    Without names it is about all parts: outboxq_producer, outboxq_receiver, outboxq_relay, outboxq_reader and
-    outboxq_operator, groups that you grant to the roles which log in. With names, only about those. It connects to no
-    database. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing. It
-    leaves a producer of an earlier version, which could insert into every column of the jobs, only those that it needs.
+    Without names, it covers all parts: outboxq_producer, outboxq_receiver, outboxq_relay, outboxq_reader and
+    outboxq_operator, groups that you grant to the roles which log in. With names, only those. It connects to no
+    database. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing. A
+    producer of an earlier version could insert into every column of a job: it keeps only the columns that it needs.
 
     \b
     Examples:

@@ -208,7 +208,7 @@ class _Story:
 
 
 def _check(relay: RelayProcess) -> None:
-    """See that it runs; the error holds the end of its log."""
+    """Check that the relay runs; the error holds the end of its log."""
     code = relay.returncode
     if code is not None:
         raise DemoFailed(f"{relay.name} (pid {relay.pid}) was to run, but ended with code {code}:\n{relay.log}")

@@ -95,7 +95,7 @@ def run_checks(
             with _reporting(pooler.SUBJECT, "pg_monitor", context, found):
                 found += pooler.look_at_pooler(connection, connect, listen_connect)
         except ConnectionLost as lost:
-            # Closing it would want to roll back what is gone.
+            # Closing it would send a ROLLBACK to a server that is gone.
             given.invalidate()
             found = [lost.finding]
     order = ("problem", "warning", "info")

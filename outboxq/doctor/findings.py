@@ -102,7 +102,7 @@ class Check:
         find: Yields findings.
         tables: The tables of outboxq that it reads; it is skipped if one of them does not exist.
         needs_current: It is skipped if the tables are not at the latest step.
-        grant: What a role needs that may not make it.
+        grant: The right to give to a role that may not make the check.
     """
 
     subject: str

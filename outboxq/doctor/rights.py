@@ -61,7 +61,7 @@ def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
-    """Row level security without a policy that lets this role, or anybody, through."""
+    """Row level security without a policy that lets this role, or every role, through."""
     for row in context.rows(statements.row_security(context.schema)):
         wanted = _commands(context.use, row.table)
         allowed = row.mine if row.is_active else row.anybodys

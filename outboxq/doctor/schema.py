@@ -66,7 +66,7 @@ def _not_latest(schema: str, step: int) -> Finding:
 
 
 def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
-    """Tables that should be there by the marker."""
+    """Tables that the version marker promises, and that are missing."""
     for name in sorted({str(table.name) for table in metadata.tables.values()} - context.tables):
         yield Finding(
             "table-missing",

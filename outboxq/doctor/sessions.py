@@ -11,7 +11,7 @@ from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
 
-# A lock on a whole table stops all work, so less is too long.
+# A lock on a whole table stops all work, so it is reported sooner than locks on jobs.
 _TABLE_LOCK_SECONDS = 10.0
 
 _PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"

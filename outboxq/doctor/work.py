@@ -70,7 +70,7 @@ def _unknown_to_registry(context: CheckContext, queue: str, kind: str, number: i
 
 
 def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
-    """Queues whose jobs were put off although the registry knows them: by relays that have another one."""
+    """Queues whose jobs were put off although the registry knows them: by relays that have another registry."""
     registry = context.registry
     if registry is None:
         return

@@ -52,8 +52,8 @@ COMMIT_BEHIND = (7,)
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
 
-# Whatever the caller's search path is: a role that may create in a schema of it could have functions of its own called,
-# and kept in a check or a default for everybody to call.
+# A search path of ours: a role that may create in a schema of the caller's could have functions of its own called, and
+# stored in a check or a default for every role to call.
 _DO = """\
 DO $outboxq$
 DECLARE
@@ -231,11 +231,11 @@ class SupportsExecute(Protocol):
 def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outboxq") -> None:
     """Bring the tables up to step `to` (None: the latest), from wherever they are.
 
-    A revision of yours should name its step, so that it does the same thing for ever. The database refuses it on a
-    server older than PostgreSQL 15, and if its encoding is not UTF8.
+    A revision of yours should name its step, so that it does the same thing for ever. The step fails on a server older
+    than PostgreSQL 15, and in a database whose encoding is not UTF8.
 
-    Tables that are in use come from below step 7 to step 8 in two transactions, a revision each: step 8 reads the whole
-    table, and what step 7 has locked is free only when that is committed.
+    Bring tables that are in use from below step 7 to step 8 in two transactions, a revision each: step 8 reads the
+    whole table, and step 7's lock is released only when its transaction is committed.
 
     Args:
         op: Alembic's `op`, online or offline.
@@ -254,8 +254,8 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
     """Go back to step `to` (0: nothing left).
 
-    Refused by the database while jobs, dead letters, messages or effects that still count would be dropped, and where a
-    newer outboxq made the tables.
+    Refused by the database while it would drop jobs, dead letters, or messages and effects that are still remembered,
+    and if a newer outboxq made the tables.
 
     Raises:
         ConfigError: no such step, or a name that cannot be a schema.

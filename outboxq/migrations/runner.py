@@ -63,7 +63,7 @@ def migrate_committing(
 ) -> tuple[int, int]:
     """Do what `migrate` does in as many transactions as it takes to hold every lock for a moment only.
 
-    Should it end between two of them, the next call goes on.
+    If it ends between two of them, the next call goes on.
 
     Args:
         connection: Outside of a transaction.

@@ -1,4 +1,4 @@
-"""The server and the database below outboxq's tables: which of them it refuses, before anything is written."""
+"""The server and the database below outboxq's tables: unsuitable ones are refused before anything is written."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,12 +34,12 @@ def unsupported(connection: Connection) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def refusing_bytes(engine: Engine) -> Iterator[None]:
-    """While an engine of the user's may make its first connection: refuse a database whose texts come as bytes.
+    """Within the block, refuse a database whose texts come as bytes when the user's engine first connects to it.
 
     psycopg cannot decode SQL_ASCII, so that SQLAlchemy's own first question fails with a TypeError, before ours.
 
     Raises:
-        ConfigError: see `check_server`.
+        ConfigError: the database's encoding is SQL_ASCII; the message says what to do.
     """
 
     def look(dbapi_connection: Any, _record: object) -> None:

@@ -1,7 +1,7 @@
 """Step 4: the inbox of accepted messages, and the effects that are called once. Frozen.
 
-Only what has an `expires_at` is ever pruned, and the check on `effect` says who may have one: neither a call that may
-be under way nor one whose outcome nobody knows.
+Only rows with an `expires_at` are ever pruned, and the check on `effect` says which may have one: neither a call that
+may be under way nor one whose outcome is unknown.
 """
 
 UP = """\

@@ -1,12 +1,12 @@
-"""Step 5: how vacuum keeps the tables of a queue, and of a memory that forgets. Frozen.
+"""Step 5: vacuum settings of the table of jobs, and of the messages and effects that expire. Frozen.
 
-Only settings that nobody has made are made, so that what an operator has set stays; the way back takes only ours back.
+Only settings that are not made yet are made, so that what an operator has set stays; the way back removes only ours.
 
 vacuum_index_cleanup: left to itself, vacuum passes the indexes over while less than a fiftieth of the table's pages
 have dead rows. After one large backlog that is nearly always, and each claim walks over the entries that stay.
 vacuum_truncate: giving the end of the file back takes an ACCESS EXCLUSIVE lock, behind which claims and producers wait,
 for pages that the next burst takes again.
-A memory of millions would have a fifth of itself dead before vacuum comes, and each batch of the pruner walks over it.
+Of millions of messages a fifth would be dead before vacuum comes, and each batch of the pruner would walk over them.
 """
 
 _SETTINGS = """\

@@ -7,9 +7,9 @@ as the text that a claim reads; up to 1,024 bytes, uncompressed, they cannot com
 
 from outboxq.migrations.repair import REPAIR_WHAT_IS_FREE
 
-# The lock is exclusive, and for the twinkling of a catalog's row. While it is waited for, claims and producers wait
-# too: so it is for a fifth of a second at a time. A vacuum of the server's own gives way only to a session that has
-# waited for deadlock_timeout: where one may be in the way, every fifth try takes that long.
+# The lock is exclusive, and held only for the change of a catalog row. While this waits for it, claims and producers
+# wait too: so each try takes a fifth of a second at most. An autovacuum gives way only to a session that has waited for
+# deadlock_timeout: if one may be in the way, every fifth try takes that long.
 LOCK = """\
     DECLARE
       lock_timeout_before text := current_setting('lock_timeout');

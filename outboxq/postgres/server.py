@@ -155,7 +155,7 @@ class Server:
         # Not template1, the default: other sessions in it make CREATE DATABASE fail.
         statement = SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(template or "template0"))
         if self._cluster is not None and not self._cluster.durable:
-            # Half the work of copying through the log of changes: here a checkpoint writes to no disk.
+            # Half the work of a copy through the WAL: its checkpoints write to no disk here.
             statement += SQL(" STRATEGY FILE_COPY")
         try:
             self._execute(statement)

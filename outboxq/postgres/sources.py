@@ -34,8 +34,8 @@ _SETTINGS: Mapping[str, str] = {
     "timezone": "UTC",
     "log_timezone": "UTC",
 }
-# A crash of a backend or of the whole server loses nothing with these; only a crash of the machine does. Its files may
-# be in memory, so the log of changes is kept short.
+# A crash of a backend or of the whole server loses nothing with these; only a crash of the machine does. The server's
+# files may be in memory, so the WAL is kept short.
 _THROW_AWAY_SETTINGS: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
 

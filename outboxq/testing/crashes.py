@@ -25,7 +25,7 @@ ConnectionStep: TypeAlias = Literal[
 CrashStep: TypeAlias = FaultPoint | ConnectionStep
 # Killed at each fault point, then three ways to lose the connection.
 CRASH_STEPS: tuple[CrashStep, ...] = (*FAULT_POINTS, *get_args(ConnectionStep))
-# A relay commits with this what a job did; its other transactions release no savepoint at the end.
+# In the script by which a relay commits a job's work; its other transactions release no savepoint at the end.
 COMMIT_SCRIPT = "RELEASE SAVEPOINT oq_"
 
 _GONE_SECONDS = 10.0

@@ -14,7 +14,7 @@ _REMEMBERED_STATEMENTS = 200
 _ENCRYPTION_REQUESTS = (80877103, 80877104)  # SSLRequest and GSSENCRequest
 _COMMIT = re.compile(r"(?:^|;)\s*(?:COMMIT|END)(?:\s+(?:WORK|TRANSACTION))?\s*(?:;|$)", re.IGNORECASE)
 _WRITES = re.compile(r"(?:INSERT 0|UPDATE|DELETE|MERGE|COPY) (?!0$)\d+")
-# A CTE that writes and hands its rows to a SELECT says SELECT.
+# A CTE that writes and hands its rows to a SELECT has SELECT for a command tag.
 _READS = re.compile(r"SELECT (?!0$)\d+")
 _WRITING_CTE = re.compile(r"\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
 _WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNORECASE)

@@ -177,7 +177,7 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
         if found:
             told = "; ".join(_describe(connection, job_id) for job_id in found[:_SAMPLE])
             problems.append(f"{rule.name}: {len(found)} {rule.meaning}, such as {told}")
-    # What a transaction has once seen of the other sessions it would see again.
+    # Without this, a transaction sees the other sessions as it saw them first.
     connection.execute(text("SELECT pg_stat_clear_snapshot()"))
     half_done = connection.execute(text(_HALF_DONE)).scalar_one()
     if half_done:

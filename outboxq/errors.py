@@ -73,7 +73,7 @@ class TransactionVerbRefused(HandlerError):
 
 
 class TransactionEndedByHandler(HandlerError):
-    """The handler ended the relay's transaction behind SQLAlchemy's back; if it committed, its job is dead."""
+    """The handler ended the relay's transaction without SQLAlchemy's knowledge; if it committed, its job is dead."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -15,7 +15,7 @@ JobFaultPoint: TypeAlias = Literal[
 EffectFaultPoint: TypeAlias = Literal["before-call", "after-call", "after-record"]
 # In the order in which a job passes them. In lease mode the claim is committed at "after-claim".
 FAULT_POINTS: tuple[JobFaultPoint, ...] = get_args(JobFaultPoint)
-# Those of a call to the outside: its claim is committed before the first, its result between the last two.
+# The steps of a call of `ctx.once`: its claim is committed before the first, its result between the last two.
 EFFECT_FAULT_POINTS: tuple[EffectFaultPoint, ...] = get_args(EffectFaultPoint)
 
 FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint

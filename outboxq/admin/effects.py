@@ -1,4 +1,4 @@
-"""Effects, for operators: what was called, what it came to, and settling those with an unknown outcome.
+"""Effects, for operators: listing calls and their outcomes, and settling those with an unknown outcome.
 
 Every function is one look or one change in the caller's transaction, and none waits for a row lock.
 """

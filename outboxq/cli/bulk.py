@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 RunPage: TypeAlias = "Callable[[UUID | None], Page]"
 
 IDS_PER_TRANSACTION = 200
-# A filter changes as many without a question.
+# How many rows a filter may change without a question.
 _UNASKED = 100
-# The server notices a moment later that a session was cut off or interrupted.
+# Tries, because the server notices only a moment later that a session was cut off or interrupted.
 _CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
 
 

@@ -37,7 +37,7 @@ def check_encoding(arguments: Sequence[str]) -> None:
     """Refuse bytes that are not UTF-8, which arrive as lone surrogates: no name and no text that is stored has any.
 
     Raises:
-        WrongUsage: there are some. It names their place, for the text may be a secret.
+        WrongUsage: there are some. The message names their place only, for the text may be a secret.
     """
     for number, argument in enumerate(arguments, 1):
         try:

@@ -55,7 +55,7 @@ def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | N
 
 
 def print_detail(detail: object, *, as_json: bool) -> None:
-    """One thing in full: its fields, and those of its summary, and what is stored of it as JSON text."""
+    """Print one thing in full: its fields, those of its summary, and what is stored of it as JSON text."""
     fields: dict[str, Any] = {}
     for name, value in asdict(detail).items():  # type: ignore[call-overload]
         fields |= value if isinstance(value, dict) else {name: value}
@@ -88,7 +88,7 @@ def _print_document(name: str, json_text: str) -> None:
 
 
 def _plain(name: str, value: object) -> object:
-    # A number that is a name has no thousands.
+    # A pid is a name: without separators of thousands.
     return str(value) if name == "pid" and value is not None else value
 
 

@@ -78,7 +78,7 @@ def resume(options: QueuesOptions) -> None:
 def _change(
     options: QueuesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
 ) -> None:
-    """Pause or resume queues, and print for each what it is now, or was already."""
+    """Pause or resume queues, and print for each whether that changed it."""
     from outboxq.admin import queues
 
     with options.transaction() as connection:

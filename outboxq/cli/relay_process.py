@@ -119,7 +119,7 @@ def _end_stuck(error: Exception) -> NoReturn:
 
 def _supervise(options: RelayOptions, url: URL, settings: RelayConfig) -> NoReturn:
     """Keep several relays running, a process each."""
-    # As variables: a command line can be read by every user of the machine.
+    # Passed as variables: a command line can be read by every user of the machine.
     secrets = {config.DATABASE_URL_VARIABLE: url.render_as_string(hide_password=False)}
     if settings.listen_url is not None:
         secrets[config.LISTEN_URL_VARIABLE] = settings.listen_url

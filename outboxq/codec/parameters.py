@@ -151,7 +151,7 @@ class Signature:
             self._gives_back(name, values[name], getattr(read, name)) for name in values
         ):
             return None
-        # Searched as str, which is several times as fast as in bytes.
+        # A str is searched several times as fast as bytes.
         text = data.decode()
         return None if "null" in text or "\\u0000" in text else text
 

@@ -33,7 +33,7 @@ class _PydanticLike(Protocol):
 def _encode_foreign(value: object) -> object:
     """Pydantic models encode themselves; everything else that msgspec does not know is refused."""
     if entity_state(value) is None and hasattr(value, "model_dump"):
-        # As the model reads it again: by its aliases, without its computed fields.
+        # In the form that the model reads: by its aliases, without its computed fields.
         return cast("_PydanticLike", value).model_dump(mode="json", by_alias=True, round_trip=True)
     raise NotImplementedError(type(value).__name__)
 

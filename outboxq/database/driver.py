@@ -147,7 +147,7 @@ def _encoding(driver: DriverConnection) -> str:
 
 
 def _is_utf8(driver: DriverConnection) -> bool:
-    # As libpq was told: the driver's own answer takes several times as long. Some poolers tell nothing.
+    # By what the server told libpq: to ask the driver takes several times as long. Some poolers tell nothing.
     return driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
 
 

@@ -12,7 +12,7 @@ from outboxq.errors import ConfigError, SchemaError
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
-# Of the role's lock_timeout, or of a claim's.
+# A lock_timeout ran out, the role's or a claim's.
 LOCK_NOT_AVAILABLE = "55P03"
 # A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
 _TRANSIENT = ("25006", LOCK_NOT_AVAILABLE, "40001", "40P01")

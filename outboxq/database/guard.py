@@ -97,12 +97,12 @@ class Guard:
         # A handler can reach the relay's own connection by its transactions; a thread that it left behind is refused.
         self.thread = get_ident()
         self._lent: list[Connection] = []
-        # As SQLAlchemy gives it to the driver's cursor.
+        # The statement that SQLAlchemy is about to give to the driver's cursor.
         self._announced: str | None = None
         # A test's own savepoint, around all of its jobs.
         self._around = connection.get_nested_transaction()
         self._options = connection.get_execution_options()
-        # Its events and its transaction are tied to the object: another one could not stand in for it.
+        # The connection's events and transaction are tied to the object, so its class changes, and not the object.
         self._class = type(connection)
         connection.__class__ = WatchedConnection
         connection.__dict__["outboxq_guard"] = self
@@ -233,7 +233,7 @@ class Guard:
                 f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
             )
         if not savepoint.is_active and not statement.startswith("ROLLBACK TO"):
-            # Its savepoint is gone: what it wrote now would survive its own failure.
+            # The job's savepoint is gone: what the handler wrote now would survive its own failure.
             raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
     def _note(self, statement: str, parameters: object) -> None:
@@ -348,6 +348,6 @@ def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
 
 
 def _is_asked_by_driver() -> bool:
-    # It asks its cursors for their connection too, for the types that it adapts.
+    # The driver too asks its cursors for their connection, for the types that it adapts.
     caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
     return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")

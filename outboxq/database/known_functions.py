@@ -1,7 +1,7 @@
 """The functions of PostgreSQL that a statement may call and leave nothing behind on its connection.
 
-Of those that the server calls VOLATILE the harmless ones, and of the others the ones in daily use: what is not here is
-looked up in the catalogue when a handler has called it.
+Listed are the harmless VOLATILE functions, and the other ones in daily use: a function that is not here is looked up in
+the catalogue when a handler has called it.
 """
 
 _NAMES = (

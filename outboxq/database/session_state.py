@@ -30,7 +30,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# Its third argument says that it is for the transaction alone: in the text, or by a parameter.
+# The third argument of set_config says that it is for the transaction alone: in the text, or by a parameter.
 _ARGUMENT = r"(?:'[^'\\]*+'|%\([^()]*+\)s)(?:::[A-Za-z]++)?"
 _SET_CONFIG = re.compile(
     rf"\(\s*+{_ARGUMENT}\s*+,\s*+{_ARGUMENT}\s*+,\s*+(?:true|%\((?P<name>[^()]*+)\)s(?:::BOOLEAN)?)\s*+\)",
@@ -38,7 +38,7 @@ _SET_CONFIG = re.compile(
 )
 
 _ROWS = frozenset(("select", "insert", "update", "delete", "merge", "values"))
-# Each of these lasts as long as the transaction.
+# Verbs whose effect lasts as long as the transaction.
 _BOUND = frozenset(("savepoint", "release", "rollback", "lock", "notify", "truncate", "show"))
 _VERBS = _ROWS | _BOUND | {"set", "with"}
 _BOUND_SETS = frozenset(("local", "constraints", "transaction"))
@@ -61,8 +61,8 @@ _BEFORE_NAMES = frozenset(("as", "into", "with", "recursive"))
 class Leavings(NamedTuple):
     """What a statement may leave on its connection.
 
-    `what` names it for certain, in words that hold no value; `functions` are called and not known; of `only_local`, the
-    names of parameters, each has to be true. `sets_locally`: a setting, for the rest of the transaction.
+    `what` names what is certainly left, in words that hold no value. `functions` are those called that are not known.
+    The parameters named in `only_local` have to be true. `sets_locally`: it sets something for the transaction alone.
     """
 
     what: str | None = None
@@ -95,7 +95,7 @@ class _Reading:
         self._functions: set[str] = set()
         self._only_local: list[str] = []
         self._sets_locally = False
-        # The last token that was not blank, and the name that it was, if any, or the last part of.
+        # The last token that was not blank, and the name (or its last part) that it was, if it was one.
         self._last = ""
         self._name: str | None = None
         self._schema: str | None = None
@@ -147,7 +147,7 @@ class _Reading:
 
     def _meet_name(self, text: str) -> str | None:
         if text.strip('"') == "pg_settings":
-            # An UPDATE of this view is a SET.
+            # An UPDATE of the view pg_settings is a SET.
             return "pg_settings"
         if self._last == ".":
             self._schema, self._name = self._name, text
@@ -170,7 +170,7 @@ class _Reading:
         return what
 
     def _call(self, at: int) -> str | None:
-        # In quotes it is what it is in the catalogue; with a quote inside, nothing there.
+        # A quoted name is spelled as in the catalogue; no name that is listed has a quote inside.
         name = (self._name or "").strip('"')
         if name == "set_config":
             return self._set_config(at)

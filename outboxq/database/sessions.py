@@ -121,7 +121,7 @@ def _shard_of_rows(session: ShardedSession) -> Hashable:
 def _shard_of(session: ShardedSession, row: object) -> Hashable:
     state = instance_state(row)
     if state.key is None:
-        # It asks the chooser, once, and notes the answer, as the flush will.
+        # get_bind asks the chooser once, and notes the answer, as the flush will.
         mapper: Any = job_mapper() if isinstance(row, JobRow) else object_mapper(row)
         session.get_bind(mapper, instance=row)
         return state.identity_token

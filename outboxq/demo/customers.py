@@ -81,7 +81,7 @@ class Customers:
         return all(end.done() for end in self._ends)
 
     def stop(self) -> None:
-        """Let each finish the order at hand, and end the threads."""
+        """Let each customer finish the order at hand, and end the threads."""
         self._stopping.set()
         self._pool.shutdown()
 

@@ -115,7 +115,7 @@ class _Story:
         self._started = 0
 
     def start_relays(self) -> None:
-        """Start two, and wait until both serve."""
+        """Start two relays, and wait until both serve."""
         for _ in range(2):
             self._start_relay()
         for relay in self._relays:
@@ -150,7 +150,7 @@ class _Story:
             relay.wait(_STOP_SECONDS)
 
     def _start_relay(self) -> RelayProcess:
-        """Start one whose connections carry its name, so that the database can tell what it does."""
+        """Start a relay whose connections carry its name, so that the database can tell what it does."""
         self._started += 1
         config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
         relay = RelayProcess("outboxq.demo.shop:jobs", self._url, config, name=f"relay {self._started}")
@@ -185,9 +185,9 @@ class _Story:
             time.sleep(_POLL_SECONDS)
 
     def _kill_at_work(self, relay: RelayProcess) -> Kill | None:
-        """Kill it with SIGKILL if it runs jobs at this moment, else let it go on and return None.
+        """Kill the relay with SIGKILL if it runs jobs at this moment, else let it go on and return None.
 
-        It is stopped for the look, so that what it was seen to run is what it ran when it died.
+        It is stopped first, so that the jobs which the database shows are those that it ran when it died.
         """
         relay.pause()
         try:

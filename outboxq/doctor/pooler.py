@@ -37,7 +37,7 @@ def unreachable(error: OutboxqError) -> Finding:
 
 
 def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> Iterator[Finding]:
-    """Findings about the URL, and about the one for listening if there is one."""
+    """Findings about the URL, and about the listen URL if there is one."""
     try:
         if shares_backends(connection, connect):
             has_listen_url = listen_connect is not None

@@ -77,7 +77,7 @@ def seconds_of(value: str) -> float:
 
 
 def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
-    """Settings that are off and should not be."""
+    """Settings that are off although they should be on."""
     for row in context.rows(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
             code, effect = _DURABILITY[row.name]

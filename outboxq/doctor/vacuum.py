@@ -69,7 +69,7 @@ def _many_dead(row: Row[Any]) -> Finding:
 
 
 def find_changed_settings(context: CheckContext) -> Iterator[Finding]:
-    """Settings for vacuum that are gone, or not the migrations'."""
+    """Settings for vacuum that are missing, or differ from the migrations'."""
     for row in context.rows(statements.vacuum_state(context.schema)):
         wanted = _OWN_SETTINGS.get(row.table, {})
         options = dict(option.partition("=")[::2] for option in row.options)

@@ -297,6 +297,6 @@ def _error_class(request: Request, error: BaseException) -> ErrorClass:
         return "ambiguous"
     try:
         return request.classify(error)
-    except Exception as broken:  # noqa: BLE001  # users' code; the call was made, and what it came to must be recorded
+    except Exception as broken:  # noqa: BLE001  # users' code; the call was made, and its outcome must be recorded
         error.add_note(f"classify raised {type(broken).__name__}, so nobody knows whether the call was applied")
         return "ambiguous"

@@ -21,7 +21,7 @@ from outboxq.statements.catalog import DEFERRABLE, table_facts
 
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 
-# These compute a value from the row and the parameters.
+# Expressions that compute a value from the row and the parameters.
 COMPUTING = (
     elements.BinaryExpression,
     elements.BindParameter,

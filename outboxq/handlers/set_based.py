@@ -49,7 +49,7 @@ logger = logging.getLogger("outboxq.relay")
 Row: TypeAlias = dict[str, object]
 FactsOf: TypeAlias = Callable[[Table], TableFacts | None]
 
-# With fewer rows there is nothing to win.
+# With fewer rows, one statement over arrays is not faster.
 _LEAST_ROWS = 4
 # By column type: the Python type whose values mean the same alone and in an array, and the array's element type.
 # Exactly these: a precision, a length or a type of the user's may turn a value into another one.
@@ -65,7 +65,7 @@ _ELEMENTS: dict[type[TypeEngine[Any]], _Element] = {
     types.Numeric: (Decimal, lambda _: types.Numeric()),
     **dict.fromkeys((types.Uuid, types.UUID), (uuid.UUID, lambda same: same)),
 }
-# Their equality is the same in Python and on the server; that of texts depends on a collation.
+# Types whose equality is the same in Python and on the server; that of texts depends on a collation.
 _KEYS = (int, uuid.UUID)
 _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 
@@ -199,12 +199,12 @@ class _SetBased:
             return rows.c[element.key] if isinstance(element, BindParameter) and element.key in elements else None
 
         replaced = cast("Update", visitors.replacement_traverse(self.statement, {}, replace))
-        # The array by itself keeps the server to the primary key, also by a plan made while the table was small.
+        # `= ANY(array)` keeps the server to the primary key's index, also in a plan made while the table was small.
         return replaced.where(self.primary_key == any_(arrays[self.key]))
 
     @cached_property
     def lock(self) -> Select[Any]:
-        """The same rows, FOR NO KEY UPDATE in the order of their keys."""
+        """A SELECT of the rows to update, FOR NO KEY UPDATE in the order of their keys."""
         key, sql_type = self.primary_key, self.types[self.key]
         keys = bindparam(_array(self.key), type_=ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)))
         return select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)

@@ -95,7 +95,7 @@ def _changed(state: InstanceState[Any]) -> Iterator[str]:
             # Changed in place, or never loaded and so never read.
             is_changed = isinstance(value, MutableBase | dict | list)
         else:
-            # As a flush compares them.
+            # Compared as a flush does.
             is_changed = mapper.column_attrs[name].columns[0].type.compare_values(value, before) is not True
         if is_changed:
             yield name

@@ -42,7 +42,7 @@ logger = logging.getLogger("outboxq.http")
 DEFAULT_HTTP_RETENTION = timedelta(hours=24)
 MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES = 1024 * 1024, 128 * 1024
 _LARGEST_BYTES = 64 * 1024 * 1024
-# These say that the request was not processed, and may come again: RFC 9110, RFC 8470 (425), RFC 6585 (429).
+# Statuses which say that the request was not processed, and may come again: RFC 9110, RFC 8470 (425), RFC 6585 (429).
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
 # The characters of RFC 3986, and no other that could end the URL in a Link header.
 _URL = re.compile(r"[!#-;=?-~]+")

@@ -153,7 +153,7 @@ class TransactionSettlement(RequestSettlement):
         if answer.status >= FIRST_ERROR_STATUS:
             return answer
         if not is_released:
-            # Its transaction, or a request that took over, is still under way.
+            # The endpoint's transaction, or a request that took over, is still under way.
             return self.answers.answer(problems.IN_PROGRESS)
         self._log("an endpoint answered with success, and its transaction was rolled back")
         return self.answers.answer(problems.ROLLED_BACK)
@@ -172,7 +172,7 @@ class TransactionSettlement(RequestSettlement):
         """Record that the application raised, or never answered, unless its endpoint has recorded before."""
         recorded = self.idempotency.recorded
         if recorded is not None and await self._stands():
-            # It raised after its commit: the retries get what it recorded, and so does this client.
+            # The endpoint raised after its commit: this client gets what was recorded, as the retries will.
             return recorded.answer
         await self._settle_started("retryable", None, "the endpoint raised")
         return self.answers.answer(problems.IN_PROGRESS) if isinstance(error, EffectLockLost) else None

@@ -46,7 +46,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_08_validated.UP, step_08_validated.DOWN),
 )
 LATEST = len(STEPS)
-# These steps take a lock that keeps everything else waiting, and what comes behind them may take long.
+# Steps that take a lock for which all other work waits; the steps behind them may take long.
 COMMIT_BEHIND = (7,)
 
 _MARKER = re.compile("@([a-z_]+)@")
@@ -335,5 +335,5 @@ def _fill(block: str, schema: str, **numbers: int) -> str:
 
 
 def _clause(statement: str) -> TextClause:
-    # As it is: without the backslash, a colon in a name would begin a bound parameter.
+    # Without the backslash, a colon in a name would begin a bound parameter.
     return text(statement.replace(":", r"\:"))

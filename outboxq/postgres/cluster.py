@@ -33,7 +33,7 @@ _LISTEN_SETTINGS: Mapping[str, str] = {"listen_addresses": "127.0.0.1", "unix_so
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
 _PORT_ATTEMPTS = 10
 
-# In a container this is often too small for a server.
+# In a container this directory is often too small for a server.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp works in it
 _MEMORY_BYTES = 4 * 2**30
 

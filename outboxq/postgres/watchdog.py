@@ -126,7 +126,7 @@ class Watchdog:
             server.wait()
 
     def _spawn(self, command: Command, *, process_group: int | None) -> subprocess.Popen[bytes]:
-        # As another user, and with an environment of its own: the owner's may hold secrets, and settings of libpq.
+        # With an environment of its own: the owner's may hold secrets, and settings of libpq.
         return subprocess.Popen(  # noqa: S603 - a program of PostgreSQL
             command["arguments"],
             user=command["uid"],

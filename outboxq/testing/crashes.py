@@ -145,13 +145,13 @@ class _CrashTest:
         return RelayProcess(self.target, url, self.config, **fault)
 
     def _finish(self, relay: RelayProcess) -> None:
-        """Let the relay work until nothing waits, end it in order, and see that the server keeps nothing of it."""
+        """Let the relay work until nothing waits, stop it, and check that the server keeps nothing of it."""
         deadline = time.monotonic() + self.timeout_seconds
         while waiting := self._describe_waiting():
             self._expect_running(relay)
             self._expect(time.monotonic() < deadline, f"the job was not done: {waiting}\n{relay.log}")
             time.sleep(_POLL_SECONDS)
-        # Before it is connected it may know nothing of SIGTERM.
+        # Before it is connected, the process may not handle SIGTERM yet.
         while not self._sessions(relay):
             self._expect_running(relay)
             time.sleep(_POLL_SECONDS)
@@ -163,7 +163,7 @@ class _CrashTest:
         self._expect(relay.returncode is None, f"the relay ended with {relay.returncode}:\n{relay.log}")
 
     def _expect_gone(self, relay: RelayProcess) -> None:
-        # Without a session of its own it holds no lock and no snapshot.
+        # A relay without a session on the server holds no lock and no snapshot.
         deadline = time.monotonic() + _GONE_SECONDS
         while self._sessions(relay):
             in_time = time.monotonic() < deadline

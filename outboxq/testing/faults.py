@@ -51,7 +51,7 @@ def kill_process_at(point: FaultPoint, passing: int = 1) -> AbstractContextManag
 
 
 def terminate_backends(url: str) -> None:
-    """End, in the server, the connections that have the application name of `url` now, and see them gone."""
+    """End, in the server, the connections that have the application name of `url` now, and wait until they are gone."""
     plain = psycopg_url(url)
     name = str(plain.query["application_name"])
     own = plain.set(drivername="postgresql").update_query_dict({"application_name": "outboxq terminator"})

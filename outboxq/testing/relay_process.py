@@ -71,7 +71,7 @@ class RelayProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outboxq.testing"],
             env=child_environment({"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}),
-            # It ends when this process does, however that happens: then the relay stops.
+            # The pipe ends when this process does, however that happens: then the relay stops.
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,

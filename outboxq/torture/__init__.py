@@ -1,8 +1,7 @@
-"""Torture: random faults against real relays on a PostgreSQL server of its own, and a check of what history they left.
+"""Torture: random faults against real relays on a PostgreSQL server of its own, and a check of the rows that they left.
 
 `app` is the application and `producers` commit its jobs; `faults` plans faults from a seed and `inject` does them to
-relay processes; `run` plays it all. `history` checks what the database holds in the end, and knows nothing of how it
-came about.
+relay processes; `run` plays it all. `history` checks the rows that the database holds in the end, and nothing else.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The tortured application: handlers that write their effect into a ledger, and some that misbehave first.
 
-A misbehaviour happens once a job; that it has is noted on a connection of its own, which outlives the handler's.
+A misbehaviour happens once a job. It is noted on a connection of its own, so that the note outlives a rollback.
 """
 
 import os
@@ -21,7 +21,7 @@ EXIT_CODE = 86
 
 _EFFECT = text(
     f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted) "
-    # Of a job in a lease the row is still there, and says under which token we run.
+    # The row of a job under a lease is still there, and says under which token the job runs.
     "VALUES (:job_id, :attempt, :crashes, :token, :counted)"
 )
 _TOKEN = text("SELECT lease_token FROM outboxq.job WHERE id = :job_id AND state = 'leased'")

@@ -44,7 +44,7 @@ _INSIDE: dict[str, int] = {"handler-raise": 6, "handler-flush-raise": 6, "handle
 _PER_MILLE_GIVING_UP = 5
 
 MAX_TRANSACTION_JOBS = 10
-# Of all jobs: the last faults, too, are to meet producers at work.
+# The last fault is due after this fraction of all jobs, so that it, too, meets producers at work.
 LAST_FAULT_AT = 0.9
 
 

@@ -87,7 +87,7 @@ class Relays:
             self._running[position] = self._start(position)
 
     def stop(self) -> None:
-        """Let all finish in order."""
+        """Let all relays finish their jobs and end."""
         for relay in self._running:
             code = relay.stop(30)
             if code != 0:
@@ -115,7 +115,7 @@ class FaultInjector:
     """Everything that a fault can hit.
 
     Attributes:
-        let_ahead: Lets the producers go on a little, for a fault that waits for their work.
+        let_ahead: Called to let the producers go on a little, for a fault that waits for their work.
     """
 
     server: Server

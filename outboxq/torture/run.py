@@ -133,7 +133,7 @@ class _Run:
         return self._producers.journal.enqueued - self._backlog
 
     def _observe(self) -> None:
-        """See how far the run is, note the leases, take over the producers' journal, and let the producers go on."""
+        """Note the progress and the leases, take over the producers' journal, and let the producers go on."""
         row = self.watcher.progress()
         self.watcher.note_leases()
         self.watcher.ask(self._producers.journal.flush)

@@ -167,7 +167,7 @@ class BatchRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Messages and effects whose retention was over were deleted, so many rows each."""
+    """Messages and effects whose retention was over were deleted; each number is one of rows."""
 
     messages: int
     effects: int

@@ -94,7 +94,7 @@ class ResolveOptions(DatabaseOptions):
         ),
     ] = None
     not_applied: Annotated[
-        bool, typer.Option("--not-applied", help="It has not, and never will: the next caller calls again.")
+        bool, typer.Option("--not-applied", help="Not applied, and never will be: the next caller calls again.")
     ] = False
     retention_days: Annotated[
         int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="How long to remember it.")

@@ -21,7 +21,7 @@ def _role(option: str, purpose: str) -> Any:
 class RolesOptions:
     """A field per option."""
 
-    sql: Annotated[bool, typer.Option("--sql", help="Print the SQL that makes them.")] = False
+    sql: Annotated[bool, typer.Option("--sql", help="Print the SQL that makes the roles.")] = False
     producer: Annotated[str | None, _role("--producer", "The role that enqueues.")] = None
     receiver: Annotated[
         str | None, _role("--receiver", "The role that accepts messages and calls effects outside of handlers.")

@@ -53,7 +53,7 @@ class ResponseRecorder:
             await self.fail(None)
 
     async def fail(self, error: BaseException | None) -> bool:
-        """Settle after the application raised or returned without an answer; True if an answer of ours was sent."""
+        """Settle after the application raised or returned without an answer; True if this sent an answer."""
         if self._settling is not None and await self._settling is not None:
             # Interrupted while the outcome was recorded: what was recorded stands.
             self._is_settled = True

@@ -38,10 +38,10 @@ def find_job(connection: AsyncSession | AsyncConnection, job: JobHandle | UUID) 
 def find_job(
     connection: Session | Connection | AsyncSession | AsyncConnection, job: JobHandle | UUID
 ) -> FoundJob | Awaitable[FoundJob | None] | None:
-    """Look for a job, in a transaction of yours that began after the one that added it; await it for an async one.
+    """Look for a job, in a transaction that began after the one that added it; await the result if that is async.
 
-    A job that is found was committed. None means that it was never committed, or that it is done: then your own rows
-    of that transaction tell, because the job existed if and only if they do.
+    A job that is found was committed. None means that it was never committed, or that it is done: the rows that you
+    wrote in the transaction that added it tell which, because the job existed if and only if they do.
 
     Needs SELECT on the tables `job` and `dead_job`.
     """

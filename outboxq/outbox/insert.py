@@ -13,8 +13,8 @@ from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
 from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import job, mapped_schema
 
-# The trigger that wakes relays takes a lock for each queue, out of 64 for each transaction that a server has room for.
-# Past that, one notification wakes them all.
+# The trigger that wakes relays takes a lock for each queue, and a server has room for 64 locks per transaction by
+# default. For jobs in more queues, one notification wakes all relays.
 QUEUES_ANNOUNCED = 64
 # Which relays new jobs wake.
 Wakes: TypeAlias = Literal["by queue", "all", "none"]
@@ -30,7 +30,7 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
     if wakes == "by queue":
         _insert_in_parts(connection, jobs)
         return
-    # A rolled back savepoint takes the setting with it.
+    # If this fails, the rollback undoes the setting, too.
     was = connection.execute(SILENCE).scalar_one()
     _insert_in_parts(connection, jobs)
     connection.execute(NOTIFY_AS_BEFORE, {"was": was})
@@ -50,8 +50,8 @@ def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
 
 
 def explain_errors_of(connection: Connection) -> None:
-    """From now on name what an INSERT of jobs lacks if the tables are missing."""
-    # On the dialect: engine.execution_options() makes engines for a moment, which share it.
+    """From now on explain the error of an INSERT of jobs if the tables are missing."""
+    # On the dialect: engine.execution_options() makes short-lived engines, which share it.
     if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
         event.listen(connection.dialect, "handle_error", _explain_missing_tables)
 

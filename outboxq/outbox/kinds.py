@@ -81,8 +81,8 @@ class JobKind(Generic[P]):
         Args:
             delay: Run this long after the database's clock at the INSERT.
             run_at: Run at this time (with a time zone). Replaces `delay`, and the other way round.
-            priority: -32767 to 32767; 0 by default. Among the jobs that are ready, higher runs first; one with a delay,
-                or that is retried, comes by its time.
+            priority: -32767 to 32767; 0 by default. Among the jobs that are ready, higher runs first; delayed and
+                retried jobs run in the order of their times.
             max_attempts: Overrides the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.
@@ -116,7 +116,7 @@ class JobKind(Generic[P]):
         return self._new(join_object({n: encode(n, v) for n, v in values.items() if n not in pending}), pending or None)
 
     def _new(self, args: str, pending: Mapping[str, object] | None = None) -> NewJob:
-        # The headers are a mapping of the caller's: read anew for each job.
+        # The caller may change the headers' mapping, so it is read anew for each job.
         envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)

@@ -5,8 +5,8 @@ savepoint flushes it, rolling one back expunges it. The flush begins with one IN
 users see the object. Only a job that waits for the primary key of a pending entity is kept aside, and inserted right
 after the flush that gives its key.
 
-What was added in a transaction or savepoint is remembered for as long as that stands: a COMMIT without any of it is
-refused.
+The jobs that were added in a transaction or savepoint are remembered until it ends: a COMMIT that would lose one of
+them is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
 from outboxq.tables import JobRow, job_mapper
 
-# Attributes of a session: its `info` belongs to users, and may be cleared.
+# Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
 _BATCH = "_outboxq_batch"
 _WAITING = "_outboxq_waiting"
 _CONNECTION = "outboxq.connection"
@@ -42,18 +42,18 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Added:
-    """What was added in one transaction or savepoint, and the queues of what was inserted."""
+    """The batches that were added in one transaction or savepoint, and the queues of the jobs that were inserted."""
 
     batches: list[JobRow] = field(default_factory=list)
     queues: set[str] = field(default_factory=set)
 
 
-# With its transaction goes what was rolled back: there is nothing to clean up.
+# Weak: an entry goes with its transaction, so a rollback leaves nothing to clean up.
 _added: WeakKeyDictionary[SessionTransaction, _Added] = WeakKeyDictionary()
 
 
 def pending_batch(session: Session) -> JobRow | None:
-    """What the session's next flush will insert, as far as it was added in a transaction that still stands."""
+    """The batch that the session's next flush will insert; None if there is none, or if it was rolled back."""
     batch: JobRow | None = vars(session).get(_BATCH)
     if batch is None or batch.jobs is None or object_session(batch) is not session:
         return None
@@ -61,15 +61,15 @@ def pending_batch(session: Session) -> JobRow | None:
 
 
 def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJob]) -> None:
-    """Add jobs by their ids: to `batch`, the session's `pending_batch`, or to a new one; some of them wait for keys."""
+    """Add jobs by their ids to `batch`, the session's `pending_batch`, or to a new one; some of them wait for keys."""
     ready = _set_aside(session, named) if any(new.pending for new in named.values()) else named
     if ready:
         _append(session, batch, ready)
 
 
 def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
-    """Keep what needs a key until after the flush that gives it; returns the others, complete."""
-    # First: it may refuse, and then none is added.
+    """Keep the jobs that need a key until after the flush that gives it; returns the others, complete."""
+    # First, because complete() may raise: then no job is added.
     ready = {job_id: new.complete() for job_id, new in named.items() if not new.pending_entities()}
     for job_id, new in named.items():
         if job_id not in ready:
@@ -95,7 +95,7 @@ def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) 
         session.add(batch)
         vars(session)[_BATCH] = batch
         added = _added.setdefault(next(_transactions(session)), _Added())
-        # Of a long transaction with many flushes only what is still to be written.
+        # Batches that were written are dropped: a long transaction may have many.
         added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
     assert batch.jobs is not None
     batch.jobs.update(jobs)
@@ -110,13 +110,13 @@ def _transactions(session: Session) -> Iterator[SessionTransaction]:
 
 
 def _unwritten(session: Session) -> list[JobRow]:
-    """What was added in the session's transaction and not rolled back, as far as it is not in the table yet."""
+    """The batches of the session's transaction that were neither rolled back nor written to the table yet."""
     added = filter(None, map(_added.get, _transactions(session)))
     return [batch for each in added for batch in each.batches if batch.jobs is not None]
 
 
 def holds_only_jobs(session: Session) -> bool:
-    """Whether a flush of the session's new objects would insert jobs, and nothing else, and lose none."""
+    """Whether a flush of the session's new objects would insert nothing but jobs, and every job."""
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     if _BATCH not in vars(session) and _WAITING not in vars(session):
         return new == 0
@@ -141,7 +141,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
     if batch is None and not vars(session).get(_WAITING):
         return
     connection = transaction_connection(session)
-    # Before any row of the flush, the business rows' included: they would be committed without their jobs.
+    # Before any row of the flush: AUTOCOMMIT would commit the business rows without their jobs.
     refuse_autocommit(connection)
     context.attributes[_CONNECTION] = connection
     if batch is not None:
@@ -150,7 +150,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
 
 
 def _flush_batch(connection: Connection, batch: JobRow) -> None:
-    """Write what was added after `_before_flush`, by a hook of that flush."""
+    """Write the jobs that a hook of this flush added after `_before_flush`."""
     session = object_session(batch)
     assert session is not None
     refuse_autocommit(connection)
@@ -160,10 +160,10 @@ def _flush_batch(connection: Connection, batch: JobRow) -> None:
 def _write(session: Session, connection: Connection, batch: JobRow) -> None:
     if batch not in _unwritten(session):
         raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
-    # What is added from here on, by an event of this flush, is for the next one.
+    # Jobs that a hook of this flush adds from here on go into the next flush.
     vars(session)[_BATCH] = None
     _insert(session, connection, batch.jobs or {})
-    # Last: what an error has kept out of the table is missed at the commit.
+    # Last: if the INSERT fails, the batch counts as unwritten, and the commit is refused.
     batch.jobs = None
 
 
@@ -190,7 +190,7 @@ def _after_flush(session: Session, context: UOWTransaction) -> None:
     if not ready:
         return
     vars(session)[_WAITING] = [item for item in waiting if item.id not in ready]
-    # A hook of this flush may have added the first that waits.
+    # No connection if a hook of this flush has added the first job that waits.
     connection = context.attributes.get(_CONNECTION) or transaction_connection(session)
     _insert(session, connection, {job_id: item.job.complete() for job_id, item in ready.items()})
 
@@ -202,7 +202,7 @@ def _has_keys(session: Session, item: _Waiting) -> bool:
 
 
 def _refuse_to_lose_jobs(session: Session) -> None:
-    """Refuse to commit without a job that left the session unwritten. What is still pending, the commit flushes."""
+    """Refuse to commit if a job left the session unwritten. Jobs that are still pending are flushed by the commit."""
     lost = [batch.jobs or {} for batch in _unwritten(session) if object_session(batch) is not session]
     if lost:
         count, kinds = sum(map(len, lost)), {new.kind for jobs in lost for new in jobs.values()}
@@ -213,7 +213,7 @@ def _refuse_to_lose_jobs(session: Session) -> None:
 
 
 def _before_commit(session: Session) -> None:
-    """Refuse to commit without a job whose entity left the session: it would vanish without a word."""
+    """Refuse to commit if a job waits for an entity that left the session: the job would be lost silently."""
     if not vars(session).get(_WAITING):
         return
     session.flush()
@@ -226,12 +226,12 @@ def _before_commit(session: Session) -> None:
 
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
-    # What a transaction or a savepoint leaves waiting was rolled back with it: committing either flushes first.
+    # Jobs that still wait were rolled back: a transaction or savepoint that is committed flushes first.
     waiting: list[_Waiting] = vars(session).get(_WAITING, [])
     vars(session)[_WAITING] = [item for item in waiting if item.transaction is not transaction]
 
 
-# For all sessions at once: listening to each costs more than its jobs. Ahead of hooks that were there before, which
-# would meet an object of ours.
+# On the class: listening to each session costs more than its jobs. insert=True: hooks of users that ran before ours
+# would meet our object.
 event.listen(Session, "before_flush", _before_flush, insert=True)
 event.listen(Session, "before_commit", _refuse_to_lose_jobs, insert=True)

@@ -45,9 +45,9 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
     """Add many jobs, made by `kind.job(...)`, to one unit of work. All are checked before the first is added.
 
     Raises:
-        ArgumentError, JobTooLarge, EnqueueError: as `add_job`.
+        ArgumentError, JobTooLarge, EnqueueError: for the same reasons as in `add_job`.
     """
-    # Drawn first: a generator that fails half-way adds nothing.
+    # The iterable is read to its end first: a generator that fails half-way adds nothing.
     return _add(plain_session(session, "add_job"), list(jobs))
 
 
@@ -90,7 +90,7 @@ def _check(session: Session, new: NewJob) -> None:
 
 
 def _refuse_autocommit(session: Session) -> None:
-    """Refuse what can be seen without I/O, and look again at each flush."""
+    """Refuse a session in AUTOCOMMIT, as far as that shows without I/O; each flush checks again."""
     bind = outbox_bind(session)
     if isinstance(bind, Connection):
         refuse_autocommit(bind)

@@ -1,6 +1,6 @@
 """Move one job that no claim or reaper can take: to the dead letters, or out of the way of its queue.
 
-It is found by its id and moved as it stands: its row is neither sent to the relay nor calculated with.
+The job is found by its id and moved as it is: no value of its row is sent to the relay, or computed with.
 """
 
 from uuid import UUID
@@ -10,15 +10,15 @@ from psycopg import sql
 from outboxq.statements.render import render
 
 WAITS = sql.SQL("job.state <> 'leased'")
-# A suspect has to run alone; postponed, it would come back with others.
+# A suspect has to run alone; if it were postponed, it would be claimed together with others.
 _IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled')")
 
 
 def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
     """Make a dead letter of the job, if `condition` holds and no other transaction has it.
 
-    Returns id, queue, kind, crashes and true, as a reaper does; no row if there was no such job. A dead letter that has
-    the id already keeps it, and the new one gets another. Index: the primary keys.
+    Returns id, queue, kind, crashes and true, as a reaper does; no row if there was no such job. If a dead letter has
+    the id already, the new one gets another id. Index: the primary keys.
     """
     return render(
         schema,

@@ -1,7 +1,7 @@
-"""PostgreSQL's own functions, named with their schema: what else has such a name in the search path is not asked.
+"""PostgreSQL's own functions, named with their schema, so that the search path cannot put others in their place.
 
-So are those in texts. What only syntax can say, such as COALESCE, LEAST and EXTRACT, is PostgreSQL's own anyhow; an
-operator is, if it has one for exactly the types that it is given.
+Statements written as text name them so, too. COALESCE, LEAST and EXTRACT are syntax, hence always PostgreSQL's own; an
+operator is PostgreSQL's own if PostgreSQL has one for exactly the types of the operands.
 """
 
 from typing import Any
@@ -22,5 +22,5 @@ def seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
 
 
 def unnest(*arrays: ColumnElement[Any]) -> Function[Any]:
-    """Their elements side by side. Of several arrays it is syntax, which has no schema and is PostgreSQL's own."""
+    """The arrays' elements side by side. With several arrays, unnest is syntax, which takes no schema."""
     return func.unnest(*arrays) if len(arrays) > 1 else pg.unnest(*arrays)

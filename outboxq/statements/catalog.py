@@ -1,6 +1,6 @@
-"""What the catalogs say of a table: whether its rows can be changed later, and several at once; and what of functions.
+"""Catalog queries: whether changes of a table's rows can be put off and joined, and which functions have side effects.
 
-The catalogs can be read by every role. No locks but those of any look at a catalog.
+Every role can read the catalogs. No locks but those of any read of a catalog.
 """
 
 from collections.abc import Iterable
@@ -9,18 +9,18 @@ from psycopg import sql
 
 from outboxq.statements.render import fill
 
-# Constraints that are checked at COMMIT, of any table: internal triggers stand for them too.
+# Whether any table has a trigger or a constraint that may be checked at COMMIT; constraints have internal triggers.
 DEFERRABLE = "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgdeferrable)"
 
-# By the table's oid, which the name is resolved to as any statement of this session would resolve it.
+# The name is resolved as in any statement of this session.
 #
-# - plain: an ordinary table, whose rows are what a SELECT and an UPDATE of that name meet, and nothing else.
-# - inert: an UPDATE of it runs no code of the user's, in a constraint or an index, and computes nothing. What is built
-#   in is in no row of pg_depend.
-# - contains: such a statement changes no other table, by a cascade or a default, and is checked at once.
-# - primary key: only if what is equal there has equal bytes, so that the process compares keys as the server does.
-# - bound columns: where an UPDATE may meet other rows: in a unique or an exclusion index, or in a constraint that is
-#   checked at COMMIT, or of a type of the user's with rules of its own.
+# - plain: an ordinary table; SELECT and UPDATE of that name meet its rows, all of them, and no others.
+# - inert: an UPDATE runs no trigger and no user's code in a constraint or an index, and computes no column. Built-in
+#   functions are in no row of pg_depend.
+# - contains inserts, deletes: these change no other table, by a default or a cascade, and are checked at once.
+# - primary key: its columns, if equal keys have equal bytes, so that the process compares keys as the server does.
+# - bound columns: if an UPDATE changes them, other rows may matter: they are in a unique or an exclusion index, or in a
+#   constraint that is checked at COMMIT, or have a type of the user's with rules of its own.
 _FACTS = """\
 SELECT facts.oid::bigint AS oid,
   facts.relkind = 'r' AND NOT facts.relrowsecurity AND NOT facts.relhasrules AND NOT EXISTS (
@@ -74,19 +74,19 @@ SELECT facts.oid::bigint AS oid,
 FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})::oid"""
 
 
-# Where functions and operators of the user's are; an operator class stands for several.
+# The catalogs that hold functions and operators of users; an operator class stands for several operators.
 _CODE = sql.SQL("'{pg_catalog.pg_proc, pg_catalog.pg_operator, pg_catalog.pg_opclass}'::pg_catalog.regclass[]::oid[]")
-# Of the lasting types whose equality is that of their bytes.
+# Some of the built-in types in which equal values have equal bytes.
 _EXACT = sql.SQL(
     "'{int2, int4, int8, uuid, text, varchar, date, bool, timestamp, timestamptz}'::pg_catalog.regtype[]::oid[]"
 )
 
 
 def table_facts(name: str) -> str:
-    """The facts of one table. Index: pg_class by oid, and what hangs on it; a row, or none if there is no such table.
+    """The facts of one table: a row, or none if there is no such table. Index: pg_class by oid, other catalogs by that.
 
     Args:
-        name: As it stands in SQL, quoted if need be.
+        name: The table's name as SQL has it, quoted if need be.
     """
     return fill(_FACTS, name=name, code=_CODE, exact=_EXACT)
 
@@ -113,9 +113,9 @@ SELECT word FROM pg_catalog.unnest({words}::text[]) AS word WHERE NOT EXISTS (SE
 
 
 def functions_without_side_effects(names: Iterable[str], words: Iterable[str]) -> str:
-    """A row for each name that has functions and none of them, nor any part of an aggregate, is VOLATILE.
+    """A row for each name that has functions, none of which, nor any part of an aggregate, is VOLATILE.
 
-    Words need not have any.
+    A word that is the name of no function has a row, too.
 
     Index: pg_proc_proname_args_nsp_index, and those of the oids. No locks.
     """

@@ -1,7 +1,7 @@
 """The claim: take waiting jobs out of the table, in the transaction that will hold their effects.
 
-Sent as text, so that claim and savepoint are one string and one round trip. Reading and planning it takes as long as
-executing it, so a slot prepares its claims on its connection and has them executed by name.
+Sent as text, so that claim and savepoint are one string and one round trip. Parsing and planning a claim takes as long
+as executing it, so a slot prepares its claims on its connection and executes them by name.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ _COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claim
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 
-# Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Widened
-# to 64 bits by its distance from the next id, modulo 2^32; what does not lie behind that one is in progress, or a
-# multixact. A hint, never a count: a foreign lock that was rolled back reads the same, and so may a multixact's number.
+# Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Its id is
+# widened to 64 bits by its distance from the next id, modulo 2^32; an id that is not less than the next is in progress,
+# or a multixact. A hint, never a count: any lock that was rolled back reads the same, and so may a multixact's number.
 _DIED = """\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
     SELECT CASE WHEN distance BETWEEN 1 AND 2147483647 AND distance < next_xid - 2
@@ -42,8 +42,8 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
 # row of the other, and then takes more than it asked for. Every eligibility test stands inside.
 # Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
-# newest version of a row, so a job that was finished a moment ago is passed over. What follows finds them by an array
-# of their keys: a join, planned while the table was empty, may walk all of it.
+# newest version of a row, so a job that was finished a moment ago is passed over. The parts behind find the jobs by an
+# array of their keys: a join, planned while the table was empty, may walk the whole table.
 _PICKED = """\
 WITH picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
@@ -74,7 +74,7 @@ _CLEARING = """
 )
 SELECT id FROM picked"""
 
-# Attempt and crash are counted with the claim; the crash is returned as it was before it.
+# The claim counts the attempt, and for a suspect a crash; it returns the number of crashes before the claim.
 _LEASE = """
   FOR UPDATE SKIP LOCKED
 ), claimed AS (
@@ -104,12 +104,12 @@ class ClaimScript:
     """The claim of one sort of jobs of a queue.
 
     Args:
-        parts: Its text around the name of the queue, which stands in it twice, its start and its limit. The same for
-            all queues of a relay, so that a connection prepares no more claims if there are more queues.
+        parts: The claim's text, cut at the queue's name (twice), the start and the limit. The same for all queues of
+            a relay, so that a connection prepares no more claims if there are more queues.
         queue: The queue's name, as a literal.
-        is_keyed: Whether it may start behind a cursor, so that it need not walk over what was claimed before it and is
-            not vacuumed yet.
-        leased: Whether it takes a lease instead of deleting.
+        is_keyed: Whether the claim may start behind a cursor, so that it need not walk over rows that were claimed
+            before and are not vacuumed yet.
+        leased: Whether the claim gives jobs a lease instead of deleting their rows.
     """
 
     parts: tuple[str, str, str, str, str]
@@ -122,7 +122,7 @@ class ClaimScript:
         return _text(self.parts, self.queue, _start(*cursor.key) if cursor else "", limit)
 
     def one(self, job_id: UUID) -> str:
-        """The same claim for one job only, if it may take that. Index: the primary key, or the claim's."""
+        """The same claim for one job; no row if the claim may not take it. Index: the primary key, or the claim's."""
         return _text(self.parts, self.queue, f" AND id = '{job_id}'", 1)
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
@@ -133,44 +133,44 @@ class ClaimScript:
         return _text((*self.parts[:-1], _CLEARING), self.queue, _start(*cursor.key) if cursor else "", limit)
 
     def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
-        """The same claim to be prepared; `behind` a cursor that is given at each execution."""
+        """The same claim as a prepared statement; with `behind`, each execution is given a cursor."""
         return PreparedClaim(*_prepared(self.parts, limit, behind), self.queue)
 
 
 def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
     picked, eligible, not_paused, limited, action = parts
-    # The limit stands in the text: the planner is to know how few rows are wanted.
+    # The limit is in the text, so that the planner knows how few rows are wanted.
     return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"
 
 
-# A few for each limit.
+# A few entries for each limit.
 @lru_cache(1024)
 def _prepared(parts: tuple[str, ...], limit: int, behind: bool) -> tuple[str, str]:
     text = _text(parts, "$1", _start("$2", "$3") if behind else "", limit)
-    # One name for one text: should a pooler show us another client's statement, it is the same one.
+    # The name is a hash of the text: if a pooler shows us another client's statement of this name, it is the same one.
     name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return name, f"PREPARE {name} (text{', int, bigint' if behind else ''}) AS {text}"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A claim's name on a connection, the statement that gives it this name, and the queue to execute it for."""
+    """A prepared claim: its name on a connection, its PREPARE statement, and the queue to execute it for."""
 
     name: str
     definition: str
     queue: str
 
     def execution(self, cursor: Cursor | None) -> str:
-        """The statements that execute it, whatever the table's statistics are.
+        """The statements that execute the claim by its index, whatever the table's statistics are.
 
-        The planner is left as the role and the database have it; what a SET of the session's had changed is not.
+        Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
         arguments = "{}, {}, {}".format(self.queue, *cursor.key) if cursor else self.queue
         return f"{_BY_INDEX}EXECUTE {self.name}({arguments}); {_AS_EVERYWHERE}"
 
 
-# Planned once, and perhaps while the table was empty: without these the planner can choose nothing but the walk of the
-# claim's own index, and the primary key's.
+# A prepared claim is planned once, perhaps while the table is empty. With sorts and sequential scans off, the planner
+# can choose nothing but a walk of the claim's own index, and of the primary key's.
 _TOGGLES = ("enable_sort", "enable_seqscan")
 _BY_INDEX = "SET LOCAL plan_cache_mode = force_generic_plan; " + "".join(f"SET LOCAL {n} = off; " for n in _TOGGLES)
 _AS_EVERYWHERE = "SET LOCAL plan_cache_mode TO DEFAULT" + "".join(f"; SET LOCAL {name} TO DEFAULT" for name in _TOGGLES)
@@ -220,7 +220,7 @@ def _parts(
     schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, *, crashed: bool = False
 ) -> tuple[str, str, str, str, str]:
     leased = owner is not None
-    # A relay whose lease ran out, because it was stopped or cut off, takes no job that others could not see held.
+    # A relay whose lease ran out, because it was stopped or cut off, claims nothing: others would reap it at once.
     alive: LiteralString = _ALIVE if leased else ""
     also: LiteralString = "" if leased else f", {_DIED} AS died"
     picked = render(schema, _PICKED, also=sql.SQL(also))
@@ -260,9 +260,9 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:
-    """Overwrite the mark that a claim which was rolled back on purpose left in its jobs' rows, once committed.
+    """Overwrite, at COMMIT, the marks in the rows of jobs whose claim was rolled back on purpose.
 
-    Index: the primary key. Locks: the rows, for as long as the caller's transaction; skips what others hold already.
+    Index: the primary key. Locks: the rows, until the caller's transaction ends; skips rows that others hold already.
     """
     return render(
         schema,
@@ -285,7 +285,7 @@ _PARKING: LiteralString = """
   WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
 )
 SELECT pg_catalog.count(*) FROM parked"""
-# For a transaction that is committed: the marks of a parking that failed are overwritten.
+# If its transaction is committed, this overwrites the marks of a parking that failed.
 _MARKS: LiteralString = """
 )
 SELECT pg_catalog.count(*) FROM picked"""
@@ -296,12 +296,12 @@ def park_head(
 ) -> str:
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
-    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold. By
-    arrays of keys: joined, each may be compared with each if statistics know of no such job. And by the
-    primary key: the state is asked for so that the planner cannot take the claim's index for it.
+    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold.
+    Arrays of keys, because a join may compare each with each if statistics know of no such job. The state is compared
+    with a subquery, so that the planner finds the keys by the primary key and not by the claim's index.
 
     Args:
-        only_marks: Only clear their marks.
+        only_marks: Only clear the jobs' marks.
     """
     scheduled = state == "scheduled"
     return render(

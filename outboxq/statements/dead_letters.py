@@ -16,8 +16,8 @@ from outboxq.tables import JOB_SIZES, dead_job, job
 class DeadFilter:
     """Which dead letters are meant; without any value, all of them.
 
-    `reason` is any part of the reason, in any case. `died_before` keeps a command that takes several pages from
-    chasing the jobs that die meanwhile.
+    `reason` is any part of the reason, in upper or lower case. `died_before` keeps a command that takes several pages
+    from chasing the jobs that die meanwhile.
     """
 
     queue: str | None = None
@@ -42,7 +42,7 @@ class DeadFilter:
 SUMMARY_COLUMNS = ("id", "queue", "kind", "reason", "attempt", "max_attempts", "crashes", "created_at", "died_at")
 DETAIL_COLUMNS = ("priority", "unique_key", "group_key", "args", "headers", "errors")
 
-# What a dead letter brings along when it works again; its attempts and crashes start anew.
+# The columns that a dead letter keeps when it is retried; its attempts and crashes start anew.
 _KEPT = ("id", "queue", "kind", "headers", "priority", "max_attempts", "unique_key", "group_key", "created_at")
 
 
@@ -65,12 +65,12 @@ def select_dead_letter(job_id: UUID) -> Executable:
 
 
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Turn the next page of dead letters that match and that no transaction holds back into jobs that are ready.
+    """Turn the next page of dead letters that match, and that are not locked, into ready jobs.
 
-    One statement: a dead letter is never in both tables, nor in none. One whose id a job has, because a producer chose
-    it twice, stays, and so does one that is longer than a job may be. Index, locks and bound are those of `pick_page`.
-    A job that a handler runs at this moment is still seen by the first look; without that, the insert would wait for
-    the handler's end.
+    One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
+    chose the id twice, or if it is longer than a job may be. Index, locks and bound are those of `pick_page`.
+    The id is looked for before the insert, which finds also a job that a handler runs at this moment: the insert alone
+    would wait for the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     moved = ("args", "errors", *_KEPT)

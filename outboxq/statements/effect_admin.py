@@ -13,7 +13,7 @@ from outboxq.tables import effect
 
 @dataclass(frozen=True, slots=True)
 class EffectFilter:
-    """Which effects are meant; without a value everywhere, all of them."""
+    """Which effects are meant; without any value, all of them."""
 
     scope: str | None = None
     status: Status | None = None
@@ -60,7 +60,7 @@ def resolve(
     """Settle an effect as an operator says; one row with what it was and what it is, or none if it does not exist.
 
     Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that stood still
-    and wakes later finds a token that is not its own, and can neither record nor keep its call.
+    and wakes later finds a token that is not its own, and can neither record its call nor extend its lock.
     """
     # MATERIALIZED, and the condition only here: the lock checks it on the row's newest version.
     is_open = _is_open(brings_result=result is not None)

@@ -1,4 +1,4 @@
-"""Effects: claim or take over a call, keep it, record what it came to. Guarded HTTP requests are on their rows too.
+"""Effects: claim or take over a call, extend its lock, record its outcome. Guarded HTTP requests use their rows too.
 
 Each statement but `record_with_rows` is a transaction of its own on READ COMMITTED. A call is fenced by its
 `lock_token`, a UUID that its caller made: the next caller writes a token of its own, and the earlier caller's
@@ -34,7 +34,7 @@ from sqlalchemy.dialects.postgresql import insert
 from outboxq.statements.builtin import pg, seconds
 from outboxq.tables import StoredText, deployment, effect
 
-# The next of them is the greatest that the column holds.
+# One less than the greatest number that the column holds.
 _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
@@ -49,8 +49,8 @@ _now = pg.clock_timestamp
 class EffectState:
     """An effect as its claim found it, or left it.
 
-    `claimed`: the call is ours to make. `in_doubt`: an earlier one may have been applied. `known_seconds`: since the
-    first one; `locked_seconds`: how long the lock still lasts, negative once it ran out. `durably` says nothing.
+    `claimed`: the call is ours to make. `in_doubt`: an earlier call may have been applied. `known_seconds`: since the
+    first call; `locked_seconds`: how long the lock still lasts, negative once it ran out. `durably`: not to be read.
     """
 
     claimed: bool
@@ -67,7 +67,7 @@ class EffectState:
 
 @dataclass(frozen=True, slots=True)
 class EffectLock:
-    """The lock on an effect, as its caller knows it: no statement matches the row once another caller took over."""
+    """The lock on an effect, as its holder knows it: it matches no row once another caller took over."""
 
     scope: str
     key: str
@@ -81,19 +81,18 @@ class EffectLock:
 def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
     """Claim the call, or take it over from a caller that died; else read what is stored. One row, or none.
 
-    None only if another caller claimed it after this statement's snapshot: claim again.
+    No row only if another caller claimed it after this statement's snapshot: then claim again.
     Index: the primary key. Locks: the effect's row, and only to take it: a call that is under way or was recorded is
-    neither locked nor waited for, even while its record is being committed. A row that is to be taken is
-    waited for a second long if the session would wait without end (`select_waits_without_end`; 55P03), so that the
-    caller can be cancelled between two tries.
-    A repetition of a claim whose COMMIT was not answered finds its own token.
+    neither locked nor waited for, even while its record is being committed. A row that is to be taken is waited for
+    one second (then 55P03) if the session would wait without end (`select_waits_without_end`), so that the caller can
+    be cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds its own token.
     """
     # Cast: without, a driver would have to guess the type of a NULL.
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
     same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
     is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
     standing = _standing(lock, same_request, is_free)
-    # Read by the insert, so it is set before a row is waited for.
+    # The insert reads this, so the time-out is set before a row is waited for.
     patience = select(_shorten_wait().label("value")).cte("patience").prefix_with("MATERIALIZED")
     is_wanted = and_(patience.c.value.is_not(None), ~exists(select(standing.c.claimed).where(~standing.c.is_free)))
     new = _new_row(lock, given, provider_key, lease)
@@ -231,7 +230,7 @@ def ending(
 
 
 def extend(lock: EffectLock, lease: timedelta) -> Executable:
-    """Keep a call that is under way; no row if another caller took over, or while its record is being committed.
+    """Extend the lock of a call under way; no row if another caller took over, or while its record is being committed.
 
     Index: the primary key. Locks: the effect's row, never waited for.
     """
@@ -249,7 +248,7 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
     """Write the response in the transaction of the endpoint's rows; no row if another request took over.
 
     Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: a retry that comes meanwhile
-    is told that it is under way. If the lease has run out it waits, and then sees how the transaction ended.
+    is told that the request is under way. If the lease has run out, the retry waits and sees how the transaction ended.
     """
     return (
         update(effect)
@@ -264,8 +263,8 @@ def settle_started(
 ) -> Executable:
     """Settle a request that is under way; no row if it was taken over, is recorded, or is just being recorded.
 
-    Index: the primary key. Locks: the effect's row, never waited for: a transaction that has recorded, and has not
-    ended, decides by its end.
+    Index: the primary key. Locks: the effect's row, never waited for: if a transaction has recorded and is still open,
+    its COMMIT or ROLLBACK decides.
     """
     return _update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
 

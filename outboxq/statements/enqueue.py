@@ -1,7 +1,7 @@
-"""Enqueue: many jobs by one INSERT, whose parameters are written as text: an array a column, or one value for all.
+"""Enqueue: many jobs by one INSERT, whose parameters are text: an array for a column, or one value for all jobs.
 
-The same for every driver, and with no right but INSERT. As text, because that is what costs the interpreter least;
-PostgreSQL reads each array once.
+The same for every driver, and with no right but INSERT. Text costs the interpreter least, and PostgreSQL parses each
+array once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,17 +33,17 @@ from outboxq.new_job import JobEnvelope, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
-# An array parameter is read whole by PostgreSQL, which takes up to 1 GB: 512 MB if each job has 256 KiB of quotes.
+# PostgreSQL takes an array parameter of up to 1 GB. Ours has 512 MB if each job is 256 KiB of quotes, all escaped.
 JOBS_PER_INSERT = 1_000
 
 _MICROSECOND = timedelta(microseconds=1)
-# Of each job its own.
+# The columns that differ from job to job.
 _OWN: Mapping[str, TypeEngine[Any]] = {
     "id": Uuid(),
-    # Cast row by row: as jsonb an array of numbers is several times its text, and no array holds more than 1 GB.
+    # Cast to jsonb row by row: as jsonb, numbers take several times their text, and no array holds more than 1 GB.
     "args": Text(),
 }
-# What jobs of one envelope have in common.
+# The columns that jobs of one envelope have in common.
 _COMMON: Mapping[str, TypeEngine[Any]] = {
     "queue": Text(),
     "kind": Text(),
@@ -56,7 +56,7 @@ _COMMON: Mapping[str, TypeEngine[Any]] = {
 
 
 def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | None]]:
-    """Jobs by their ids in hex, in their order. Locks nothing but the new rows; one index entry each.
+    """Insert jobs by their ids in hex, in their order. Locks nothing but the new rows; one index entry each.
 
     The database's clock decides when a delayed job is due, so that no producer's clock can be wrong.
 
@@ -99,7 +99,7 @@ _INSERT_MIXED = _insert({**_OWN, **_COMMON}, {})
 
 
 def _common_texts(envelope: JobEnvelope) -> dict[str, str | None]:
-    """In the order of `_COMMON`."""
+    """The envelope's values as text, in the order of `_COMMON`."""
     return {
         "queue": envelope.queue,
         "kind": envelope.kind,
@@ -107,7 +107,7 @@ def _common_texts(envelope: JobEnvelope) -> dict[str, str | None]:
         "priority": str(envelope.priority),
         "max_attempts": None if envelope.max_attempts is None else str(envelope.max_attempts),
         "run_at": None if envelope.run_at is None else envelope.run_at.astimezone(UTC).isoformat(),
-        # Never in days: theirs would be of 23 or 25 hours when the session's time zone changes its clocks.
+        # Never in days: a day has 23 or 25 hours when the clocks of the session's time zone change.
         "delay": f"{envelope.delay // _MICROSECOND} microseconds" if envelope.delay else None,
     }
 
@@ -121,7 +121,7 @@ def _element(item: str | None) -> str:
 
 
 def _quoted_array(items: Iterable[str]) -> str:
-    # Escaped together. No item holds a NUL: JSON escapes it.
+    # Joined by NUL and escaped in one go. No item holds a NUL: JSON escapes it.
     return '{"' + _escape("\0".join(items)).replace("\0", '","') + '"}'
 
 

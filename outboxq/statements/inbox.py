@@ -1,4 +1,4 @@
-"""The inbox: accepting messages in the transaction of what they lead to, and looking at what was accepted."""
+"""The inbox: accepting messages in the transaction of the rows they lead to, and listing what was accepted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from outboxq.tables import StoredText, inbox
 # 'unseen': accepted by a transaction that this statement waited for, so that its snapshot misses the row.
 Outcome: TypeAlias = Literal["accepted", "duplicate", "conflict", "unseen"]
 
-# Long enough for a page that another backend is just adding to the table, which is waited for like a row.
+# Long enough for another backend to add a page to the table: this lock is waited for, too.
 _TRY_MILLISECONDS = 10
 
 _now = pg.clock_timestamp
@@ -37,7 +37,7 @@ _now = pg.clock_timestamp
 
 @dataclass(frozen=True, slots=True)
 class MessageFilter:
-    """Which messages are meant; without a value everywhere, all of them. `message_id` is a whole id."""
+    """Which messages are meant; without any value, all of them. `message_id` is a whole id."""
 
     consumer: str | None = None
     message_id: str | None = None
@@ -47,7 +47,7 @@ class MessageFilter:
         """The filter as conditions on the table `inbox`."""
         found = matching(inbox, consumer=self.consumer, message_id=self.message_id)
         if self.since is not None:
-            # The second follows from the first, and ends the walk of its index.
+            # The condition on expires_at follows from the other, and ends the walk of the index inbox_expires.
             found += [inbox.c.seen_at >= self.since, inbox.c.expires_at > self.since]
         return found
 
@@ -56,7 +56,7 @@ class MessageFilter:
 def accept_messages() -> Executable:
     """Accept those messages that were not accepted before: one row for each id, in no order, with its `Outcome`.
 
-    Built once, because that takes longer than the database does; `accept_parameters` has its parameters.
+    Built once, because building takes longer than executing; `accept_parameters` has its parameters.
     Index: the primary key, one descent for each id. Bound: the ids given.
     Locks: the new rows, always in bytewise order, so that overlapping batches cannot deadlock. Waits for a
     transaction that is accepting one of these ids, and accepts it in its place if that rolls back.
@@ -73,7 +73,7 @@ def accept_messages() -> Executable:
         .cte("inserted")
     )
     differs = inbox.c.fingerprint != given.c.digest
-    # For each id, and no join, which may be planned as a walk through everything that the consumer has accepted.
+    # A subquery for each id: a join may be planned as a walk through everything that the consumer has accepted.
     standing = (
         select(case((differs, "conflict"), else_="duplicate"))
         .where(inbox.c.consumer == consumer, inbox.c.message_id == given.c.message_id)
@@ -112,7 +112,7 @@ def accept_parameters(
 
 
 def shorten_lock_timeout() -> Executable:
-    """Wait for locks hardly at all, until the savepoint is rolled back or `set_lock_timeout`; what was set before."""
+    """Set lock_timeout to 10 ms, until the savepoint is rolled back or `set_lock_timeout`; returns the former value."""
     # MATERIALIZED: read before it is set.
     before = select(pg.current_setting("lock_timeout").label("value")).cte("before").prefix_with("MATERIALIZED")
     set_now = pg.set_config("lock_timeout", f"{_TRY_MILLISECONDS}ms", True)
@@ -120,7 +120,7 @@ def shorten_lock_timeout() -> Executable:
 
 
 def set_lock_timeout(value: str) -> Executable:
-    """Set it as it was, for the rest of the transaction."""
+    """Set lock_timeout to `value` for the rest of the transaction."""
     return select(pg.set_config("lock_timeout", value, True))
 
 
@@ -131,7 +131,7 @@ def select_messages(wanted: MessageFilter, *, limit: int) -> Executable:
     """The messages that match, those first that are kept longest: of one consumer, the latest.
 
     Index: inbox_expires backwards, whose order needs no sort; the primary key for a consumer and an id. No locks.
-    Bound: `limit` rows of the answer. A consumer that accepted little is looked for behind the others' messages.
+    Bound: `limit` rows of the answer; the walk also reads other consumers' messages, all if this one has too few.
     """
     return (
         select(*(inbox.c[name] for name in MESSAGE_COLUMNS))

@@ -1,4 +1,4 @@
-"""The installation's id, which the keys that other services are given are made of, and giving it another."""
+"""The installation's id, of which the keys for other services are made, and replacing it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _now = pg.clock_timestamp
 
 
 def lock_installation() -> Select[Any]:
-    """The id as it is. One row. Locks: it, so that a second change waits for the first."""
+    """The present id. One row. Locks: that row, so that a second change waits for the first."""
     return select(deployment.c.id).with_for_update()
 
 
@@ -28,14 +28,14 @@ def select_use() -> Executable:
 
 
 def give_new_id() -> Executable:
-    """Another id; one row with it."""
+    """Replace the id; one row with the new one."""
     return update(deployment).values(id=pg.gen_random_uuid()).returning(deployment.c.id)
 
 
 def doubt_open(reason: str) -> Executable:
-    """Make what was in doubt unknown, so that it is not called with a key of the former id. Reads the table once.
+    """Make effects in doubt unknown, so that none is called with a key of the former id. Reads the table once.
 
-    Locks: the rows. A caller that stood still and wakes later can neither record nor keep its call.
+    Locks: the rows. A caller that stood still and wakes later can neither record its call nor extend its lock.
     """
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (
@@ -53,5 +53,5 @@ def doubt_open(reason: str) -> Executable:
 
 
 def forget_unapplied() -> Executable:
-    """Forget what was surely not applied: it gets a key of the new id. Reads the table once; locks the rows."""
+    """Delete effects that were surely not applied: later calls get a key of the new id. Reads all; locks the rows."""
     return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt)

@@ -100,7 +100,7 @@ STATES = ("ready", "running", "scheduled", "due", "leased", "orphaned", "suspect
 
 
 def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
-    """Whether a job is in one of `STATES`; of the others than `running` also those that a transaction has."""
+    """Whether a job is in one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
     if state == "running":
         return _xmax(jobs).in_(running_transactions())
     stored = jobs.c.state == ("scheduled" if state == "due" else "leased" if state == "orphaned" else state)
@@ -108,7 +108,7 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
         is_due = jobs.c.run_at <= pg.statement_timestamp()
         return and_(stored, is_due if state == "due" else not_(is_due))
     if state in ("leased", "orphaned"):
-        # Not EXISTS, which is asked for each row anew.
+        # Not EXISTS, which would run again for each row.
         alive = select(relay.c.id).where(relay.c.alive_until > pg.statement_timestamp())
         is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())
         return and_(stored, is_alive if state == "leased" else not_(is_alive))
@@ -130,9 +130,9 @@ DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
 def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     """The oldest jobs that match, in the order in which they came into the table, with the backend that runs each.
 
-    Which are the oldest say the milliseconds in their ids, and within one the order itself: `seq` has no index over all
-    queues. Index: the primary key, in order, up to `limit` rows and the end of the last one's millisecond; few matches,
-    and `running`, read the table once. No locks.
+    Age is the millisecond in the id, and within one millisecond `seq`, which has no index over all queues. Index: the
+    primary key, in order, up to `limit` rows and the end of the last one's millisecond; if few jobs match, or with
+    `running`, the table is read once. No locks.
     """
     first = _matching(wanted, running=running).order_by(listed.c.id).limit(limit).cte("first")
     last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
@@ -157,7 +157,7 @@ def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executab
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
-    """How many of these wait, also those that a transaction holds or runs. Index: the primary key; no locks."""
+    """How many of these jobs wait, or run in a transaction. Index: the primary key; no locks."""
     waits = job.c.state.in_(("ready", "scheduled"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
@@ -172,7 +172,7 @@ def select_job(job_id: UUID) -> Executable:
 
 
 def find_job(job_id: UUID) -> Select[Any]:
-    """The job as it waits, runs or is dead; one row at most, in one snapshot. Index: both primary keys; no locks."""
+    """A job that waits, runs or is dead; one row at most, in one snapshot. Index: both primary keys; no locks."""
     runs: ColumnElement[bool] = or_(listed.c.state == "leased", xmax.in_(running_transactions()))
     waiting = select(
         listed.c.id,

@@ -1,6 +1,6 @@
 """Leases: one row per relay process, and the sweep that takes jobs from owners that are not alive.
 
-Every time is the database's. All are sent as text on the lease's own connection, a transaction each.
+Every time is the database's. The statements are sent as text on the lease's own connection, a transaction each.
 """
 
 from uuid import UUID
@@ -21,8 +21,8 @@ pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
   || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
     'attempt', job.attempt, 'type', 'outboxq.RelayDied', 'message', {message}::text, 'where', '[]'::jsonb,
     'at', pg_catalog.clock_timestamp()))"""
-# A new seq, so that it goes behind the other suspects, which one that kills its relays would keep waiting; a new token,
-# so that no other run can complete it.
+# A new seq puts the job behind the other suspects, which a job that kills its relays would keep waiting; a new token
+# keeps every other run from completing it.
 _TAKE = """\
 WITH lost AS MATERIALIZED (
   SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
@@ -57,7 +57,7 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
 def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
     """Extend the lease to `seconds` from now, or begin it. Index: the primary key; one row.
 
-    Reviving one that had run out is safe: whatever was taken from it meanwhile has another token.
+    Reviving a lease that had run out is safe: jobs that were taken from it meanwhile have other tokens.
     """
     return render(
         schema,
@@ -87,7 +87,7 @@ def reap(schema: str, max_crashes: int, limit: int) -> str:
 
 
 def reap_one(schema: str, job_id: UUID) -> str:
-    """Reap one job, if its owner is still not alive, as a suspect: however often it crashed, it is no dead letter."""
+    """Reap one job, if its owner is still not alive: as a suspect, and never as a dead letter, whatever its crashes."""
     return _take(schema, _lost_one(schema, job_id), NEVER, 1, _DIED, sql.SQL("job.crashes"))
 
 
@@ -97,7 +97,7 @@ def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
 
 
 def lost_jobs(schema: str, limit: int) -> str:
-    """The ids of up to `limit` jobs whose owner is not alive, drawn by lot: none keeps the others out for ever.
+    """The ids of up to `limit` jobs whose owner is not alive, at random: none keeps the others out for ever.
 
     Index: job_leased, all of which is read; no locks.
     """
@@ -119,7 +119,7 @@ def _lost(schema: str) -> sql.Composable:
 
 
 def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
-    # The state stands here too, for statements that do not ask for it.
+    # With the state, because `dead_letter_row` has no condition on it.
     return compose(schema, "job.state = 'leased' AND job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
 
 
@@ -155,7 +155,7 @@ def _take(
 
 
 def forget_relays(schema: str) -> str:
-    """Remove the rows of relays that have been dead for a day and under whose lease nothing stands any more."""
+    """Remove the rows of relays that have been dead for a day and whose lease has no jobs any more."""
     return render(
         schema,
         "WITH old AS MATERIALIZED (SELECT id FROM {relay} "

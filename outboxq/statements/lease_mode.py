@@ -1,4 +1,4 @@
-"""Settling many jobs of one lease at once, each by its own token. Sent as text, with what follows behind it."""
+"""Settling many jobs of one lease at once, each by its own token. Sent as text, with other statements behind."""
 
 from collections.abc import Iterable
 from typing import LiteralString
@@ -7,14 +7,14 @@ from outboxq.job import Job
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import quote_identifier
 
-# The keys stand in the condition on `job` itself: joined with nothing but the list, all of the table may be read if
-# statistics know of no such jobs, or if the list is such a large part of it that a scan looks cheap.
+# `job` also has the keys in a condition of its own: if it were only joined with the list, the whole table might be read
+# if statistics know of no such jobs, or if the list is such a large part of the table that a scan looks cheap.
 BY_KEYS = "SET LOCAL enable_seqscan = off; "
 _LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
-# Only those whose rows no other transaction has locked.
+# Only the jobs whose rows no other transaction has locked.
 _UNLOCKED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT job.id, held.token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
@@ -51,7 +51,7 @@ WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
 def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
     """Let jobs whose handlers have not begun wait again where they waited, their attempt uncounted; no rows.
 
-    They keep their `seq`: a sweep finds what lies before a cursor, and behind a backlog they would wait for all of it.
+    They keep their `seq`: a new one would put them behind a whole backlog. A sweep finds jobs that are before a cursor.
     Index, locks and `free` are those of `finish_leased`.
     """
     return _with_jobs(
@@ -71,12 +71,12 @@ FROM oq_held AS held WHERE """
 
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
-    """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
+    """Which of these jobs are in the table: their ids, a row each. Index: the primary key; no locks."""
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
 def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString) -> str:
-    # By hand, because there may be a thousand: hexadecimal digits and an integer need no quoting.
+    # Formatted without quoting, because there may be a thousand: hexadecimal digits and integers need none.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
     table = quote_identifier(schema, "job")
     return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table)

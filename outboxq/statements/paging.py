@@ -1,7 +1,7 @@
 """Pages: change many rows, a bounded number per transaction, without waiting for a lock.
 
-A page is the next `limit` matching rows in the order of the primary key. What another transaction holds is passed over
-and reported; the next page starts behind the last row seen, so that the whole costs one walk, whatever is dead or held.
+A page is the next `limit` matching rows in the order of the primary key. Rows that another transaction holds are passed
+over and reported; the next page starts behind the last row seen, so that all pages cost one walk of the index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, Fro
 
 from outboxq.statements.builtin import count, pg
 
-# How many rows a transaction of an operator changes, and leaves to be cleared should it be rolled back.
+# How many rows an operator's transaction changes; if it is rolled back, so many have marks to be cleared.
 MAX_PAGE_ROWS = 200
 
 
 def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
-    """The columns of these names have these values; None stands for any."""
+    """Conditions that the columns of these names have these values; None stands for any."""
     return [rows.c[name] == value for name, value in wanted.items() if value is not None]
 
 
@@ -39,7 +39,7 @@ class Page:
 def pick_page(
     table: Table, conditions: Sequence[ColumnElement[bool]], after: UUID | None, limit: int
 ) -> tuple[CTE, CTE]:
-    """The page, and those of its rows that could be locked; to be changed by the statement that is built on them.
+    """The page, and those of its rows that could be locked: CTEs for the statement that changes them.
 
     Index: the primary key, walked in order from `after`. Locks: the picked rows, FOR UPDATE SKIP LOCKED, never waited
     for. Bound: `limit` rows. The conditions stand in both, because the lock rechecks them on a row's newest version.

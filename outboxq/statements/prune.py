@@ -10,7 +10,7 @@ from psycopg import sql
 
 from outboxq.statements.render import fill
 
-# asynchronous: a deletion that a crash undoes is made again, and waits for no standby.
+# synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
 # lock_timeout: rows are never waited for, but the table may be locked by a migration.
 # enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
 BEGIN = """\
@@ -49,7 +49,7 @@ def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
     Index: effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
     holds; one that is claimed anew at this moment is passed over, and has no expiry any more.
     """
-    # The table's own check allows neither an expiry.
+    # The table's own check allows no expiry in these states; asked for all the same.
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
 
 

@@ -14,8 +14,8 @@ from outboxq.tables import dead_job, job, queue
 def known_queues() -> Executable:
     """Every queue with a setting, a job or a dead letter, and since when it is paused.
 
-    Indexes: job_ready, job_scheduled, job_suspect and dead_job_queue, one probe per distinct queue each (a loose scan,
-    see "Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
+    Indexes: job_ready, job_scheduled, job_suspect and dead_job_queue, one probe per distinct queue each ("Loose
+    indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
     """
     walks = [_walk(job, job.c.state == state, state) for state in ("ready", "scheduled", "suspect")]
     leased = select(job.c.queue).where(job.c.state == "leased")

@@ -17,13 +17,13 @@ def render(schema: str, statement: LiteralString, /, **values: object) -> str:
 
 
 def compose(schema: str, statement: LiteralString, /, **values: object) -> sql.Composed:
-    """The same as a part, to be given as a value to another statement."""
+    """What `render` makes, as a part that can be given to another statement as a value."""
     tables = {name: sql.Identifier(schema, table) for name, table in _TABLES.items()}
     return sql.SQL(statement).format(**tables, **_as_sql(values))
 
 
 def fill(statement: LiteralString, /, **values: object) -> str:
-    """The statement with these values, as `render` has them; it names no table of ours."""
+    """A statement that names no table of ours, with these values; a value becomes a literal, unless it is SQL."""
     return sql.SQL(statement).format(**_as_sql(values)).as_string(None)
 
 

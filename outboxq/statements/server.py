@@ -6,11 +6,11 @@ from sqlalchemy import Connection, TextClause, text
 
 from outboxq.statements.render import quote_identifier
 
-# The oldest that the tests run on.
+# The oldest major version that the tests run on.
 OLDEST_MAJOR = 15
 ENCODING = "UTF8"
 
-# Later steps may follow a deployment: what they add, this code can do without.
+# The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
 NEEDED_VERSION = 6
 
 _FACTS = text(
@@ -55,7 +55,7 @@ class ServerFacts:
 
 
 def server_facts(connection: Connection) -> ServerFacts:
-    """Read them from the server. Takes no lock."""
+    """Read the facts from the server. Takes no lock."""
     return ServerFacts(*connection.execute(_FACTS).one())
 
 

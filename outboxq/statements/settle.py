@@ -49,7 +49,7 @@ def put_back(
 ) -> Insert | Update:
     """The job waits again, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
 
-    A relay that knows its kind has run it, so it is parked no more.
+    A relay that knows its kind has run it, so `parked` is 0 again.
     """
     schedule: dict[str, object] = {"state": "ready"}
     if delay is not None:
@@ -66,7 +66,7 @@ def put_back_parked(claimed: Job) -> Insert | Update:
 
 
 def remove(claimed: Job) -> Delete:
-    """The row of a job under a lease, if it is still under it.
+    """Delete the row of a job that is still under its lease.
 
     Index: the primary key. Waits for a reaper or an operator's command that has locked the row, and finds what it left.
     """
@@ -83,7 +83,7 @@ def unchanged(claimed: Job) -> Select[tuple[UUID]]:
 def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
     if claimed.lease_token is None:
         return insert(job).values(**_kept(claimed), **changed)
-    # A crash that was counted with the claim did not happen. A new token: nothing more can be done with the old one.
+    # `crashes` takes back the crash that the claim of a suspect counted. A new token: the old one is good for nothing.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released = {"lease_owner": None, "lease_token": _NEXT_TOKEN, "seq": literal_column("DEFAULT")}
     return fenced.values(**changed, **released, crashes=claimed.crashes)
@@ -95,7 +95,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind is not
     its producer's to overwrite: then the new one has another id.
     """
-    # No other one of this id can come meanwhile: a job is inserted only after the one before it has left the table.
+    # No other dead letter of this id can come meanwhile: a job is inserted only after the one before it left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
@@ -110,7 +110,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
 def postpone(claimed: Job, delay: timedelta) -> Insert | Update:
     """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
 
-    One that waits is changed only if no other transaction holds it; nothing but its time is written.
+    A job that waits is changed only if no other transaction holds it; nothing but state and time are written.
     """
     later = {"state": "scheduled", "run_at": pg.clock_timestamp() + literal(delay)}
     if claimed.lease_token is not None:

@@ -1,4 +1,4 @@
-"""What a relay's transactions are set to, and how another connection ends one of them."""
+"""The settings of a relay's transactions, and how another connection ends one of them."""
 
 from functools import lru_cache
 
@@ -9,10 +9,10 @@ from outboxq.statements.render import fill
 # How much longer the server waits than the relay, which acts on its own deadlines while it can.
 IDLE_GRACE_SECONDS = 10.0
 
-# Less would hit the claim and the COMMIT, which share the transaction: a shorter deadline is the relay's alone.
+# Less would hit the claim and the COMMIT, which share the transaction: only the relay enforces shorter deadlines.
 LEAST_SECONDS = 1.0
 
-# As the driver begins a slot's transactions by itself.
+# What the driver itself sends to begin a slot's transaction.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 # LOCAL: behind a transaction pooler a session belongs to another client a moment later.
@@ -23,7 +23,7 @@ READABLE_DATES = "SET LOCAL datestyle = 'ISO'; "
 LOCAL_SETTINGS = f"SET LOCAL plan_cache_mode = force_custom_plan; {READABLE_DATES}"
 
 
-# A claim that has far to walk is cut short by no time-out of the role's: it would be repeated, as long, for ever.
+# No time-out of the role's may cut a long claim short: the claim would be repeated for ever, as long each time.
 UNTIMED = "SET LOCAL statement_timeout = 0; "
 TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT; "
 
@@ -32,7 +32,7 @@ TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT; "
 def local_timeouts(seconds: float | None) -> str:
     """The server's own deadlines for the rest of a transaction; with None those of the role and the database stand.
 
-    The statement's is contained by the handler's savepoint. The idle one frees a job whose relay hangs.
+    The handler's savepoint contains a statement_timeout. The idle time-out frees a job whose relay hangs.
     """
     if seconds is None:
         return ""
@@ -62,8 +62,8 @@ def xact_status(xid: str) -> str:
 def may_be_committed(xid: str) -> str:
     """One row: whether a transaction of another epoch may be one that this server has committed.
 
-    False for one that it undid, runs now, or never heard of; a number that was given out again to another may read
-    true.
+    False for a transaction that this server undid, runs now, or never heard of; if the number was given out again,
+    perhaps true.
     """
     return (
         f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) "
@@ -73,7 +73,7 @@ def may_be_committed(xid: str) -> str:
 
 def prepared_as(xid: str) -> str:
     """The name under which this transaction is prepared for a two-phase commit; no row if it is not."""
-    # Shown without its epoch, by which no two open transactions differ.
+    # The view shows ids without their epoch; no two open transactions differ by the epoch alone.
     return (
         f"SELECT gid FROM pg_catalog.pg_prepared_xacts WHERE transaction::text = '{int(xid) & 0xFFFF_FFFF}' "
         "AND database = pg_catalog.current_database()"
@@ -81,7 +81,7 @@ def prepared_as(xid: str) -> str:
 
 
 def rollback_prepared(gid: str) -> str:
-    """Undo a prepared transaction. Outside of a transaction block; for its owner, from the same database."""
+    """Undo a prepared transaction: outside of a transaction block, by its owner, in the same database."""
     return fill("ROLLBACK PREPARED {gid}", gid=gid)
 
 

@@ -14,7 +14,7 @@ from outboxq.statements.render import fill, render
 # Stands for all queues in a notification. No queue has this name.
 ALL_QUEUES = ""
 
-# For producers, in their transaction: no locks, no rows. What was set is read before it is set, from left to right.
+# For producers, in their transaction: no locks, no rows. SILENCE reads the old value before it sets the new one.
 SILENCE = text(
     "SELECT coalesce(pg_catalog.current_setting('outboxq.notify', true), ''), "
     "pg_catalog.set_config('outboxq.notify', 'off', true)"
@@ -36,8 +36,8 @@ def listen(schema: str) -> str:
 def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
     """Try to hold the sleep flags of queues: a row for each, with its name and whether it is held now. Never waits.
 
-    False while another relay holds it, and while a producer's insert into the queue is not committed: the trigger holds
-    it shared until then.
+    False while another relay holds the flag, and until a producer's insert into the queue is committed: the trigger
+    holds the flag shared meanwhile.
     """
     return fill(
         "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
@@ -64,10 +64,10 @@ def notify(schema: str, queue: str) -> str:
 
 @lru_cache(64)
 def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
-    """What waits in these queues: a row for each that is not paused and has a job that no lease holds.
+    """What waits in these queues: a row for each queue that is not paused and has a job that no lease holds.
 
-    Its name, whether a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL), and
-    whether it has suspects. A job that runs at this moment, in a transaction that is not committed, is seen too.
+    The queue's name, whether a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL),
+    and whether a suspect waits. A job that runs at this moment, in a transaction that is not committed, is seen too.
     Indexes: job_ready, job_scheduled and job_suspect, the first entry of each queue; no locks.
     """
     return render(

@@ -10,9 +10,9 @@ from outboxq.tables import StoredText
 
 LISTED = 100
 
-# What reads and writes of rows take, in pg_locks' words: held until the transaction ends.
+# The table locks of SELECT FOR UPDATE and of writes, by pg_locks' names: held until the transaction ends.
 ROW_MODES = ("RowShareLock", "RowExclusiveLock")
-# What keeps others from reading or writing rows.
+# The table locks that keep others from reading or writing rows.
 BLOCKING_MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock")
 
 
@@ -152,7 +152,7 @@ def settings(names: tuple[str, ...]) -> TextClause:
 
 
 def role_settings(schema: str, names: tuple[str, ...]) -> TextClause:
-    """What other roles that could be a relay's start with in this database. Bound: 100."""
+    """The settings of other roles that a relay could use, as their sessions in this database start. Bound: 100."""
     return text(
         """\
 SELECT role.rolname::text AS role, pg_catalog.split_part(entry, '=', 1) AS name,

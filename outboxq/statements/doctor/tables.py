@@ -50,7 +50,7 @@ def functions(schema: str) -> TextClause:
 
 
 def vacuum_state(schema: str) -> TextClause:
-    """Dead and live rows, vacuum's last visit and the settings of its own, of each table."""
+    """Of each table: dead and live rows, when it was vacuumed last, and its storage options."""
     return text(
         f"""\
 SELECT class.relname::text AS table, coalesce(class.reloptions, '{{}}') AS options,
@@ -71,7 +71,7 @@ def schema_usage(schema: str) -> TextClause:
 
 
 def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
-    """Which of these (table, privilege) pairs this role lacks. A right on some columns is taken for the right."""
+    """Which of these (table, privilege) pairs this role lacks. A right on some columns counts as the right."""
     return text(
         f"""\
 SELECT class.relname::text AS table, wanted.privilege
@@ -128,7 +128,7 @@ GROUP BY class.oid, class.relname ORDER BY 1"""
 
 
 def search_path() -> TextClause:
-    """Where this role's sessions look functions and operators up."""
+    """The search path in which this role's sessions look functions and operators up."""
     return text("SELECT session_user::text AS role, pg_catalog.current_setting('search_path') AS value")
 
 

@@ -25,27 +25,27 @@ logger = logging.getLogger("outboxq.relay")
 
 Rows: TypeAlias = "Sequence[tuple[object, ...]]"
 _PUT_OFF_SECONDS = 300.0
-# PostgreSQL's classes (manual, appendix A) of what ails the statement, the session or the server: no job is to blame.
-# Any other may be of one row: data, constraints, limits, a damaged page, and whatever code a user's trigger raises.
+# Classes of PostgreSQL (manual, appendix A) for errors of a statement, a session or the server: no job is to blame.
+# One row may cause any other: data, constraints, limits, a damaged page, whatever code a trigger of the users raises.
 _OF_NO_ROW = (
     *("00", "01", "02", "03", "08", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "24", "25", "26", "28", "2B", "2D"),
     *("34", "3B", "3D", "3F", "40", "42", "53", "55", "57", "58", "72", "F0", "HV"),
 )
-# And of these, what will be wrong with it for good.
+# Of these, the classes that the row will cause for good.
 _FOR_GOOD = ("22", "54", "XX")
 
 
 def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int) -> Rows:
-    """Take one job from where it was lost: as it should be, or else without burying it.
+    """Take back one lost job: as a suspect or a dead letter, or, if that fails, as a suspect whatever its crashes.
 
-    No rows if its row allows neither: it stays, and is tried again later.
+    No rows if its row allows neither: the job stays where it is, and is tried again later.
 
     Args:
         run: Runs a statement in a transaction of its own.
-        taking: The statement that takes the job back, given after how many crashes it becomes a dead letter.
+        taking: Makes the statement that takes the job back, given after how many crashes it becomes a dead letter.
 
     Raises:
-        psycopg.Error: not the row is to blame.
+        psycopg.Error: the cause is not the row.
     """
     try:
         return run(taking(max_crashes))
@@ -69,24 +69,24 @@ def set_aside_first(
     others: Iterable[tuple[ClaimScript, UUID]],
     error: BaseException,
 ) -> tuple[JobSetAside, ...] | None:
-    """After a claim of one job that failed: set that job aside, if it is to blame.
+    """Set aside the job of a claim that failed, if that job is to blame.
 
-    It is if its claim fails again, and that of another job does not. What ails all of them, such as a trigger that
-    looks for a partition which is missing, will be mended: they wait for that. None if nothing was done: the claim
-    would fail again.
+    It is to blame if its claim fails again, and the claim of another job does not. A cause that all of them share, such
+    as a trigger that looks for a missing partition, will be mended: the jobs wait for that. None if nothing was done:
+    the claim would fail again.
 
     Args:
         first: The claim, and the job that it would have taken.
         others: Jobs of the same queue, each with a claim that takes it in the same way.
-        error: What it failed with.
+        error: The error of the failed claim.
     """
     if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
         return None
-    # Behind the other: what refused both may have been mended before that one passed.
+    # After the others: a cause that made both fail may have been mended before another one passed.
     failure = _failure(connection, schema, *first)
     if failure is None:
         return None
-    # What the row holds stays as it is. What users' code makes of it may be mended.
+    # An error for what the row holds will come again; an error of users' code may be mended.
     ways = (_dead_letter, _postpone) if _of(failure, _FOR_GOOD) else (_postpone, _dead_letter)
     job_id = first[1]
     for way in ways:
@@ -101,7 +101,7 @@ def set_aside_first(
 
 
 def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: UUID) -> psycopg.Error | None:
-    """What the claim of this job alone fails with. It is not kept, and the mark that this leaves is cleared."""
+    """The error of a claim of this job alone, or None. The claim is undone, and the mark that it leaves is cleared."""
     failure = None
     with connection.begin():
         run_script(connection, f"{UNTIMED}{READABLE_DATES}SAVEPOINT oq_probe")
@@ -143,7 +143,7 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether a statement may have failed for what is in one of its rows."""
+    """Whether a statement may have failed because of one of its rows."""
     return sqlstate_of(error) is not None and not _of(error, _OF_NO_ROW)
 
 
@@ -152,5 +152,5 @@ def _of(error: BaseException, classes: tuple[str, ...]) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Its type and SQLSTATE: its text may hold a value."""
+    """The error's type and SQLSTATE; not its text, which may hold a value."""
     return f"{type(error).__name__} ({sqlstate_of(error)})"

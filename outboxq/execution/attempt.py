@@ -34,8 +34,8 @@ class Attempt:
     """One run of a job's handler.
 
     Args:
-        shared_xid: The claim's transaction, if other jobs share it. Then this job is failed now for what its deferred
-            constraints would raise at COMMIT; a job alone meets them there.
+        shared_xid: The claim's transaction, if other jobs share it. Then the deferred constraints are checked after
+            this job, so that a violation fails it alone; for a lone job COMMIT checks them.
         begin: Begins the relay's transaction if need be; names the savepoint that stands for the attempt's, or None.
     """
 
@@ -48,7 +48,7 @@ class Attempt:
         shared_xid: str | None,
         begin: Callable[[], str | None],
     ) -> None:
-        # Without a lease it is the claim's own.
+        # Without a lease the attempt is in the claim's own transaction.
         in_transaction = job.lease_token is None or runtime.guard.transaction_status == TransactionStatus.INTRANS
         self._connection = connection
         self._handler = handler
@@ -79,7 +79,7 @@ class Attempt:
             result = self._handler.returned.outcome(returned)
             if isinstance(result, Done):
                 self._keep(run)
-                # Last: an error behind it would be a failure whose rows stand.
+                # Last: an error after the rows were kept would be a failure whose rows stand.
                 fault_point("after-handler")
         except BaseException as error:
             if not runtime.is_failure(error):
@@ -100,7 +100,7 @@ class Attempt:
     def _open_session(self) -> HandlerSession:
         session = self._runtime.invoker.open_session(self._connection, self._containment.open)
         if self._containment.in_transaction:
-            # What goes around the session, on the driver's cursor, has to lie behind the savepoint too.
+            # Now: statements that bypass the session, on the driver's cursor, have to lie behind the savepoint too.
             self._containment.open()
         return session
 
@@ -116,23 +116,23 @@ class Attempt:
         return arguments
 
     def _keep(self, run: Run) -> None:
-        """Write what the handler left to be written, and keep its rows."""
+        """Send the writes that the handler deferred, and keep its rows."""
         if run.deferred:
             hand_over(run.deferred, self._session.session())
         session = self._session.made
         if session is None and self._containment.savepoint is None:
-            # It never came near the database.
+            # The handler never used the database.
             return
         self._containment.check()
         if session is not None:
             # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
-            # Joined by "rollback_only", it commits nothing.
+            # A session joined by "rollback_only" commits nothing.
             session.commit()
             self._containment.keep(self._shared_xid)
 
     def _result_of(self, error: BaseException) -> Outcome | Failed:
         if isinstance(error, EffectInProgress):
-            # Counting it could end a job for good because its predecessor was killed.
+            # Not counted: attempts that wait for a killed predecessor's lock could use up the job's attempts.
             return Snooze(timedelta(seconds=max(error.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
         limit, seconds = self._handler.timeout_seconds, time.monotonic() - self._began
         if limit is not None and sqlstate_of(error) == QUERY_CANCELED and seconds >= limit * 0.99:
@@ -141,21 +141,21 @@ class Attempt:
         return describe_failure(error, self._job)
 
     def _closed(self, result: Outcome | Failed) -> Outcome | Failed:
-        """Close the attempt's session, and undo its rows unless it is done."""
+        """Close the attempt's session, and undo its rows unless the job is done."""
         closed = True
         try:
             closed = self._session.close()
         except BaseException as error:
             if not self._runtime.is_failure(error):
                 raise
-            # A listener of the user's. What the handler itself raised says more.
+            # A listener of the user's raised this. What the handler itself raised says more.
             result = result if isinstance(result, Failed) else describe_failure(error, self._job)
         self._runtime.guard.take_back()
         if closed and isinstance(result, Done):
             return result
         intact = closed and self._containment.is_intact
         if not (self._containment.undo(intact=intact) and self._is_same_transaction()):
-            # SQLAlchemy's own account of it is better than ours, if SQLAlchemy saw it.
+            # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
             if intact or not isinstance(result, Failed):
                 result = describe_failure(TransactionEndedByHandler(), self._job)
             raise TransactionEscaped(self._job, result)

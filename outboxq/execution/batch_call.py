@@ -30,7 +30,7 @@ def call_batch_handler(
     segment: Segment,
     locks: Locks,
 ) -> Sequence[Outcome] | None:
-    """Call a batch handler with the jobs of a segment; None if nothing of it stands, and each is to run by itself.
+    """Call a batch handler with the jobs of a segment; None if all is undone, and each job is to run by itself.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -41,15 +41,15 @@ def call_batch_handler(
     session = runtime.invoker.open_session(connection, nothing)
     try:
         returned = _call(connection, batch, runtime, segment.arguments, session, savepoint, locks)
-        # However it goes: COMMIT says what stands.
+        # Whether closing fails does not matter: COMMIT says what stands.
         _close(session, runtime)
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # It will show again when each runs alone.
+        # The error will show again when each job runs alone.
         failed = error
     else:
-        # What goes on of the call has nothing of the next one's.
+        # A task or thread that the call left behind must not reach the next call's rows.
         runtime.guard.take_back()
         batch.together = 1
         return returned
@@ -75,10 +75,10 @@ def _call(
     jobs = batch.running_jobs
     handler = runtime.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
-    # Joined now: a rollback of a session that has not joined would go unnoticed.
+    # Join the relay's transaction now: a rollback of a session that has not joined would go unnoticed.
     session.connection()
     keys = entity_keys(arguments)
-    # Held: the session alone would forget them.
+    # A reference keeps the entities: the session's identity map is weak.
     loaded = load_together(session, keys, locks)
     given = [_given(session, values) for values in arguments] if keys else arguments
     if keys:
@@ -128,6 +128,6 @@ def _close(session: Session, runtime: Runtime) -> bool:
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # Whatever it is, a listener of the user's or a lost connection.
+        # A listener of the user's raised, or the connection is lost.
         return False
     return True

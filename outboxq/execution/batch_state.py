@@ -1,4 +1,4 @@
-"""The state of a claimed batch: how far it has come, and what it came to."""
+"""The state of a claimed batch: how far it has come, and its outcome."""
 
 import threading
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from outboxq.execution.runtime import Result
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
-# The lock is held for a moment, except while a cancellation is on its way to the server.
+# How long to wait for the lock, which is held for a moment only, except while a cancellation is sent to the server.
 _LOCK_SECONDS = 1.0
 
 
 class Phase(Enum):
-    """Which of its slot and its relay has the last word on a batch: the first to leave RUNNING.
+    """Whether the slot or the relay decides on a batch: the first of them to leave RUNNING.
 
-    Its slot sends COMMIT (and goes back to RUNNING if that is refused), and finds out what stands after an error; or
-    the relay takes the batch away from the slot.
+    The slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what stands after an error; the
+    relay takes the batch away from the slot.
     """
 
     RUNNING = auto()
@@ -58,19 +58,19 @@ class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
     Attributes:
-        transaction: The batch's transaction, once it has begun; `was_begun` says that it was tried.
+        transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
         epoch: The run of the server that knows the transaction.
         position: The job that runs, until `deadline` (monotonic) if it has one.
         together: How many jobs, from `position` on, one handler runs now.
         runs_together: All jobs run together, to be checked by COMMIT.
-        runs_apart: They did, and were undone by that: now each runs alone.
+        runs_apart: The jobs ran together and were undone: now each runs alone.
         refused: How often COMMIT was refused, and the jobs ran again.
-        events: What becomes of the jobs before `position`, should the transaction commit.
+        events: The events of the jobs before `position`, if the transaction commits.
         unknown: Jobs of kinds that no handler here can run.
-        late_result: What a handler returned that never used the database, until its settlement has begun.
+        late_result: The result of a handler that never used the database, until its settlement has begun.
         commit_was_sent: COMMIT was sent, and was not refused.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
-        dead_letters: What a recovery of this batch has written.
+        dead_letters: The dead letters that a recovery of this batch has written.
     """
 
     queue: str
@@ -113,17 +113,17 @@ class BatchState:
 
     @property
     def is_lone(self) -> bool:
-        """Whether it has one job only."""
+        """Whether the batch has one job only."""
         return len(self.jobs) == 1
 
     @property
     def is_leased(self) -> bool:
-        """Whether its claim is committed already."""
+        """Whether the batch's claim is committed already, under a lease."""
         return self.jobs[0].lease_token is not None
 
     @property
     def is_seized(self) -> bool:
-        """Whether the relay has taken it away from its slot."""
+        """Whether the relay has taken the batch away from its slot."""
         return self._phase is Phase.SEIZED
 
     def begin(self, connection: Connection) -> ClaimTransaction:
@@ -136,16 +136,16 @@ class BatchState:
         return self.transaction
 
     def begin_commit(self) -> None:
-        """From here on the outcome is the server's alone."""
+        """Enter COMMITTING: from here on the server alone decides the outcome."""
         self._leave_running(Phase.COMMITTING)
 
     def commit_refused(self) -> None:
-        """Nothing was committed, and the slot goes on with the batch."""
+        """Go back to RUNNING: nothing was committed, and the slot goes on with the batch."""
         with self._lock:
             self._phase, self.commit_was_sent = Phase.RUNNING, False
 
     def begin_recovery(self) -> None:
-        """From here on the batch's slot, and nothing else, finds out what stands of it."""
+        """Enter RECOVERING: from here on the batch's slot, and nothing else, finds out what stands of it."""
         self._leave_running(Phase.RECOVERING)
 
     def _leave_running(self, phase: Phase) -> None:
@@ -174,12 +174,12 @@ class BatchState:
             yield self.deadline == deadline and not self.commit_was_sent
 
     def blame_all(self, places: range) -> None:
-        """Say of jobs that ran together, one of which ended their transaction, that none is known to be done."""
+        """Drop the events of jobs that ran together: one of them ended the transaction, and none is known to be done."""
         self.position, self.together = places.start, len(places)
         del self.events[places.start :]
 
     def report(self) -> BatchReport:
-        """What the batch came to, once its transaction is known to be committed."""
+        """The report of the batch, once its transaction is known to be committed."""
         events: list[Event] = list(self.events)
         if self.unknown:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))

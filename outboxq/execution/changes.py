@@ -1,4 +1,4 @@
-"""Changes of a session that may wait: those of plain columns of plain rows, whose flush runs nothing but UPDATEs."""
+"""Changes of a session that may wait: changes of plain columns of plain rows, whose flush sends only UPDATEs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class _Writable:
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Whether an UPDATE of one row does nothing else, and meets just the row of the primary key."""
+        """Whether an UPDATE of one row has no other effects, and finds just the row of the primary key."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         hooks = self.mapper.dispatch
@@ -49,7 +49,7 @@ class _Writable:
 
 
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
-    """What a flush of the session's changed rows would send; None if it would do more than that.
+    """The UPDATEs that a flush of the session's changed rows would send; None if a flush would do more than that.
 
     New objects are not looked at.
     """
@@ -85,7 +85,7 @@ def _is_ours(listener: object) -> bool:
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
-    """What a statement writes that is about to be sent, besides what functions do; None if that cannot be said."""
+    """What a statement that is about to be sent writes, besides what functions write; None if that is not known."""
     compiled: Any = getattr(context, "compiled", None)
     if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
         return None
@@ -113,7 +113,7 @@ def uses_only(session: Session, connection: Connection) -> bool:
 
 
 def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
-    """Whether a flush would look for the row by this key, and nothing else is the same key to the server."""
+    """Whether a flush would look for the row by this key, and to the server no other value equals it."""
     assert state.key is not None
     for (name, type_), key in zip(writable.keys, state.key[1], strict=True):
         value = state.dict.get(name, _MISSING)
@@ -128,10 +128,10 @@ def _changed_values(state: InstanceState[Any], writable: _Writable, facts: Table
     for name in sorted(state.committed_state):
         column, type_ = writable.columns.get(name, (None, None))
         value = state.dict.get(name, _MISSING)
-        # An expression, a mutable value, something that the type would convert: all of it by a flush.
+        # An expression, a mutable value, or a value that the type would convert: left to a flush.
         if column is None or not (type(value) is type_ or value is None) or column.name in facts.bound_columns:
             return None
-        # As a flush compares them.
+        # Compared as a flush does it.
         if column.type.compare_values(value, state.committed_state[name]) is not True:
             values[name] = value
     return values
@@ -174,7 +174,7 @@ def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[
 
 @lru_cache(1024)
 def _update(mapper: Mapper[Any], attributes: tuple[str, ...]) -> tuple[Update, tuple[str, ...]]:
-    """An UPDATE of these by primary key, and the names of its parameters: the key, then the values."""
+    """An UPDATE of these attributes by primary key, and the names of its parameters: the key's, then the values'."""
     table: Any = mapper.local_table
     columns = [mapper.column_attrs[name].columns[0] for name in attributes]
     keys = [bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key)]

@@ -1,7 +1,7 @@
 """Claim: take waiting jobs out of the table, and set the savepoint behind which they stay claimed.
 
-In transaction mode the delete and the handlers' rows are one transaction: a relay that dies here gives its jobs back by
-dying. In lease mode the claim is committed first, and a token fences off whatever held it before.
+In transaction mode the delete and the handlers' rows are one transaction: if the relay dies, the server's rollback gives
+its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
 """
 
 import secrets
@@ -23,12 +23,12 @@ from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, U
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
-# Of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported, "cached
-# plan must not change result type".
+# Errors of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported,
+# "cached plan must not change result type".
 _NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
-# A backend keeps about 200 kB for each. A relay needs a few for each limit of its claims.
+# The most prepared claims on a connection: a backend keeps about 200 kB for each. A relay needs a few for each limit.
 PREPARED_MOST = 32
-# More than one claim in twenty that is lost for its preparation, and none is prepared for a minute.
+# If more than one claim in twenty fails because it was prepared, none is prepared for a minute.
 _CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 
 
@@ -69,11 +69,11 @@ class Claimed:
 
 
 class PreparedClaims:
-    """Which claims a connection has prepared, as far as that lasts.
+    """The claims that a connection has prepared, as far as is known.
 
-    The driver lets go of all prepared statements when it sees a rollback, and behind a transaction pooler each
-    transaction may come to another session. A claim that fails for this costs a round trip and nothing else; if it
-    happens often, claims are sent as plain text for a while. The one that was not used for longest makes room.
+    The driver drops all prepared statements when it sees a rollback, and behind a transaction pooler each transaction
+    may come to another session. A claim that fails for this costs a round trip and nothing else; if it happens often,
+    claims are sent as plain text for a while. The claim that was not used for longest makes room for a new one.
     """
 
     def __init__(self) -> None:
@@ -94,19 +94,19 @@ class PreparedClaims:
         return f"{f'DEALLOCATE {gone}; ' if gone else ''}{prepared.definition}; {execution}"
 
     def succeeded(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> None:
-        """What was not prepared before is now."""
+        """Record that this claim is prepared now."""
         if self._is_plain():
             return
         self._use(script.prepared(limit, behind=cursor is not None).name)
         self._credit = min(self._credit + 1, _CREDIT)
 
     def failed(self, error: BaseException, name: str) -> bool:
-        """Whether a claim failed for how it was sent, so that it is worth another try."""
+        """Whether a claim failed because it was prepared, or was not, so that it is worth another try."""
         sqlstate = sqlstate_of(error)
         if sqlstate not in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED) or self._is_plain():
             return False
         if sqlstate == _THERE_ALREADY:
-            # Forgotten with another one that was lost. It is not lost itself.
+            # This name was forgotten when another one was lost; it is still prepared.
             self._use(name)
             return True
         self._names.clear()
@@ -135,9 +135,9 @@ class ClaimRequest:
     """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
 
     Args:
-        timeout_seconds: The longest deadline of the queue's handlers. It holds for them and not for the claim itself,
-            which must not starve by it if it has far to walk. None for what the role and the database have.
-        prepared: Where it is prepared, if it is worth it.
+        timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
+            may have far to walk and would never succeed. None for the settings of the role and the database.
+        prepared: The connection's prepared claims; None if claims are sent as plain text.
     """
 
     script: ClaimScript
@@ -149,7 +149,7 @@ class ClaimRequest:
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
-        """The statements, for a transaction that has just begun; a lease's are committed with it."""
+        """The statements, for a transaction that has just begun; in lease mode they end with COMMIT."""
         wanted = self.script, self.limit, self.cursor
         claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
         if self.script.leased:
@@ -158,20 +158,20 @@ class ClaimRequest:
         return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
 
     def text_after_commit(self) -> str:
-        """What follows a COMMIT in one string."""
+        """The claim in a transaction of its own, to follow a COMMIT in one string."""
         return f"{BEGIN}; {self.text()}"
 
     def read_after_commit(self, results: Sequence[ScriptResult]) -> Claimed:
-        """What that brought."""
+        """What the claim after a COMMIT took, from the results of `text_after_commit`."""
         return self.read(results[1:])
 
     def failed(self, error: BaseException) -> bool:
-        """Whether it failed for how it was sent, and is worth another try in a new transaction."""
+        """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
         name = self.script.prepared(self.limit, behind=self.cursor is not None).name
         return self.prepared is not None and self.prepared.failed(error, name)
 
     def read(self, results: Sequence[ScriptResult]) -> Claimed:
-        """What it took."""
+        """What the claim took, from the results of `text`."""
         if self.prepared is not None:
             self.prepared.succeeded(self.script, self.limit, self.cursor)
         rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
@@ -193,7 +193,7 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
         return request.read(run_script(connection, request.text()))
     except psycopg.Error:
         if request.prepared is not None and not is_lost(connection):
-            # Below the driver, which after a rollback of its own lets go of all that is prepared.
+            # As a statement: after a rollback of its own the driver drops all prepared statements.
             run_script(connection, "ROLLBACK")
         raise
 
@@ -212,15 +212,15 @@ def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransa
 
 
 def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> None:
-    """Say, by committing, that these jobs' claim was rolled back on purpose and killed no relay."""
+    """Clear the marks of these jobs, once committed: their claim was rolled back on purpose, and killed no relay."""
     run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
 
 
 def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
-    """Clear the marks of a claim that was answered with an error, by committing; the jobs that it would have taken.
+    """Clear the marks of a claim that failed, once committed; returns the ids of the jobs that it would have taken.
 
-    Nothing ran, and nothing died. Between that error and this another slot may have found the marks: then its jobs run
-    one by one, once.
+    No handler ran, and no relay died. Before this commits, another slot may find the marks: then the jobs run one by
+    one, once.
     """
     rows = run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))[-1].rows
     return [cast("UUID", row[0]) for row in rows]
@@ -235,10 +235,10 @@ def park_unknown(
     *,
     only_marks: bool = False,
 ) -> int:
-    """Park what has no handler here among the next jobs of a queue, ready and due. Returns how many.
+    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due. Returns how many.
 
     Args:
-        only_marks: Only say, by committing, that a parking which failed has killed none of them.
+        only_marks: Only clear the marks that a failed parking left in their rows.
     """
     scripts = [
         park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in ("ready", "scheduled")

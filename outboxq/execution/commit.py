@@ -19,16 +19,16 @@ from outboxq.execution.settle import settle_result
 from outboxq.fault_points import fault_point
 from outboxq.statements.transaction import xact_status
 
-# Savepoint, constraints, COMMIT: as in `commit_script`.
+# The statements of `commit_script`: savepoint, constraints, COMMIT.
 _STATEMENTS = 3
 _NO_SUCH_SAVEPOINT = "3B001"
-# The inner savepoint was gone: what it lay in was not the relay's transaction any more.
+# The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A batch was committed; `claimed` with it, if a claim went along; it may be empty."""
+    """A batch was committed. `claimed`: what the claim that went along took; None without one."""
 
     claimed: Claimed | None = None
 
@@ -39,16 +39,16 @@ _COMMITTED = Committed()
 def commit(
     connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
 ) -> Committed | None:
-    """Commit a batch that has run; None if that was refused and everything undone: its jobs are to run again.
+    """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
 
-    Jobs that ran together run again each by itself; a job that was alone does after a deadlock or a serialization
-    failure, some times for free. Any other refusal is a failed attempt of a job that was alone, and committed as that.
+    Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
+    deadlock or a serialization failure; any other refusal is a failed attempt of the lone job, and committed as such.
 
     A leased job whose handler wrote nothing has no transaction: it is left to be removed together with others.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
-        psycopg.Error: COMMIT was refused, and it cannot be known for which of several jobs.
+        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause.
         TransactionEscaped: a handler had ended the transaction.
     """
     if batch.transaction is None:
@@ -59,13 +59,13 @@ def commit(
     except psycopg.Error as error:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
-        # Sent and not refused: the error came behind COMMIT, or it cannot be known. Of several that each passed its own
-        # check, which is to blame shows when each runs alone.
+        # Sent and not refused: the error came after COMMIT, or that is not known. If several jobs each passed a check of
+        # their own, the one to blame shows when each runs alone.
         if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
     if not batch.is_lone:
-        # What each would have been checked for was left to COMMIT. Now it is not.
+        # COMMIT made the check for all jobs. When they run apart, each is checked by itself.
         batch.has_deadlocked |= failed.transient
         batch.runs_apart = True
         return None
@@ -89,7 +89,7 @@ def _send_commit(
     except psycopg.Error as error:
         if next_claim is None or not _failed_after_commit(connection, transaction, error):
             if not is_lost(connection):
-                # Another answer that is an error: nothing was committed. Without an answer it cannot be known.
+                # The server answered with an error: nothing was committed. Without an answer that would not be known.
                 batch.commit_refused()
             raise
         _forgive(connection, next_claim, error)
@@ -104,9 +104,9 @@ def _send_commit(
 
 
 def _forgive(connection: Connection, request: ClaimRequest, error: psycopg.Error) -> None:
-    """Clear the marks of a claim that failed behind COMMIT; sent by itself, it says what ails it.
+    """Clear the marks of a claim that failed after COMMIT; its error shows when it is sent again, by itself.
 
-    SQLAlchemy's transaction is over for the server and not for SQLAlchemy.
+    ROLLBACK and COMMIT are sent as statements: SQLAlchemy's transaction is over on the server, but not for SQLAlchemy.
     """
     run_script(connection, "ROLLBACK")
     if request.failed(error):
@@ -115,7 +115,7 @@ def _forgive(connection: Connection, request: ClaimRequest, error: psycopg.Error
         forgive(connection, request)
         run_script(connection, "COMMIT")
     except psycopg.Error:
-        # Whatever it is, it ails the next claim too, which says so.
+        # The next claim meets the same error, and reports it.
         run_script(connection, "ROLLBACK")
 
 
@@ -124,7 +124,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     if error.sqlstate in _ESCAPED or is_lost(connection):
         return False
     if transaction_status(connection) == TransactionStatus.IDLE:
-        # COMMIT was refused; or it was not, and what came while it lasted, such as a cancellation, hit BEGIN.
+        # Either COMMIT was refused, or it was done, and something that came meanwhile, such as a cancellation, hit BEGIN.
         status = run_script(connection, xact_status(transaction.xid))[0].rows[0][0]
         run_script(connection, "ROLLBACK")
         return status == "committed"
@@ -138,7 +138,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
 def _back_to_claim(
     connection: Connection, batch: BatchState, transaction: ClaimTransaction, runtime: Runtime, error: psycopg.Error
 ) -> Failed:
-    """After a refused COMMIT, mostly for a deferred constraint: undo all rows behind the claim. What it failed for.
+    """Undo all rows behind the claim after a refused COMMIT (mostly a deferred constraint); returns its error.
 
     Raises:
         TransactionEscaped: a handler had ended the transaction.
@@ -155,7 +155,7 @@ def _back_to_claim(
             failed = describe_failure(TransactionEndedByHandler(), batch.job)
         raise TransactionEscaped(batch.job, failed) from gone
     batch.events.clear()
-    # Gone with the savepoint: what was set for the handler alone.
+    # The rollback also undid the time-outs that were set for a handler alone.
     batch.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed
 
@@ -172,7 +172,7 @@ def commit_script(inner_savepoint: str) -> str:
 
 
 def commit_checked(connection: Connection, inner_savepoint: str) -> None:
-    """Commit by `commit_script`, and know that it is done.
+    """Commit by `commit_script`, and check that it is done.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.

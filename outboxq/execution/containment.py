@@ -31,7 +31,7 @@ class Containment:
         guard.savepoint = None
 
     def begin(self, inner_savepoint: str | None) -> None:
-        """Set the savepoint; the claim's own inner one, if named, stands for it, and nothing is sent."""
+        """Set the savepoint; if the claim's inner savepoint is named, use that one, and send nothing."""
         self._guard.begin_savepoint(inner_savepoint)
         self.savepoint = self._guard.savepoint
 
@@ -42,10 +42,10 @@ class Containment:
         return root is not None and root.is_active and self._connection.get_transaction() is root
 
     def check(self) -> None:
-        """Check that what a handler wrote is still there, if it returned as if it were.
+        """Check that the rows of a handler that returned as if done are still there.
 
         Raises:
-            HandlerError: it is not.
+            HandlerError: they are not.
         """
         if self.savepoint is not None and not self.savepoint.is_active:
             raise HandlerRolledBack(
@@ -56,7 +56,7 @@ class Containment:
             raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
 
     def keep(self, shared_xid: str | None) -> None:
-        """Keep what lies behind the savepoint.
+        """Keep the rows behind the savepoint.
 
         Args:
             shared_xid: The claim's transaction, if other jobs share it: then every deferred constraint is checked now.
@@ -75,7 +75,7 @@ class Containment:
         """Go back to the savepoint; False if the transaction is not there any more, or not as the relay left it.
 
         Args:
-            intact: Whether it is as the relay left it for all that SQLAlchemy knows.
+            intact: Whether, as far as SQLAlchemy knows, the transaction is as the relay left it.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -85,7 +85,7 @@ class Containment:
         if self.savepoint is None:
             return self._undo_unsaved(intact=intact)
         status = self._guard.transaction_status
-        # Released by the handler itself, its rows stand: taken for undone, they would be committed with its failure.
+        # If the handler released the savepoint, its rows stand, and would be committed together with its failure.
         if not intact or self.savepoint.is_released or status == TransactionStatus.IDLE:
             return False
         try:
@@ -101,16 +101,16 @@ class Containment:
         if self.in_transaction:
             return intact and status == TransactionStatus.INTRANS
         if status != TransactionStatus.IDLE:
-            # Begun by the handler itself, on the driver's own connection: nothing of it may be committed with its job.
+            # The handler began a transaction on the driver's own connection: it must not be committed with the job.
             run_script(self._connection, "ROLLBACK")
         return intact
 
 
 class AttemptSavepoint(Containment):
-    """The savepoint of one attempt, which begins when the handler first needs it: one that does not costs nothing.
+    """The savepoint of one attempt, set when the handler first needs it: a handler that needs none pays nothing.
 
-    That is when it first names its session; under a lease when the session is first used, so that a long call outside
-    the database holds no transaction open.
+    That is when the handler first names its session; under a lease, when the session is first used, so that a long call
+    outside the database holds no transaction open.
 
     Args:
         begin: Called first; it begins the transaction if need be, and names the savepoint that stands for the attempt's
@@ -126,17 +126,17 @@ class AttemptSavepoint(Containment):
         guard.on_first_use = self.open
 
     def open(self) -> None:
-        """Begin, unless that was done."""
+        """Set the savepoint, unless that was done."""
         if self.savepoint is not None:
             return
-        # First: what follows goes through the guarded connection too.
+        # First: the statements below go through the guarded connection, too.
         self._guard.on_first_use = None
         try:
             inner_savepoint = self._begin()
             self.in_transaction = True
             self.begin(inner_savepoint)
         except BaseException:
-            # The handler may swallow it, and go on unguarded.
+            # The handler may swallow the error, and must not go on without a savepoint.
             self._guard.on_first_use = self.open
             raise
 
@@ -144,10 +144,10 @@ class AttemptSavepoint(Containment):
 class SharedSavepoint(Containment):
     """The savepoint of several jobs of a batch: of a shared run, or of one call of a batch handler.
 
-    The claim's own inner savepoint stands for it: nothing is sent for the first jobs of a batch.
+    The claim's own inner savepoint is used, so nothing is sent for the first jobs of a batch.
 
     Args:
-        first: The place of the first of its jobs in the batch.
+        first: The place in the batch of the first of these jobs.
     """
 
     def __init__(self, connection: Connection, guard: Guard, batch: BatchState, first: int) -> None:
@@ -155,7 +155,7 @@ class SharedSavepoint(Containment):
         assert batch.transaction is not None
         inner = batch.transaction.inner_savepoint
         if first > 0:
-            # Set anew: what other jobs wrote must stay, whatever becomes of these.
+            # Set anew, so that the rows of earlier jobs stay if these jobs are undone.
             run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
         self._batch = batch
         self.xid = batch.transaction.xid
@@ -163,7 +163,7 @@ class SharedSavepoint(Containment):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the innermost one still, in a transaction that works. No I/O."""
+        """Whether this is still the innermost savepoint, in a transaction that works. No I/O."""
         savepoint = self.savepoint
         return (
             savepoint is not None
@@ -177,11 +177,11 @@ class SharedSavepoint(Containment):
         return current_xid(self._connection) == self.xid
 
     def keep_all(self) -> None:
-        """Keep what lies behind it, with every deferred constraint checked: now, or by COMMIT if all jobs are in it."""
+        """Keep the rows behind the savepoint; deferred constraints are checked now, or by COMMIT if all jobs are here."""
         self.keep(None if self._batch.runs_together else self.xid)
 
     def undo_all(self, error: BaseException, *, closed: bool) -> None:
-        """Go back to it, after `error`.
+        """Go back to the savepoint, after `error`.
 
         Args:
             closed: Whether the handlers' sessions could be closed.
@@ -194,6 +194,6 @@ class SharedSavepoint(Containment):
         intact = closed and self.is_intact
         if not (self.undo(intact=intact) and self.is_same_transaction()):
             job = self._batch.job
-            # SQLAlchemy's own account of it is better than ours, if SQLAlchemy saw it.
+            # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
             reason = TransactionEndedByHandler() if intact else error
             raise TransactionEscaped(job, describe_failure(reason, job)) from error

@@ -12,7 +12,7 @@ class ConnectionLost(OutboxqError):
 
 
 class ConnectionSpoiled(ConnectionLost):
-    """A handler left the connection so that nothing can be sent on it: it is closed, and its job pays."""
+    """A handler left the connection so that nothing can be sent on it: it is closed, and the attempt counted."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__("a handler left a statement of its own unfinished")
@@ -20,7 +20,7 @@ class ConnectionSpoiled(ConnectionLost):
 
 
 class Abandoned(OutboxqError):
-    """The relay took this batch away from its slot: nothing of it may be committed there any more."""
+    """The relay took this batch away from its slot, which must not commit anything of it any more."""
 
 
 class TransactionEscaped(OutboxqError):

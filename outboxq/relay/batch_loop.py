@@ -39,9 +39,9 @@ class BatchLoop:
 
     Attributes:
         batch: The batch that runs, or whose outcome is not known yet.
-        leased_batch: What is claimed under the lease besides the job that runs.
+        leased_batch: The jobs that are claimed under the lease besides the one that runs.
         outages: How often the database was lost since the last batch was committed.
-        claim_failed: The last claim was answered with an error that is not settled, and took nothing.
+        claim_failed: The last claim took nothing: it was answered with an error, which `run_claims` raised again.
     """
 
     def __init__(self, state: RelayState, flavour: Flavour, planner: ClaimPlanner, sleep: SlotSleep) -> None:
@@ -86,13 +86,13 @@ class BatchLoop:
             self._planner.found_nothing(name, script)
             if request.cursor is None:
                 return False
-            # Behind the cursor is nothing any more: before it may be.
+            # No job is left behind the cursor: claim once more, from the start of the queue.
 
     def _run_batches(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
-        """In transaction mode: the last batch's report, the others are published; None if nothing waited."""
+        """Run batches in transaction mode: publish all but the last, and return its report; None if nothing waited."""
         fault_point("before-claim")
         with connection.begin():
-            # Committed by the batches' own scripts; leaving the block ends what was begun behind the last of them.
+            # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
             claimed = claim(connection, request)
             while claimed.jobs:
                 batch = self.batch = BatchState.of(claimed, runtime.epoch)
@@ -108,29 +108,29 @@ class BatchLoop:
                     return batch.report()
                 self._ended(batch.report())
                 claimed = following
-        # Should this not be committed, they are found with their marks again.
+        # If this is not committed, a claim finds the suspects again by their marks.
         return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
 
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
-        """In lease mode: the last claim's report, the others are published; None if nothing waited.
+        """Run claims in lease mode: publish all but the last, and return its report; None if nothing waited.
 
-        After any error `release_waiting` settles what is claimed besides the job that ran.
+        After any error `release_waiting` settles the jobs that are claimed besides the one that ran.
         """
         fault_point("before-claim")
         with connection.begin():
             claimed: Claimed | None = claim(connection, request)
         report, limits = None, self._state.limits.lease_mode
-        # BEGIN is sent with the first statement: none, while handlers work outside the database.
+        # BEGIN is sent with the first statement, so no transaction is open while handlers work outside the database.
         with connection.begin():
             while claimed is not None and claimed.jobs:
                 if report is not None:
                     self._ended(report)
-                # Committed. Were COMMIT's answer lost, the relay's sweep would find jobs that no slot runs.
+                # The claim is committed. If COMMIT's answer is lost, the lease's beats find jobs that no slot runs.
                 leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs, limits)
                 self._has_claimed(leased.queue, leased.jobs, 0)
                 fault_point("after-claim")
                 claimed, term = None, self._planner.lease_term
-                # What one leaves on the connection must not meet the next: those behind it wait in the queue again.
+                # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
                     batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
                     committed = None
@@ -151,7 +151,7 @@ class BatchLoop:
     def _settle_leased(
         self, connection: Connection, leased: LeasedBatch, runtime: Runtime
     ) -> tuple[tuple[Event, ...], Claimed | None]:
-        # To listeners each job has a transaction of its own: then claims do not grow.
+        # If users' code listens to it, each job has a transaction of its own: then claims do not grow.
         ends_here = runtime.guard.left or is_listened_to(connection)
         next_claim = None if ends_here else self._planner.next_leased_claim(leased)
         return lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
@@ -182,19 +182,19 @@ class BatchLoop:
         if batch.transaction is None:
             leased.finish(batch.events[0])
         elif batch.unknown:
-            # Told with what is parked along with it.
+            # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:
             self._ended(BatchReport(0, tuple(batch.events)))
 
     def _ended(self, report: BatchReport) -> None:
-        """A batch was committed, and the slot goes on: published now, also if the connection is lost after this."""
+        """Publish a committed batch before the slot goes on, because the connection may be lost after this."""
         self.batch = None
         self.outages = 0
         self.publish(report)
 
     def _after(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
-        """Publish the last batch of its sort; jobs of unknown kinds are parked, with those behind them."""
+        """Publish the last batch of its sort; park its jobs of unknown kinds, with others at the head of the queue."""
         self.outages = 0
         self._planner.has_found = True
         self._planner.alone_for = max(0, self._planner.alone_for - report.claimed)
@@ -214,7 +214,7 @@ class BatchLoop:
             if not is_of_a_row(error):
                 raise
             logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
-        # One by one, as they are claimed.
+        # Each is parked when it is claimed.
         with connection.begin():
             park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)
         return 0
@@ -229,7 +229,7 @@ class BatchLoop:
             self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 
     def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
-        """Whether a claim failed for how it was sent, and is to be sent anew."""
+        """Whether a claim failed because of how it was sent (prepared), and is to be sent in another way."""
         request = self._planner.request
         if self.batch is not None or request is None or not isinstance(error, psycopg.Error | SQLAlchemyError):
             return False
@@ -239,31 +239,31 @@ class BatchLoop:
         return True
 
     def _recovered(self, connection: Connection, error: BaseException, runtime: Runtime) -> BatchReport:
-        """What became of a claim, or of a batch, that ended in `error`; raises it if it is not settled here."""
+        """What became of a claim or a batch that ended in `error`; raises `error` if it cannot be settled here."""
         if isinstance(error, TransactionEscaped | LeaseLost):
             try:
                 report = self._recover_broken(connection, error, runtime)
             except (psycopg.Error, SQLAlchemyError) as refused:
-                # What the recovery wrote: then the job is charged, or put off, as for any error of the database.
+                # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
                 report = self._recover_refused(connection, refused, runtime)
         elif isinstance(error, psycopg.Error | SQLAlchemyError):
             report = self._recover_refused(connection, error, runtime)
         elif self.batch is None or runtime.guard.left is None or not runtime.is_failure(error):
             raise error
         else:
-            # By something of a handler's that is still on the connection: a listener, or a type that it registered.
+            # The cause is something that a handler left on the connection: a listener, or a type that it registered.
             give_up(connection)
             raise ConnectionSpoiled(describe_failure(error, self.batch.job)) from error
         if self.leased_batch is None:
             return report
-        # Told now: settling the others of its claim may fail.
+        # Published now: settling the other jobs of the claim may fail.
         self.publish(replace(report, claimed=0))
         return replace(report, events=())
 
     def _recover_refused(
         self, connection: Connection, error: psycopg.Error | SQLAlchemyError, runtime: Runtime
     ) -> BatchReport:
-        """After an error of the database: of a claim, or of a batch that is rolled back."""
+        """Recover from a database error, of a claim, or of a batch that is rolled back."""
         if is_lost(connection) or self.is_seized:
             raise error
         if self.batch is None:
@@ -280,7 +280,7 @@ class BatchLoop:
     def _recover_broken(
         self, connection: Connection, error: TransactionEscaped | LeaseLost, runtime: Runtime
     ) -> BatchReport:
-        """After a handler ended its transaction, or its lease was lost."""
+        """Recover after a handler ended its transaction, or lost its lease."""
         batch, running = self.batch, self.running
         assert batch is not None
         batch.begin_recovery()
@@ -303,7 +303,7 @@ class BatchLoop:
         return recovered.report
 
     def release_waiting(self, connection: Connection) -> None:
-        """Settle what the slot still holds of a claim that did not end in order."""
+        """Settle the jobs that the slot still holds from a claim that did not end in order."""
         if self.leased_batch is not None:
             report = lease_mode.release_waiting(connection, self.leased_batch, self._state.config.schema)
             self.leased_batch = None

@@ -1,7 +1,7 @@
 """Slot connections: what the slots of a relay take while they work, and give back when they sleep.
 
-The one that was used last is taken first. What is too many is closed a few seconds later; what is kept is warm for the
-next job, with its claims prepared. A connection on which anything went wrong is closed instead of given back.
+The connection that was used last is taken first. Connections beyond the kept ones are closed after a few seconds; kept
+ones have their claims prepared for the next job. A connection on which anything went wrong is closed, not given back.
 """
 
 import threading
@@ -29,7 +29,7 @@ from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_epoch
 from outboxq.tables import SCHEMA
 
-# Slots that all sleep keep so many connections for the next job: with the listener's and the lease's four.
+# How many connections stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 _WARM_CONNECTIONS = 2
 
 
@@ -49,7 +49,7 @@ class SlotConnection:
 def make_slot_connection(
     connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()
 ) -> SlotConnection:
-    """Set a new connection up. `harmless`: functions that are known to leave nothing on it."""
+    """Set up a new connection. `harmless`: functions that are known to leave nothing on a connection."""
     with connection.begin():
         epoch = server_epoch(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
@@ -63,9 +63,9 @@ class SlotConnections:
     """The connections of the slots of one flavour; those of async slots are used in greenlets of the event loop.
 
     Args:
-        make_invoker: For a new connection.
-        kept: So many are kept for as long as the relay runs.
-        linger_seconds: Others that were not used for so long are closed: what comes and goes opens none.
+        make_invoker: Makes the invoker of a new connection.
+        kept: How many connections stay open for as long as the relay runs.
+        linger_seconds: Others are closed when unused for so long, so that work that comes and goes opens no new ones.
     """
 
     engine: Engine
@@ -83,19 +83,19 @@ class SlotConnections:
 
     @contextmanager
     def borrow(self) -> Iterator[SlotConnection]:
-        """One that no other slot uses, for the length of a block; after an error it is closed with all spare ones."""
+        """A connection for one slot, within the block; after an error it is closed, with all spare connections."""
         slot_connection = self._take_spare() or self._open()
         try:
             yield slot_connection
         except BaseException:
-            # The others may be as old, and as lost.
+            # The spare connections may be as old, and as lost.
             _close([slot_connection, *self._remove_all()])
             raise
         if not self._keep_spare(slot_connection):
             _close([slot_connection])
 
     def _take_spare(self) -> SlotConnection | None:
-        """The one that was used last, for the thread that asks."""
+        """The spare connection that was used last, handed to the calling thread; None if there is none."""
         with self._lock:
             slot_connection = self._spares.pop() if self._spares else None
         if slot_connection is not None:
@@ -113,7 +113,7 @@ class SlotConnections:
             raise
 
     def _keep_spare(self, slot_connection: SlotConnection) -> bool:
-        """Take one back; False if the caller is to close it: a handler left something on it, or the relay has ended."""
+        """Take a connection back; False if the caller is to close it: a handler spoiled it, or the relay has ended."""
         slot_connection.used_at = time.monotonic()
         with self._lock:
             is_kept = not self._is_closed and slot_connection.guard.left is None
@@ -122,7 +122,7 @@ class SlotConnections:
             return is_kept
 
     def trim(self) -> None:
-        """Close what was not used for a while."""
+        """Close connections that were not used for a while."""
         oldest = time.monotonic() - self.linger_seconds
         with self._lock:
             over = self._spares[: max(0, len(self._spares) - self.kept)]
@@ -131,7 +131,7 @@ class SlotConnections:
         _close(unused)
 
     def close(self) -> None:
-        """Close what slots have given back, and will give back."""
+        """Close the connections that slots have given back, and those that they will give back."""
         _close(self._remove_all(for_good=True))
 
     def _remove_all(self, *, for_good: bool = False) -> list[SlotConnection]:
@@ -142,7 +142,7 @@ class SlotConnections:
 
 
 def _close(slot_connections: list[SlotConnection]) -> None:
-    """Session settings must not leak into the pool of the user's engine: never returned to it."""
+    """Close connections for good: their session settings must not get into the pool of the user's engine."""
     for slot_connection in slot_connections:
         with suppress(SQLAlchemyError):
             give_up(slot_connection.connection)
@@ -158,7 +158,7 @@ def make_slot_connections(
     *,
     keeps_warm: bool,
 ) -> dict[Flavour, SlotConnections]:
-    """Those of each flavour that has slots. A relay that waits for jobs keeps some warm; none is opened here."""
+    """The connections of each flavour that has slots; a relay that waits for jobs keeps some open. Opens none yet."""
     kept = _WARM_CONNECTIONS // len(flavours) if keeps_warm else 0
     make = partial(
         SlotConnections, schema=config.schema, harmless=harmless, kept=kept, linger_seconds=limits.linger_seconds
@@ -172,7 +172,7 @@ def make_slot_connections(
 
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
-    """READ COMMITTED, and this installation's tables for whatever a slot or a handler writes through SQLAlchemy."""
+    """READ COMMITTED, and this installation's schema for the tables that slots and handlers use through SQLAlchemy."""
     options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
     mapped: dict[str | None, str | None] = engine.get_execution_options().get("schema_translate_map") or {}
     if mapped.get(SCHEMA, SCHEMA) != schema:

@@ -1,8 +1,8 @@
 """Cursors: where a slot's next claim starts in a queue, so that it need not walk over what was claimed before.
 
 A deleted job's index entry stays until vacuum takes it, and behind an old snapshot vacuum takes nothing. So a claim
-starts behind the last job that its slot claimed. What was committed late, came back or has a higher priority lies
-before that place: one slot of a relay sweeps for it, by claiming from the start.
+starts behind the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority lie
+before that place: one slot of a relay sweeps for them, by claiming from the start.
 """
 
 import threading
@@ -12,18 +12,18 @@ from outboxq.execution.claim import ClaimRequest
 from outboxq.job import Job
 from outboxq.statements.claim import Cursor
 
-# While claims go on, each queue is claimed from its start at least so often,
+# While claims go on, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
-# unless a sweep takes longer than other claims, because it walks over dead entries: it may take this part of the time.
-# Past a million of them one takes 0.1 s and more. At least so often, however long it takes.
+# Sweeps that take longer than other claims, because they walk over dead entries (0.1 s and more past a million), may
+# take this part of the time. The pauses between them stay within these bounds.
 _SHARE = 0.05
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
-# How fast the usual length of a claim is learned.
+# The weight of the newest claim in the average length of claims.
 _WEIGHT = 0.1
 
 
 class SweepSchedule:
-    """When a relay's slots sweep: one for all of them."""
+    """When a relay's slots sweep; shared by all slots."""
 
     def __init__(self) -> None:
         self._due_at: dict[str, float] = {}
@@ -32,12 +32,12 @@ class SweepSchedule:
         self._lock = threading.Lock()
 
     def take_turn(self, queue: str) -> bool:
-        """Whether the caller shall sweep this queue now."""
+        """Whether the caller is to sweep this queue now."""
         now = time.monotonic()
         with self._lock:
             if now < self._due_at.get(queue, 0.0):
                 return False
-            # No other slot, while this one lasts.
+            # No other slot sweeps while this sweep lasts.
             self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
             return True
 
@@ -71,11 +71,11 @@ class QueueCursor:
         return self._cursor
 
     def move(self, request: ClaimRequest, jobs: tuple[Job, ...], moved: int) -> None:
-        """After a claim: behind its last job, or back to the start if it came back short."""
+        """Move behind the last job of a claim, or back to the start if the claim was not full."""
         self._sweeps.record(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
         is_full = jobs and len(jobs) + moved >= request.limit
         self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq) if is_full else None
 
     def move_to_start(self) -> None:
-        """Nothing was found."""
+        """Move to the start of the queue: nothing was found behind the cursor."""
         self._cursor = None

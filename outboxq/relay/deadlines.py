@@ -1,11 +1,11 @@
-"""Deadlines: what happens to a handler that does not end within its own, or within the time to drain.
+"""Deadlines: what happens to a handler that does not end within its deadline, or within the time to drain.
 
 In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
 that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
 not free a little later, the relay ends, so that the process is replaced.
 
-Whatever asks the database stands in a short-lived thread, one per slot that is past its deadline, so that neither the
-relay nor the other slots wait for it.
+Statements run in short-lived threads, one for each slot that is past its deadline, so that neither the relay nor the
+other slots wait for the database.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ logger = logging.getLogger("outboxq.relay")
 
 _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
-# Connections of our own at the same time, beside those of the slots.
+# How many connections deadlines may use at the same time, beside those of the slots.
 _CONNECTIONS = 4
 
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
@@ -55,23 +55,23 @@ class Runner(Protocol):
     def join(self, timeout_seconds: float) -> None: ...
 
     def abandon(self) -> None:
-        """Free what can be freed of a slot that was cut off."""
+        """Free the resources of a slot that was cut off, as far as possible."""
         ...
 
     def ask(self) -> None:
-        """Ask for a sign of life of what the handler shares with others."""
+        """Ask the event loop, which the handler shares with others, for a sign of life."""
         ...
 
     def is_held_up(self) -> bool:
-        """Whether that sign did not come, and another handler is the reason."""
+        """Whether the sign of life did not come, and this handler is not the one that has the loop."""
         ...
 
     def is_running(self) -> bool:
-        """Whether its handler has the event loop at this moment."""
+        """Whether the slot's handler has the event loop at this moment."""
         ...
 
     def stack(self) -> list[traceback.FrameSummary]:
-        """Where its handler stands."""
+        """The call stack of the slot's handler."""
         ...
 
 
@@ -134,15 +134,15 @@ class DeadlineEnforcer:
                 self._start(self._releasing, runner, partial(self._release, runner, leased, tuple(runners)))
 
     def release_waiting(self, runners: list[Runner]) -> None:
-        """Settle what slots still hold besides the job that ran when they ended."""
+        """Settle the leased jobs that ended slots still hold, besides the job that ran."""
         for runner in runners:
             if (leased := runner.slot.leased_batch) is not None:
                 self._start(self._releasing, runner, partial(self._release, runner, leased))
 
     def abort(self, runners: list[Runner]) -> int:
-        """Take their jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
+        """Take the jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
 
-        What is just being committed is let finish. Takes no longer than `abort_seconds`, however many they are.
+        A COMMIT that is under way is waited for. Takes no longer than `abort_seconds`, however many slots there are.
         """
         deadline = time.monotonic() + self._limits.abort_seconds
         pending, taken = list(runners), 0
@@ -161,7 +161,7 @@ class DeadlineEnforcer:
         return taken
 
     def finish(self, seconds: float) -> None:
-        """Wait for what is under way, that long at most."""
+        """Wait for the threads that are under way, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         for thread in [*self._acting.values(), *self._releasing.values()]:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -174,7 +174,7 @@ class DeadlineEnforcer:
                 logger.exception("leased jobs, or a handler past its time, could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
-        # The one before it, if any, ends by itself: it finds the batch seized, or the claim released.
+        # An earlier thread of this runner ends by itself: it finds the batch seized, or the claim released.
         threads[runner] = thread
         thread.start()
 
@@ -197,15 +197,15 @@ class DeadlineEnforcer:
         if not batch.seize():
             return
         self.cuts += 1
-        # Only now is it certain whose turn it was: a job that ended a moment ago, or is held up, is not to blame.
-        # Read before the deadline, which a call that returns takes down first.
+        # Only now is it certain which job ran: one that ended a moment ago, or is held up, is not to blame.
+        # `together` is read before the deadline, which a call that returns takes down first.
         is_several = batch.together > 1
         is_over = batch.deadline == deadline and not runner.is_held_up()
         failed = _timed_out(runner, batch) if is_over and not is_several else None
         try:
-            # Held up by no handler: what blocks the loop may be a task of this very one.
+            # The loop is blocked, but by no handler: perhaps by a task that this very handler started.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
-            # Which of several jobs of one call hangs cannot be known. As suspects each runs alone, and then it shows.
+            # Which of several jobs of one call hangs cannot be known. As suspects they run alone, and then it shows.
             self._end(runner, batch, failed, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append(runner)
@@ -213,13 +213,13 @@ class DeadlineEnforcer:
     def _cancel(self, batch: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that is alone in its transaction.
 
-        Among others a cancellation that comes late would hit the next one's; there its backend is terminated.
+        In a batch of several jobs a late cancellation would hit the next job's: there the backend is terminated.
         """
         if not batch.is_lone:
             return
 
         def cancel(connection: Connection) -> None:
-            # Held, so that it does not hit the COMMIT either.
+            # The batch is held as running, so that the cancellation cannot hit the COMMIT either.
             with batch.while_running(deadline) as runs:
                 if runs:
                     end_other_transaction(connection, batch, terminate=False)
@@ -240,7 +240,7 @@ class DeadlineEnforcer:
             self._release(runner, leased)
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
-        """Settle what waits with a handler that takes long, or was cut off; idle slots claim what was given back."""
+        """Give back the jobs that wait behind a handler that takes long, or was cut off; wake slots to claim them."""
         report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema))
         if report is not None:
             runner.slot.publish(report)
@@ -248,7 +248,7 @@ class DeadlineEnforcer:
             other.slot.sleep.idle_slot.wake()
 
     def _on_connection(self, action: Action) -> BatchReport | None:
-        """Run `action` on a connection of its own; None if there is none to be had: the claim's mark stays."""
+        """Run `action` on a connection of its own; None if that fails: then the claim's mark stays."""
         try:
             with self._connections:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
@@ -287,8 +287,8 @@ class DeadlineEnforcer:
 def _settle(
     slot: Slot, batch: BatchState, failed: Failed | None, is_crash: bool, connection: Connection
 ) -> BatchReport:
-    """End the transaction of a seized batch, and settle what becomes of it."""
-    # First, because from the end of that transaction on others find its mark.
+    """End the transaction of a seized batch, and settle its jobs."""
+    # The runtime first: once that transaction has ended, other relays find its marks.
     runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
     try:
         end_other_transaction(connection, batch, terminate=True)
@@ -298,5 +298,5 @@ def _settle(
 
 
 def _timed_out(runner: Runner, batch: BatchState) -> Failed:
-    """The record of a handler that was cut off, with the place where it stands."""
+    """The record of a handler that was cut off, with its call stack."""
     return describe_failure(HandlerTimedOut(batch.timeout_seconds or 0.0), batch.job, runner.stack())

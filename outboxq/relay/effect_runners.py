@@ -10,7 +10,7 @@ from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransact
 
 @dataclass(frozen=True, slots=True)
 class EffectRunners:
-    """One for each flavour that the relay has an engine for. No connection is opened before the first call."""
+    """A runner for each flavour that the relay has an engine for. No connection is opened before the first call."""
 
     sync: EffectRunner | None
     asynchronous: AsyncEffectRunner | None
@@ -23,12 +23,12 @@ class EffectRunners:
             self._sync_transactions.trim()
 
     async def trim_in_loop(self) -> None:
-        """The same for those of the event loop."""
+        """Close the event loop's connections that were not needed for a while."""
         if self._async_transactions is not None:
             await self._async_transactions.trim()
 
     def dispose(self, in_loop: Callable[[Awaitable[None]], object]) -> None:
-        """Close the pools; what needs the event loop is given to `in_loop`."""
+        """Close the pools; closing the async one is given to `in_loop`."""
         if self._sync_transactions is not None:
             self._sync_transactions.dispose()
         if self._async_transactions is not None and self._async_transactions.was_used:
@@ -36,7 +36,7 @@ class EffectRunners:
 
 
 def make_effect_runners(engines: Engines, schema: str, lease_seconds: float) -> EffectRunners:
-    """Pools beside the user's own engines; of our own engines, pools that grow with the slots."""
+    """Make the runners: with pools beside the user's engines; for engines of ours, with pools that grow with slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
     if engines.owns_sync and sync is not None:
         sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
@@ -44,7 +44,7 @@ def make_effect_runners(engines: Engines, schema: str, lease_seconds: float) -> 
         asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
-    # Through a sync engine, if there is one: an event loop that a handler blocks keeps no locks.
+    # Locks are extended through a sync engine, if there is one: an event loop that a handler blocks extends none.
     keeper = None if plain is None else plain.keeper_transaction()
     return EffectRunners(
         None if plain is None else EffectRunner(plain, lease_seconds),

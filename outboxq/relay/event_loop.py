@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 _STOP_SECONDS = 5.0
-# A loop that does not answer within so long is blocked by a handler.
+# A loop that does not answer within this time is blocked by a handler.
 _ANSWER_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -45,12 +45,12 @@ class LoopThread:
             thread.join(0.0 if self.is_blocked else _STOP_SECONDS)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it in the loop; does not wait for it."""
+        """Run a coroutine in the loop; does not wait for it."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, awaitable: Awaitable[T], timeout_seconds: float | None = None) -> T:
-        """Run it in the loop and wait for its result."""
+        """Run an awaitable in the loop and wait for its result."""
 
         async def run() -> T:
             return await awaitable
@@ -58,7 +58,7 @@ class LoopThread:
         return self.submit(run()).result(timeout_seconds)
 
     def call_unless_blocked(self, awaitable: Awaitable[object], timeout_seconds: float) -> None:
-        """Run it in the loop and wait for its end; a blocked loop would never come to it."""
+        """Run an awaitable in the loop and wait for its end; do nothing if the loop is blocked."""
         if not self.is_blocked:
             self.call(awaitable, timeout_seconds)
         elif inspect.iscoroutine(awaitable):
@@ -74,10 +74,10 @@ class LoopThread:
 
 
 def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
-    """Run an event loop until it is to end. None of its tasks is ours, so no handler can cancel one of ours.
+    """Run an event loop until `ends` is set. It runs in no task of ours, so no handler can cancel that.
 
-    Handlers end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again. What awaits such a
-    task, if anything does, meets its error there. Signals reach the main thread alone.
+    Handlers can end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again, and the error
+    reaches whatever awaits the handler's task. Signals reach the main thread alone.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()

@@ -1,4 +1,4 @@
-"""Claims that fail: what ails one row of several is found, and set aside, so that no other job waits for it."""
+"""Claims that fail because of one row: the row is found, and its job set aside, so that no other job waits for it."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +15,7 @@ from outboxq.execution.claim import ClaimRequest, forgive
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.statements.claim import ClaimScript
 
-# So many jobs of each sort are compared with one that cannot be claimed.
+# How many jobs of each sort are compared with one that cannot be claimed.
 _COMPARED = 10
 
 
@@ -27,14 +27,14 @@ class FailedClaims:
         self._planner = planner
 
     def recover(self, connection: Connection, request: ClaimRequest, error: BaseException) -> BatchReport | None:
-        """Clear the marks of a claim that was answered with an error: it killed nothing. None if it would fail again.
+        """Clear the marks of a claim that was answered with an error: no job had run. None if it would fail again.
 
-        One that was cancelled is too large. What failed for one row of several goes on one by one, up to the row that
-        is to blame.
+        After a cancelled claim the next one is smaller. If one row of several made it fail, the next claims take one
+        job each, until one of them fails for that row.
         """
         if sqlstate_of(error) == QUERY_CANCELED:
             self._planner.cancelled()
-        # Whatever it is, it may ail this too: it is the claim's error that counts.
+        # The cause may make these statements fail, too: then the claim's own error counts.
         with suppress(psycopg.Error, SQLAlchemyError):
             picked = self._forgive(connection, request)
             if request.limit > 1 and is_of_a_row(error):
@@ -47,7 +47,7 @@ class FailedClaims:
         return None
 
     def _alike(self, connection: Connection, request: ClaimRequest) -> Iterator[tuple[ClaimScript, UUID]]:
-        """Jobs that are claimed in the same way as those of this claim."""
+        """Jobs that could be claimed in the same way as those of this claim, each with its claim."""
         for script in self._planner.taking_alike(request.script, request.queue):
             for job_id in self._forgive(connection, ClaimRequest(script, _COMPARED)):
                 yield script, job_id

@@ -1,6 +1,6 @@
-"""Signs of life: what a relay process tells its supervisor, and what a container's probe reads from a file.
+"""Signs of life: beats that a relay process sends to its supervisor, and a file that a container's probe reads.
 
-Both are sent by threads of their own. They show that the interpreter runs and what the relay is doing, and cost no
+Each is written by a thread of its own. They show that the interpreter runs and what the relay is doing, and need no
 connection.
 """
 
@@ -35,7 +35,7 @@ class Health:
 
     Args:
         processes: How many relay processes there should be.
-        running: How many there are.
+        running: How many relay processes there are.
     """
 
     state: State
@@ -106,7 +106,7 @@ def read_beats(read_end: int) -> State | None:
 def health_file(
     path: Path | None, read_health: Callable[[], Health], write_seconds: float = WRITE_SECONDS
 ) -> Iterator[None]:
-    """Within the block, write the file again and again; remove it at the end. None: do nothing.
+    """Within the block, write the file every `write_seconds`; remove it at the end. `path` None: do nothing.
 
     Raises:
         ConfigError: the file cannot be written at the start. Later failures are logged, and the relay goes on.
@@ -130,7 +130,7 @@ def health_file(
     finally:
         done.set()
         thread.join()
-        # Its directory may be gone by now, or read-only.
+        # The file's directory may be gone by now, or read-only.
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -173,7 +173,7 @@ def judge(path: Path, max_age_seconds: float) -> Verdict:
         return Verdict(False, f"the file {str(path)!r} cannot be read: {error.strerror}")
     except (ValueError, KeyError, TypeError):
         return Verdict(False, f"the file {str(path)!r} is no health file of a relay")
-    # Also from the future: a clock that was set back says nothing about now.
+    # abs: if the clock was set back, a time in the future says nothing about now.
     if abs(age_seconds) > max_age_seconds:
         return Verdict(False, f"last written {age_seconds:.0f} s ago, over the limit of {max_age_seconds:g} s", health)
     return Verdict(state in STATES and state != "stopping", str(state), health)

@@ -1,7 +1,7 @@
 """How a slot without work sleeps, what wakes it, and when it polls its queues by itself.
 
-It holds no connection meanwhile. Before it trusts its sleep flags it needs a poll that began after they were up: of
-what was committed earlier there was no notification.
+A sleeping slot holds no connection. Before it trusts its sleep flags it needs a poll that began after they were up: for
+jobs that were committed earlier there was no notification.
 """
 
 import concurrent.futures
@@ -26,19 +26,19 @@ class SlotSleep:
 
     def __init__(self, state: RelayState, order: Order, wake: Callable[[], None]) -> None:
         self.idle_slot = IdleSlot(frozenset(order.queues), wake)
-        # Since it found nothing to do.
+        # True from when the slot found nothing to do until it claims jobs.
         self.is_asleep = False
         self._state = state
         self._poller = state.poller
         self._first = order.queues[0]
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        # The poll that is due, if one is, has to begin after this one.
+        # A poll that is due has to begin after this one.
         self._poll_after = state.poller.latest
         self._is_poll_due = True
         self._claimed_at = 0.0
 
     def has_work(self) -> bool:
-        """Whether something is known to wait here."""
+        """Whether something is known to wait in the slot's queues."""
         has_jobs = not self._poller.waiting().isdisjoint(self.idle_slot.queues)
         return has_jobs or self._has_suspects()
 
@@ -68,27 +68,27 @@ class SlotSleep:
         self._is_poll_due = False
 
     def want_poll(self) -> None:
-        """From now on only a poll that begins later will do."""
+        """Ask for a poll that begins after this call."""
         self._poll_after = self._poller.latest
         self._is_poll_due = True
 
     def is_flagged(self, since: float | None) -> bool:
-        """Whether notifications wake this slot: of all that is committed after a poll that began under its flags.
+        """Whether notifications wake this slot; asks for a poll if none has begun since its flags are up.
 
-        The poll is younger than its last claim too, which may have led to jobs that are due later.
+        The poll must also be younger than the slot's last claim, which may have led to jobs that are due later.
         """
         if since is not None and self._poller.polled_at(self._first) <= max(since, self._claimed_at):
-            # What was committed before the flags were up is visible now.
+            # A poll sees the jobs that were committed before the flags were up.
             self.want_poll()
         return since is not None
 
     def begin_claims(self) -> None:
-        """The slot claims, which tells it as much as a poll."""
+        """Record that the slot claims, which tells it as much as a poll."""
         self._is_poll_due = False
         self._claimed_at = time.monotonic()
 
     def end(self) -> None:
-        """The slot has claimed jobs: from now on it is awake."""
+        """Record that the slot has claimed jobs: it is awake now."""
         self._pause_seconds = FIRST_PAUSE_SECONDS
         if self.is_asleep and self._state.listener is not None:
             self._state.listener.wake_up(self.idle_slot)
@@ -103,7 +103,7 @@ class SlotSleep:
         """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last poll."""
         poll_seconds = self._state.config.poll_seconds
         if self._wants_poll() and self._poller.is_under_way():
-            # Another slot's, which may have begun too early.
+            # Another slot polls, and may have begun too early.
             return FIRST_PAUSE_SECONDS
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, poll_seconds)
@@ -112,5 +112,5 @@ class SlotSleep:
             return growing
         pause = (poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
         due = self._poller.due_in_seconds(self.idle_slot.queues)
-        # Due, and yet not claimed: another transaction runs it. Not a reason to spin.
+        # A job that is due and yet was not claimed is run by another transaction: no reason to spin.
         return min(max(self._poll_after.begun_at + pause - time.monotonic(), 0.0), due if due > 0 else growing)

@@ -1,7 +1,7 @@
 """The lease: one connection and one thread per relay, which show other relays that it lives.
 
-It extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects. It works on libpq below
-psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
+The thread extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects. It works on
+libpq below psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
 """
 
 import logging
@@ -31,7 +31,7 @@ from outboxq.statements import lease as statements
 
 logger = logging.getLogger("outboxq.lease")
 
-# Jobs that one sweep takes from dead relays: the next sweep is a heartbeat away.
+# How many jobs one statement takes from dead relays; after a full one the next follows at once.
 REAP_LIMIT = 100
 _FORGET_EVERY_BEATS = 1_000
 _BEATS_BEFORE_REAPING = 2
@@ -43,14 +43,14 @@ Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 @dataclass(eq=False)
 class RelayLease:
-    """A relay's lease. It is written from the first time that it is needed: a relay without suspects needs none.
+    """A relay's lease. It is written only from when it is first needed: a relay without leased jobs needs none.
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
-        owner: Fresh for each run of a relay, so that no restarted one is taken for its predecessor.
-        queues: Where to look for suspects.
+        owner: Fresh for each run of a relay, so that no restarted relay is taken for its predecessor.
+        queues: The queues in which to look for suspects.
         running: The ids and tokens of the jobs that this relay's slots run under the lease.
-        on_reaped: Given each job that was taken from a dead relay.
+        on_reaped: Called for each job that was taken from a dead relay.
         wake: Called when suspects wait: nothing else wakes a slot for them.
     """
 
@@ -68,10 +68,10 @@ class RelayLease:
         self._schema = self.config.schema
         self._wanted = False
         self._held_until = 0.0
-        # A new one begins when the lease is taken again after it ran out: what was claimed before may have been taken.
+        # A new term begins when the lease is taken again after it ran out: jobs of the last term may have been reaped.
         self.term = 0
         self._orphans: set[tuple[str, int]] = set()
-        # Jobs that ended well although their rows could not be had, each with the crashes that it had before.
+        # Jobs that ended well while another transaction held their rows, each with the crashes that it had before.
         self._excused: dict[tuple[str, int], int] = {}
         self._beats = 0
         self._reap_from_beat = 0
@@ -84,7 +84,7 @@ class RelayLease:
         self._thread.start()
 
     def excuse(self, job: Job) -> None:
-        """Another transaction holds the row of a job that ended well: it runs again, and has crashed no more for it."""
+        """Count no crash for a job that runs again only because another transaction held its row when it ended well."""
         assert job.lease_token is not None
         self._excused[str(job.id), job.lease_token] = job.crashes
 
@@ -96,7 +96,7 @@ class RelayLease:
         self._thread.join(_STOP_SECONDS)
 
     def want(self) -> bool:
-        """Ask for the lease; whether it is held. Never waits; the claim looks for itself once more."""
+        """Ask for the lease; whether it is held. Never waits; the claim's statement checks the lease once more."""
         if not self._is_held():
             with self._changed:
                 self._wanted = True
@@ -115,7 +115,7 @@ class RelayLease:
 
     def _run(self) -> None:
         while not self._stopping:
-            # If memory is over even a pause may fail; without this thread every lease would run out.
+            # Without memory even a pause may fail; without this thread the lease would run out.
             with suppress(Exception):
                 self._connect_and_serve()
 
@@ -165,7 +165,7 @@ class RelayLease:
         return reaped == REAP_LIMIT
 
     def _extend(self, connection: PGconn) -> None:
-        # Measured from before the statement: what the server adds, we leave out.
+        # Measured from before the statement, so that the lease ends here before it ends on the server.
         until = time.monotonic() + self.config.lease_seconds
         run_on_libpq(
             connection,
@@ -178,14 +178,14 @@ class RelayLease:
             self._changed.notify_all()
 
     def _reap(self, connection: PGconn) -> int:
-        """Take from dead relays what they left; how many jobs came."""
+        """Take the jobs that dead relays left; how many they were."""
         rows: Rows
         try:
             rows = run_on_libpq(connection, statements.reap(self._schema, self.config.max_crashes, REAP_LIMIT))
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK:
                 raise
-            # One that cannot become a dead letter must not keep the others from coming back: this time none does.
+            # A job that cannot become a dead letter must not keep others from coming back: this time none becomes one.
             logger.warning("jobs could not be moved to the dead letters: %s", describe(error))
             rows = self._reap_without_dead_letters(connection)
         self._publish(rows)
@@ -200,22 +200,22 @@ class RelayLease:
             return self._reap_one_by_one(connection)
 
     def _reap_one_by_one(self, connection: PGconn) -> Rows:
-        """Take back what a sweep would, which one of the rows has made fail.
+        """Take back one by one the jobs of a sweep that failed because of one row.
 
-        That row becomes a dead letter, if others come back.
+        The job of that row becomes a dead letter, if others come back.
         """
         lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
         came = {UUID(found): self._reap_one(connection, UUID(found)) for (found,) in lost}
         rows = [row for found in came.values() for row in found or ()]
-        # If none comes back, it is no row that is to blame.
+        # If none comes back, the cause is not a row.
         for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
-            # What refused it may have been mended before the others came.
+            # Once more: the cause may have been mended before the others were tried.
             found = self._reap_one(connection, job_id)
             rows += self._dead_letter(connection, job_id) if found is None else found
         return rows
 
     def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows | None:
-        """None if its row refuses."""
+        """Take back one job; None if its row makes the statement fail."""
         try:
             return run_on_libpq(connection, statements.reap_one(self._schema, job_id))
         except psycopg.Error as error:
@@ -238,10 +238,10 @@ class RelayLease:
             return ()
 
     def _take_back_orphans(self, connection: PGconn) -> None:
-        """Jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
+        """Take back jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
 
-        Seen so at two beats in a row, because an answer may be on its way; should it come later still, the token that
-        it brings is worth nothing any more. A job that comes here again and again becomes a dead letter, like those of
+        Only jobs that no slot runs at two beats in a row, because an answer may be on its way; if it comes later still,
+        its tokens match no row any more. A job that comes here again and again becomes a dead letter, like those of
         dead relays: its claims as a suspect have counted.
         """
         before, excused = self.running(), set(self._excused)
@@ -277,7 +277,7 @@ class RelayLease:
 
     def _wait(self, seconds: float) -> None:
         with self._changed:
-            # Wakes early if the lease is asked for and not held.
+            # Ends early if the lease is asked for and not held.
             self._changed.wait_for(lambda: self._stopping or (self._wanted and not self._is_held()), seconds)
 
 

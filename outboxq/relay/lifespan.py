@@ -19,10 +19,10 @@ AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextMa
 
 
 def make_lifespan(lifespan: Lifespan | None) -> AnyLifespan:
-    """The context manager behind what the application declared; nothing of it has run.
+    """The context manager of the lifespan that the application declared, not entered yet.
 
     Raises:
-        ConfigError: it is neither a context manager nor a generator function.
+        ConfigError: the lifespan is neither a context manager nor a generator function.
     """
     if lifespan is None:
         return nullcontext()

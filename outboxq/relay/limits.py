@@ -7,7 +7,7 @@ from outboxq.execution.lease_mode import LeaseModeLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """How long a relay waits for what.
+    """How long a relay waits, for each thing that it waits for.
 
     Args:
         linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
@@ -15,15 +15,15 @@ class RelayLimits:
         first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
         probe_seconds: A listening connection through which nothing came for so long is asked for a sign of life: it may
             have no server behind it, and a keepalive asks only the next machine.
-        follow_least_seconds: A slot claims with each COMMIT the next jobs of the same sort for so long at least; then
+        follow_least_seconds: For how long at least a slot claims, with each COMMIT, more jobs of the same sort; then
             it polls all of its queues again.
-        follow_most_seconds: And for so long at most, however long such a poll takes.
-        counts_seconds: Nor longer than this, whatever the other queues hold: then a COMMIT brings no claim, and the
-            session is idle outside of a transaction. Only then does the server take its counts of changed and deleted
-            rows, by which autovacuum goes.
-        cut_after_seconds: A statement or a coroutine that was cancelled has so long to end in order.
-        free_after_seconds: A handler that was cut off has so long to notice.
-        abort_seconds: A stopping relay takes so long to take the jobs of all its slots back, or to have their COMMITs
+        follow_most_seconds: For how long at most, however long such a poll takes.
+        counts_seconds: After so long a COMMIT brings no claim, whatever waits, and the session is idle outside of a
+            transaction: only then does the server take its counts of changed and deleted rows, by which autovacuum
+            goes.
+        cut_after_seconds: How long a cancelled statement or coroutine has to end in order.
+        free_after_seconds: How long a handler that was cut off has to notice.
+        abort_seconds: How long a stopping relay has to take the jobs of all its slots back, or to have their COMMITs
             answered.
         lease_mode: How long the claims of lease mode last.
     """

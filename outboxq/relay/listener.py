@@ -1,7 +1,7 @@
 """The listener: one connection and one thread per relay, through which idle slots sleep and are woken.
 
-It works on libpq below psycopg, which is the same for sync and async connections, so that any engine can provide it.
-Polling is the truth: whatever goes wrong here costs latency, never a job.
+The listener works on libpq below psycopg, which is the same for sync and async connections, so that any engine can
+provide its connection. Polls find every job: whatever goes wrong here costs latency, never a job.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from outboxq.statements import wake as listen
 logger = logging.getLogger("outboxq.listener")
 
 _RECONNECT_SECONDS = 1.0
-# A flag that was refused is tried again with the next request, but not before.
+# A flag that was refused is tried again with the next request after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _STOP_SECONDS = 5.0
-# A slot that has work for so short a time leaves the flags up: hundreds of queues have as many. What is committed
-# meanwhile notifies for nothing, or for the slot's next poll.
+# A slot that works for a shorter time than this leaves its flags up: hundreds of queues have as many. Jobs that are
+# committed meanwhile notify for nothing, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
 
 
@@ -41,19 +41,19 @@ class IdleSlot:
     wake: Callable[[], None]
 
 
-# What a slot asks, run in the listener's thread; without a connection while there is none.
+# A slot's request, run in the listener's thread; given None while there is no connection.
 _Request: TypeAlias = Callable[[PGconn | None], None]
 
 
 class Listener:
     """Holds the sleep flags of the queues on which this process has idle slots, and hears their notifications.
 
-    A notification wakes one slot. The one that finds jobs there calls the next, so that no more of them take a
-    connection than there is work for.
+    A notification wakes one slot. A slot that finds jobs calls the next one, so that no more slots take a connection
+    than there is work for.
 
     Args:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
-        record_call: Given each queue that is called, before a slot is woken.
+        record_call: Called with each queue that a notification names, before a slot is woken.
         probe_seconds: A connection through which nothing came for so long is asked for a sign of life.
     """
 
@@ -69,9 +69,9 @@ class Listener:
         self._record_call = record_call
         self._probe_seconds = probe_seconds
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        # Each with whether it was woken since it fell asleep.
+        # Whether each slot was woken since it fell asleep.
         self._idle_slots: dict[IdleSlot, bool] = {}
-        # Each with since when it is up.
+        # Since when each queue's flag is up.
         self._flags: dict[str, float] = {}
         self._lower_at: float | None = None
         self._refused: set[str] = set()
@@ -100,19 +100,19 @@ class Listener:
     def fall_asleep(self, idle_slot: IdleSlot) -> "Future[float | None]":
         """Raise the sleep flags of the slot's queues.
 
-        The future says since when (monotonic) this process holds all of them. Every job that is committed after a poll
-        that began later calls the queue, or wakes the slot. None if the flags are not held: poll again soon.
+        The future says since when (monotonic) this process holds all of the flags. Every job that is committed after a
+        poll that began later notifies, or wakes the slot. None if the flags are not held: poll again soon.
         """
         flagged = Future[float | None]()
         self._send(partial(self._add_idle, idle_slot, flagged))
         return flagged
 
     def wake_up(self, idle_slot: IdleSlot) -> None:
-        """The slot has work: soon lower the flags under which no slot sleeps here any more. Returns at once."""
+        """Record that the slot has work: flags under which no slot sleeps any more go down soon. Returns at once."""
         self._send(partial(self._remove_idle, idle_slot))
 
     def wake_one(self, queue: str) -> None:
-        """Wake a slot that sleeps on this queue, if any: it may find jobs there. Returns at once."""
+        """Wake a slot that sleeps on this queue, if there is one: it may find jobs. Returns at once."""
         self._send(partial(self._notify_others, queue))
 
     def _send(self, request: _Request) -> None:
@@ -120,7 +120,7 @@ class Listener:
         self._wake_thread()
 
     def _wake_thread(self) -> None:
-        # Never blocks a slot, let alone the event loop: a full pipe wakes it already.
+        # Never blocks a slot, let alone the event loop: if the socket is full, the thread is being woken already.
         with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"!")
 
@@ -147,7 +147,7 @@ class Listener:
                 self._flags.clear()
                 self._lower_at = None
                 self._refused.clear()
-                # Whatever was notified meanwhile is lost: every slot polls by itself.
+                # Notifications that come while there is no connection are lost: every slot polls by itself.
                 self._wake(self._idle_slots)
             if not self._stopping.is_set():
                 self._answer_offline()
@@ -200,7 +200,7 @@ class Listener:
             if self._flags.keys() >= idle_slot.queues:
                 since = max(self._flags[name] for name in idle_slot.queues)
         finally:
-            # Cancelled if the slot has stopped waiting.
+            # The future is cancelled if the slot has stopped waiting.
             if flagged.set_running_or_notify_cancel():
                 flagged.set_result(since)
 
@@ -210,12 +210,12 @@ class Listener:
             self._lower_at = self._lower_at or time.monotonic() + _LOWER_SECONDS
 
     def _notify_others(self, name: str, _connection: PGconn | None) -> None:
-        # If no other slot sleeps there, the caller itself would claim in vain.
+        # If no slot sleeps on the queue, the call would make the caller itself claim in vain.
         if name in self._slept_on():
             self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
-        # Session locks are counted: taken once per process, whatever the number of its idle slots.
+        # Session locks are counted, so each is taken only once per process, whatever the number of its idle slots.
         missing = set(queues) - self._flags.keys()
         if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
             return
@@ -235,7 +235,7 @@ class Listener:
         self._lower_at = None
         dropped = self._flags.keys() - self._slept_on()
         if dropped:
-            # No slot may trust them while they go down.
+            # First, so that no slot trusts a flag that goes down.
             self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
             run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
 
@@ -251,7 +251,7 @@ class Listener:
     def _notify(self, name: str) -> None:
         self._record_call(name)
         idle_slots = [idle_slot for idle_slot in self._idle_slots if name in idle_slot.queues]
-        # One that was woken is on its way, and may have polled too early: without another one, all of them poll again.
+        # A slot that was woken already may have polled too early: if there is no other slot, all of them poll again.
         fresh = [idle_slot for idle_slot in idle_slots if not self._idle_slots[idle_slot]][-1:]
         self._wake(fresh or idle_slots)
 

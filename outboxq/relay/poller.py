@@ -1,8 +1,8 @@
 """The poller: what the slots of a relay know of its queues, from polls that they share and from notifications.
 
-A poll names the queues in which something waits, and each that it named is claimed from once: by the slot that takes
-its turn there. So slots send claims only to queues with jobs, whatever the number of their queues, and an idle relay
-polls as often as one slot would. No slot depends on another: a poll that does not come back costs the others a second.
+A poll names the queues in which something waits, and each of these queues is claimed from once, by the slot that takes
+its turn. So slots send claims only to queues with jobs, whatever the number of their queues, and an idle relay polls as
+often as one slot would. No slot depends on another: a poll that does not come back costs the others a second.
 """
 
 import threading
@@ -18,18 +18,18 @@ Sort: TypeAlias = Literal["ready", "due"]
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A poll that was begun: its number, and when."""
+    """A poll that was begun: its number, and the time of its begin."""
 
     number: int = 0
     begun_at: float = field(default_factory=time.monotonic)
 
 
 class Order:
-    """The queues of a slot, and which comes first of those that wait: the lowest rank, and equals take turns.
+    """The queues of a slot, and which of them comes first: that of the lowest rank; queues of one rank take turns.
 
     Args:
-        queues: In their order.
-        in_turns: Of these, those that take turns. They have the rank of the first of them.
+        queues: The queues in their order, which ranks them.
+        in_turns: The queues that take turns. They all have the rank of the first of them.
     """
 
     def __init__(self, queues: tuple[str, ...], in_turns: Collection[str] = ()) -> None:
@@ -42,17 +42,17 @@ class Order:
         return queue in self._places
 
     def before(self, queue: str, among: Iterable[str]) -> tuple[str, ...]:
-        """Those for which a slot leaves this queue, though it has jobs."""
+        """The queues for which a slot leaves this queue, though this one has jobs."""
         rank = self._ranks[queue]
         return tuple(name for name in among if name != queue and self._ranks.get(name, rank + 1) <= rank)
 
     def count_peers(self, queue: str, among: Iterable[str]) -> int:
-        """How many take turns with this queue."""
+        """How many of these queues take turns with this queue."""
         rank = self._ranks[queue]
         return sum(name != queue and self._ranks.get(name) == rank for name in among)
 
     def first(self, last: str, among: Iterable[str]) -> str | None:
-        """The queue whose turn it is, after `last` had one."""
+        """The queue whose turn it is, after `last` had its turn."""
         behind, count = self._places[last] + 1, len(self.queues)
         keys = ((self._ranks[name], (self._places[name] - behind) % count, name) for name in among if name in self)
         return min(keys, default=(0, 0, None))[2]
@@ -71,16 +71,16 @@ class SharedPoller:
         self.latest = Poll()
         self._schema = schema
         self._overdue_seconds = overdue_seconds
-        # The last poll of each queue that came back: they may do so in another order.
+        # For each queue the newest poll that came back: polls may come back in another order than they began.
         self._recorded = dict.fromkeys(queues, self.latest)
         self._under_way: Poll | None = None
         self._ready: set[str] = set()
-        # The last poll that was begun before a call: what it found of ready jobs is older than the call.
+        # The last poll that began before a queue was called: it is older than the call, and may have missed ready jobs.
         self._called_after: dict[str, int] = {}
-        # The same for a call to all queues at once.
+        # The last poll that began before a call to all queues at once.
         self._all_called_after = -1
         self._due_at: dict[str, float] = {}
-        # Due, and a slot has gone to claim.
+        # The queues whose due jobs a slot has gone to claim.
         self._due_taken: set[str] = set()
         self._lock = threading.RLock()
 
@@ -95,9 +95,9 @@ class SharedPoller:
             return self.latest
 
     def begin_shared(self, queue: str, after: Poll) -> Poll | None:
-        """Begin a poll of all queues, for all slots that sleep; None if one has come back that was begun after `after`.
+        """Begin a poll of all queues, for all slots that sleep; None if a poll that began after `after` has come back.
 
-        None also while another one is under way: it was begun too early, or it will do.
+        None also while another poll is under way: that one will do, or the caller begins the next.
         """
         with self._lock:
             if self.has_polled(queue, after) or self.is_under_way():
@@ -106,7 +106,7 @@ class SharedPoller:
             return self._under_way
 
     def end_shared(self, poll: Poll) -> None:
-        """A shared poll is over, whatever came of it."""
+        """Record that a shared poll is over, also if it failed."""
         with self._lock:
             if self._under_way == poll:
                 self._under_way = None
@@ -141,14 +141,14 @@ class SharedPoller:
                     self._due_at[name] = now + due
 
     def polled_at(self, queue: str) -> float:
-        """When the last poll of this queue was begun, if that is still to be trusted; else long ago."""
+        """When the last poll of this queue was begun; minus infinity if all queues were called since."""
         poll = self._recorded[queue]
         return poll.begun_at if poll.number > self._all_called_after else float("-inf")
 
     def record_call(self, queue: str) -> None:
         """Record that a ready job was committed to this queue, or that more may wait than the caller takes.
 
-        To some queues, if it is `ALL_QUEUES`: only a poll that begins from now on tells to which.
+        `ALL_QUEUES` stands for some queues: only a poll that begins from now on tells which.
         """
         with self._lock:
             if queue == ALL_QUEUES:
@@ -158,7 +158,7 @@ class SharedPoller:
                 self._called_after[queue] = self.latest.number
 
     def take_queue(self, queue: str) -> None:
-        """The caller claims from this queue, whatever waits there."""
+        """Record that the caller claims from this queue, whatever waits there."""
         with self._lock:
             self._ready.discard(queue)
             if self._is_due(queue):
@@ -168,7 +168,7 @@ class SharedPoller:
         """Take the queue whose turn it is after `last`, of those in which something waits that no other slot has taken.
 
         Args:
-            due_first: From which queues to take due jobs before ready ones.
+            due_first: The queues from which to take due jobs before ready ones.
         """
         with self._lock:
             name = order.first(last, self.waiting())
@@ -190,7 +190,7 @@ class SharedPoller:
         return due_at is not None and due_at <= time.monotonic() and name not in self._due_taken
 
     def due_in_seconds(self, queues: Collection[str]) -> float:
-        """Until the next scheduled job of these queues; infinite if there is none."""
+        """The time until the next scheduled job of these queues; infinite if there is none."""
         with self._lock:
             due_at = min((self._due_at[name] for name in queues if name in self._due_at), default=float("inf"))
         return due_at - time.monotonic()

@@ -28,13 +28,13 @@ class Relay:
         jobs: The registry.
         config: Queues, slots, batches and pauses.
         async_engine: For async handlers, if `engine` is a sync engine of yours.
-        hooks: Called with every event (see `outboxq.events`); by default they are logged.
+        hooks: Called with every event of `outboxq.events`; by default, events are logged.
 
     Raises:
         ConfigError, RegistryError: something does not fit; nothing was started.
     """
 
-    # Tests set others, of one relay or of all in a process.
+    # Tests set other limits, of one relay or of all in a process.
     _limits = RelayLimits()
 
     def __init__(
@@ -58,7 +58,7 @@ class Relay:
     def run(self) -> RelayReport:
         """Work until `stop()`, SIGTERM or SIGINT, then let the running handlers finish.
 
-        Signals are taken over only in the main thread. Waits, and says so, while the database is down.
+        Signals are taken over only in the main thread. While the database is down, waits and emits `DatabaseLost`.
 
         Raises:
             SchemaError: the tables are missing or too old.

@@ -38,7 +38,7 @@ from outboxq.relay.suspects import QuarantineTurns
 
 _TRIM_SECONDS = 1.0
 _CHECK_SECONDS = 0.1
-# What is closed in the event loop may take so much longer than handlers may.
+# How much longer than handlers may take, closing things in the event loop may take.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
 
@@ -98,7 +98,7 @@ class RelayRun:
             )
         quarantine = QuarantineTurns()
         lease = RelayLease(
-            # Not by `listen_url`: through a pooler is as good.
+            # Not by `listen_url`: a connection through a pooler is as good.
             self._connector(None),
             config,
             uuid4(),
@@ -133,7 +133,7 @@ class RelayRun:
             self.wake_all()
             if not self._failures or not isinstance(error, Exception):
                 raise
-            # What fails while a stuck relay is closed is a consequence.
+            # An error while a stuck relay is closed is a consequence of the first failure.
             raise self._failures[0] from error
         if self._failures:
             raise self._failures[0]
@@ -165,7 +165,7 @@ class RelayRun:
         )
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """After an error: a loop that ends cancels what is left in it, and that is no failure of the jobs."""
+        """After an error, abandon async slots: the loop's end cancels their tasks, which is no failure of the jobs."""
         if error is not None:
             for runner in self._runners:
                 if runner.slot.flavour == "async":
@@ -193,13 +193,13 @@ class RelayRun:
             runner.slot.sleep.idle_slot.wake()
 
     def _leased_jobs(self) -> set[tuple[str, int]]:
-        """The jobs that run here under the lease, or wait for their turn, with their tokens."""
-        # One that was cut off, and could not be settled, has started: it is charged if it takes the process with it.
+        """The jobs that this relay's slots run under the lease, or will run next, with their tokens."""
+        # With slots that were cut off: their job has started, and is charged if it takes the process with it.
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
         slots = [runner.slot for runner in [*serving, *hanging]]
         jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
-        # All that were claimed: one that is settled is not looked for.
+        # All jobs of the claim: a settled one among them does no harm.
         jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
@@ -210,12 +210,12 @@ class RelayRun:
 
     def _serve_to_the_end(self) -> None:
         slots = sum(group.slots for group, _ in self.groups)
-        # Each slot's, the lease's and the listener's.
+        # One for each slot, one for the lease, one for the listener.
         connections = slots + 1 + (self._state.listener is not None)
         self.emit(RelayStarted(self._queues, slots, connections))
         counters = self._state.counters
         is_over = False
-        # Once in any case: told to stop meanwhile, it says so as it would later.
+        # Once in any case: a relay that was told to stop by now emits the same events as later.
         while not is_over:
             before = counters.claimed, self._deadlines.cuts
             self._serve()
@@ -235,7 +235,7 @@ class RelayRun:
         if self.stopping.is_set():
             self._let_finish()
         else:
-            # Drained, up to what is still to be said of a job that was cut off.
+            # Drained; only jobs that were cut off may still have to be settled.
             self._deadlines.finish(self.limits.abort_seconds)
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
@@ -247,7 +247,7 @@ class RelayRun:
         return SlotTask(self._state, group, connections, loop, self._fail)
 
     def _replace(self, runner: Runner) -> None:
-        """Start another in the place of a slot that was cut off."""
+        """Start another slot in the place of one that was cut off."""
         self._cut_off = [other for other in self._cut_off if other.is_alive()] + [runner]
         if runner not in self._runners:
             return
@@ -257,7 +257,7 @@ class RelayRun:
             self._runners.append(self._start_slot(SlotGroup(slot.queues, in_turns=slot.in_turns), slot.flavour))
 
     def _fail(self, error: BaseException) -> None:
-        """End the relay instead of limping on: a slot is stuck, or met an error that is none of the database's."""
+        """End the relay, because a slot is stuck, or met an error that is none of the database's."""
         self._failures.append(error)
         self.stopping.set()
 
@@ -272,7 +272,7 @@ class RelayRun:
         return runner.is_alive() and not (self._loop.is_blocked and runner.slot.flavour == "async")
 
     def _trim(self) -> None:
-        """Now and then close the connections that were not needed for a while. Never waits for the event loop."""
+        """Every second, close connections that were not needed for a while. Never waits for the event loop."""
         now = time.monotonic()
         if now < self._trim_at:
             return
@@ -293,7 +293,7 @@ class RelayRun:
         await self._state.effect_runners.trim_in_loop()
 
     def _end_if_loop_is_stuck(self) -> None:
-        """By a callback that a handler left in it: while no handler runs, no deadline finds that."""
+        """End the relay if a callback that a handler left blocks the loop: no deadline finds that if no handler runs."""
         runs = any(runner.slot.flavour == "async" and runner.slot.batch is not None for runner in self._runners)
         if not runs and not self._loop.answers():
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
@@ -308,11 +308,11 @@ class RelayRun:
         while time.monotonic() < deadline and self._wait_a_moment():
             self._deadlines.check(self._runners)
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
-        # The ones that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
+        # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
         self._deadlines.release_waiting([runner for runner in late if runner.has_failed])
         late = [runner for runner in late if not runner.has_failed]
         self._abandoned = self._deadlines.abort(late)
         for runner in late:
             runner.abandon()
-        # By a handler that is not waited for any longer: closing what is left would wait for it.
+        # A handler that is not waited for any longer may block the loop: then nothing can be closed in it.
         self._loop.is_blocked = self._loop.is_blocked or not self._loop.answers()

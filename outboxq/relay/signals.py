@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT, and the death of a parent: what asks a process to stop.
 
-The first signal asks; the second ends the process at once, by that signal. Whatever transactions were open then are
-rolled back by the server.
+The first signal asks; the second ends the process at once, by that signal. The server rolls back the transactions that
+were open then.
 """
 
 import os
@@ -23,9 +23,9 @@ class _Early:
 
     @classmethod
     def end(cls, _number: int, _frame: FrameType | None) -> None:
-        # Should the code that is being imported swallow it, the relay stops as soon as it could begin.
+        # If the code that is being imported swallows the exception, the relay stops as soon as it begins.
         cls.was_asked = True
-        # Below Python's buffer, in the middle of whose use this may come.
+        # Not through sys.stderr, whose buffer may be in use when the signal comes.
         os.write(2, b"outboxq was told to stop before it had begun\n")
         raise StoppedEarly(0)
 
@@ -39,8 +39,8 @@ def end_in_order_until_begun() -> None:
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
     """Within the block the first SIGTERM or SIGINT calls `stop`, and the next one ends the process by that signal.
 
-    Only in the main thread; elsewhere they are the program's own. So is one whose handler was installed from C, as by a
-    program that embeds Python: Python could not put it back.
+    Only in the main thread; elsewhere signals are the program's own. So is a signal whose handler was installed from C,
+    as by a program that embeds Python: Python could not put that handler back.
 
     Args:
         before_death: Called between the second signal and the end. Without it the kernel ends the process by itself,
@@ -51,8 +51,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
         return
 
     read_end, write_end = os.pipe()
-    # In a thread: the handler runs in the middle of whatever the main thread does, which may hold a lock that `stop`
-    # takes.
+    # In a thread: a signal handler interrupts the main thread, which may hold a lock that `stop` takes.
     _call_on_byte(read_end, stop)
     found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
     previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
@@ -89,7 +88,7 @@ def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None
 
 
 def _call_on_byte(read_end: int, stop: Callable[[], None]) -> None:
-    """Call `stop` when a byte comes through the pipe, and not at its end."""
+    """Call `stop` when a byte comes through the pipe, but not when the pipe is closed."""
 
     def watch() -> None:
         byte = os.read(read_end, 1)

@@ -1,6 +1,6 @@
 """A slot: it runs one batch at a time, on a connection that it has while something waits.
 
-It works on a sync `Connection`, for sync and for async handlers; the loop around it is in `slot_loop.py`.
+The connection is a sync `Connection`, for sync and for async handlers; the loop around the slot is `SlotLoop`.
 """
 
 import logging
@@ -32,7 +32,7 @@ from outboxq.statements.lease import suspect_queues
 
 logger = logging.getLogger("outboxq.relay")
 
-# A drain that meets suspects waits so often, and so long each time, for its lease.
+# How often, and how long each time, a drain that meets suspects waits for its lease.
 _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
@@ -43,8 +43,8 @@ class Slot:
     """The batches of one slot, one after the other.
 
     Attributes:
-        connected: The connection that it works on; None while it sleeps.
-        is_abandoned: Its task was, or will be, cancelled by the relay.
+        connected: The connection that the slot works on; None while it sleeps.
+        is_abandoned: The slot's task was, or will be, cancelled by the relay.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Slot:
         self._planner = ClaimPlanner(state, order)
         self._batches = BatchLoop(state, flavour, self._planner, self.sleep)
         self._told: set[str] = set()
-        # It left its connection for another one, with work to do.
+        # The slot left its connection for another one, with work to do.
         self._goes_on = False
         self._is_rested = True
         self._lease_waits = 0
@@ -80,20 +80,20 @@ class Slot:
 
     @property
     def leased_batch(self) -> LeasedBatch | None:
-        """What is claimed under the lease besides the job that runs."""
+        """The jobs that are claimed under the lease besides the one that runs."""
         return self._batches.leased_batch
 
     @property
     def running(self) -> int:
-        """How many jobs are claimed here."""
+        """How many jobs this slot has claimed."""
         return self._batches.running
 
     def is_seized(self) -> bool:
-        """Whether the relay has taken the batch away from this slot, which then has nothing more to say about it."""
+        """Whether the relay has taken the batch away from this slot, which then must neither commit nor report it."""
         return self._batches.is_seized
 
     def publish(self, report: BatchReport) -> None:
-        """Count and emit what was committed."""
+        """Count and emit the events of what was committed."""
         self._batches.publish(report)
 
     def wants_work(self) -> bool:
@@ -101,11 +101,11 @@ class Slot:
         is_in_doubt = self.batch is not None or self.leased_batch is not None or self._lost_since is not None
         return is_in_doubt or self._goes_on or self.sleep.has_work()
 
-    # Its connection.
+    # The slot's connection.
 
     @contextmanager
     def _on(self, connected: SlotConnection) -> Iterator[Runtime]:
-        """Work on this connection. What a lost one has left is settled first."""
+        """Work on this connection. Jobs that a lost connection left are settled first."""
         try:
             yield self._take(connected)
         finally:
@@ -150,8 +150,8 @@ class Slot:
         )
 
     def _is_interruption(self, error: BaseException) -> bool:
-        # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. And a handler can cancel
-        # the slot's task too.
+        # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. `is_abandoned`, because a
+        # handler can cancel the slot's task too.
         return self.is_abandoned and is_cancellation(error)
 
     def _needs_connection(self, connected: SlotConnection) -> bool:
@@ -166,7 +166,7 @@ class Slot:
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
         return True
 
-    # Where it claims.
+    # The slot's claims.
 
     def work_all(self, connected: SlotConnection) -> bool:
         """Claim and run what waits, until nothing does or the relay stops; False if another connection is needed."""
@@ -220,7 +220,7 @@ class Slot:
         return False
 
     def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
-        """Where to claim next, after a poll if the last one is old, or if all that it named was claimed."""
+        """Where to claim next, after a poll if the last one is old, or if all that it named was claimed from."""
         if self._planner.wants_poll() and not self._is_rested:
             self._poll(connection)
         self._is_rested = False
@@ -265,7 +265,7 @@ class Slot:
         except (psycopg.Error, SQLAlchemyError) as error:
             if not self._batches.claim_failed or self.running:
                 raise
-            # Not even claimed: the ready jobs do not wait for it. The lease's next beat finds the suspects again.
+            # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
             logger.warning("suspects of queue %r could not be claimed: %s", name, describe_error(error))
             return False
 

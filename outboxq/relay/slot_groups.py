@@ -48,10 +48,10 @@ def _by_flavour(group: SlotGroup, unnamed: tuple[str, ...], registry: Registry) 
 
 
 def check_engines(groups: list[FlavouredGroup], engines: Engines) -> None:
-    """Refuse slots for which there is no engine, or one whose pool has too few connections.
+    """Refuse slots that have no engine, or an engine whose pool has too few connections.
 
     Raises:
-        ConfigError: the message says which.
+        ConfigError: the message names the queues or the engine.
     """
     for flavour, engine, hint in (
         ("sync", engines.sync, "give Relay a sync Engine or a URL, and the AsyncEngine as async_engine="),

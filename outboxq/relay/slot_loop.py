@@ -1,7 +1,7 @@
 """The loop of a slot: it works while something waits, and sleeps until it is woken.
 
 It is written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy runs its own code, so that
-whatever waits in there awaits.
+each wait in the loop is an `await` of the task.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from outboxq.relay.connections import SlotConnections
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 
-# What a slot survives: its connection is lost, or refuses a statement.
+# Errors that a slot survives: its connection is lost, or refuses a statement.
 _CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
 
 
 class WakeEvent(Protocol):
-    """What a sleeping slot waits for: a `threading.Event`, or what does the same for a task. Any thread may set it."""
+    """What a sleeping slot waits for: a `threading.Event`, or its like for a task. Any thread may set it."""
 
     def set(self) -> None: ...
 
@@ -35,7 +35,7 @@ class WakeEvent(Protocol):
 
 
 class SlotLoop:
-    """The loop of one slot; `has_failed`: it has ended by an error, which the relay raises again."""
+    """The loop of one slot; `has_failed`: the loop has ended by an error, which the relay raises again."""
 
     def __init__(
         self,

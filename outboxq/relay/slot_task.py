@@ -24,7 +24,7 @@ from outboxq.relay.state import RelayState
 
 
 class _TaskWakeEvent:
-    """What `threading.Event` is for a thread: set from any thread, and waited for in the task's greenlet."""
+    """A `threading.Event` for a task: set from any thread, and waited for in the task's greenlet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -64,7 +64,7 @@ class SlotTask(SlotLoop):
     async def _run(self, engine: Engine) -> None:
         self._loop_thread = threading.get_ident()
         self._task = asyncio.current_task()
-        # SQLAlchemy keeps these by dialect, so for all who use the engine.
+        # SQLAlchemy keeps these listeners by dialect, so they are called for all uses of the engine.
         event.listen(engine, "handle_error", self._keep_connection)
         try:
             await greenlet_spawn(self._serve)
@@ -89,8 +89,8 @@ class SlotTask(SlotLoop):
             return None
 
     def _outlive(self, error: asyncio.CancelledError) -> None:
-        # The relay's own come when it is done with the slot. Any other is of a handler that had its task cancelled
-        # later, and had ended by then.
+        # The relay cancels only when it is done with the slot. Any other cancellation was asked for by a handler, and
+        # came after the handler's end.
         if self.slot.is_abandoned or self.slot.is_seized() or self._state.stopping.is_set():
             raise error
         task = asyncio.current_task()
@@ -100,7 +100,7 @@ class SlotTask(SlotLoop):
         self.slot.lost(error)
 
     def _wait_after(self, error: BaseException) -> None:
-        # The listener, which lost its connection too, has woken it: without this the slot would spin.
+        # The listener, which lost its connection too, has set the event: if it stayed set, the slot would spin.
         self._wake_event.clear()
         pause = self.slot.lost(error)
         if not self._state.stopping.is_set():
@@ -114,7 +114,7 @@ class SlotTask(SlotLoop):
 
     def abandon(self) -> None:
         """Cancel the handler; its transaction is rolled back as the task ends."""
-        # Not the future: cancelled, it would be done at once, whatever the task does.
+        # The task and not the future: a cancelled future is done at once, whatever its task does.
         self.slot.is_abandoned = True
         if self._task is not None:
             _call_soon(self._loop, self._task.cancel)
@@ -128,7 +128,7 @@ class SlotTask(SlotLoop):
         return not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
-        """Those of the slot's task, and of the task of the attempt that it waits for."""
+        """The coroutines of the slot's task, and of the task of the attempt that it waits for."""
         slot_connection = self.slot.connected
         invoker = None if slot_connection is None else slot_connection.invoker
         attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None

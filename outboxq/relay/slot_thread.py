@@ -57,14 +57,14 @@ class SlotThread(SlotLoop):
         self._thread.join(timeout_seconds)
 
     def abandon(self) -> None:
-        """Free its place in the pool for the slot that follows. The thread cannot be stopped, and cannot commit."""
+        """Free the slot's place in the pool for its successor. The thread cannot be stopped, and cannot commit."""
         slot_connection = self.slot.connected
         if slot_connection is None or self._detached is not None:
             return
         connection = slot_connection.connection
         if connection.closed or connection.invalidated:
             return
-        # Its thread may be closing it at this moment.
+        # The slot's thread may be closing the connection at this moment.
         with contextlib.suppress(SQLAlchemyError):
             self._detached = dbapi_connection(connection)
             connection.detach()
@@ -76,7 +76,7 @@ class SlotThread(SlotLoop):
         return False
 
     def is_running(self) -> bool:
-        """False: it runs in no event loop."""
+        """False: the handler runs in no event loop."""
         return False
 
     def stack(self) -> list[traceback.FrameSummary]:
@@ -84,6 +84,6 @@ class SlotThread(SlotLoop):
 
 
 def stack_of_thread(thread: int | None) -> list[traceback.FrameSummary]:
-    """Where a thread stands; empty if it has ended."""
+    """The call stack of a thread; empty if it has ended."""
     frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
     return [] if frame is None else list(traceback.extract_stack(frame))

@@ -1,4 +1,4 @@
-"""What a relay checks of its database before it works: server, durability and tables, once there is a way in."""
+"""What a relay checks of its database before it works: server, durability and tables, once it can connect."""
 
 import threading
 
@@ -21,7 +21,7 @@ _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 def wait_for_database(
     engines: Engines, config: RelayConfig, loop: LoopThread, emit: Emitter, stopping: threading.Event
 ) -> None:
-    """Check the database; while it is down, say so and try again, until the relay is told to stop.
+    """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay is told to stop.
 
     Raises:
         SchemaError: the tables are missing or too old.
@@ -85,7 +85,7 @@ def check_version(version: int | None, schema: str) -> None:
     """Refuse tables that this version of the code cannot work on.
 
     Raises:
-        SchemaError: missing or older; the message gives the command.
+        SchemaError: the tables are missing or older; the message gives the command.
     """
     if version is None or version < NEEDED_VERSION:
         found = f"no outboxq tables in schema {schema!r}" if not version else f"outboxq tables at step {version}"

@@ -58,7 +58,7 @@ class RelayCounters:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayState:
-    """What the slots of a relay share. Whatever opens connections of its own is made by the caller."""
+    """What the slots of a relay share. Parts that open connections of their own are made by the caller."""
 
     config: RelayConfig
     registry: Registry

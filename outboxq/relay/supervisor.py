@@ -1,8 +1,8 @@
 """The supervisor: several relay processes on one machine, because one interpreter uses one core.
 
-It starts the children, replaces those that die or show no life, and ends them when it is told to end. Children hold
-the read end of a pipe, and drain at its end: when the supervisor closes it, or has died, SIGKILL included. Through a
-pipe of its own each child shows that it lives, and what it is doing.
+The supervisor starts the children, replaces those that die or show no life, and ends them when it is told to end.
+Children hold the read end of a pipe, and drain when the supervisor closes the pipe, or has died, SIGKILL included.
+Through a pipe of its own each child shows that it lives, and what it is doing.
 """
 
 import os
@@ -51,7 +51,7 @@ class _Child:
             os.close(write_end)
 
     def listen(self, elapsed_seconds: float) -> None:
-        """Read what it sent since the last time, `elapsed_seconds` ago."""
+        """Read what the child sent since the last call, `elapsed_seconds` ago."""
         state = read_beats(self._read_end)
         if state is not None:
             self.state, self.has_reported, self.silent_seconds = state, True, 0.0
@@ -84,18 +84,18 @@ class Supervisor:
     the children and ends this process by that signal.
 
     Args:
-        command: It stops at the end of the pipe `OUTBOXQ_PARENT_PIPE` (`outboxq.relay.signals.stop_when_parent_dies`),
+        command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
             and may show that it lives through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
         drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
-            killed. One that drained in vain gives its jobs back, which takes up to 15 s if the database is slow.
+            killed. A child whose drain time is over gives its jobs back, which takes up to 15 s on a slow database.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
         stall_seconds: A child that sent signs of life, and then none for so long, is killed and replaced. 0: never.
         health_path: Where to write, once a second, what this process and its children are doing.
-        well_after_seconds: A child that lived so long was well: the next restart is quick again.
+        well_after_seconds: After a child that lived so long, the next restart is quick again.
 
     Raises:
-        ConfigError: `stall_seconds` is shorter than beats may be late.
+        ConfigError: `stall_seconds` is less than the time that beats may be late by.
     """
 
     command: Sequence[str]
@@ -126,7 +126,7 @@ class Supervisor:
         self._places = [_Place(self.first_restart_seconds) for _ in range(self.processes)]
 
     def run(self) -> int:
-        """Work to the end; 0, or 2 if a child could not be started as it was told.
+        """Run the children to their end; returns 0, or 2 if a child was started wrongly.
 
         Raises:
             ConfigError: the health file cannot be written.
@@ -135,7 +135,7 @@ class Supervisor:
             stack.enter_context(health_file(self.health_path, self.health))
             self._read_end, self._write_end = os.pipe()
             stack.callback(os.close, self._read_end)
-            # Also after an error of ours: the children drain.
+            # After an error of the supervisor, too, the children drain.
             stack.callback(self._close_parent_pipe)
             stack.enter_context(stop_signals(self._stop, before_death=self._kill_children))
             exit_code = self._tend_children()
@@ -143,7 +143,7 @@ class Supervisor:
             return exit_code
 
     def health(self) -> Health:
-        """What the children are doing, taken together: any that serves counts before one that waits."""
+        """What the children are doing, taken together: "serving" if any child serves."""
         children = [place.child for place in self._places]
         states = {child.state for child in children if child is not None}
         state: State = "starting"
@@ -171,15 +171,14 @@ class Supervisor:
     def _elapsed_seconds(self) -> float:
         """The time since the last check, but no more than a beat.
 
-        While this process stood still, so may the children have (a container that was paused), and their silence means
-        nothing.
+        If this process stood still, so may have the children (a paused container), and their silence means nothing.
         """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
         return min(elapsed_seconds, BEAT_SECONDS)
 
     def _tend(self, place: _Place, elapsed_seconds: float) -> int:
-        """Start, check or replace one child; its exit code if that ends everything, else 0."""
+        """Start, check or replace one child; returns its exit code if that ends the supervisor, else 0."""
         if place.finished:
             return 0
         if place.child is None:
@@ -199,7 +198,7 @@ class Supervisor:
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
             child.silent_seconds = 0.0
-        # It stops by itself, after a failure: nothing else waits for its end.
+        # A child that stops by itself, after a failure: nothing else bounds its end.
         if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
             self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
             child.process.kill()
@@ -213,7 +212,7 @@ class Supervisor:
         if code == 0 and self.finite:
             place.finished = True
         elif code == EXIT_STUCK:
-            # Its job is to blame, and the attempt will count.
+            # The child's job is to blame, and its attempt will count.
             self.emit(ChildStuck(child.process.pid))
         else:
             self._plan_restart(place, child, code)
@@ -243,7 +242,7 @@ class Supervisor:
         self._close_parent_pipe()
         children = self._children()
         for child in children:
-            # Not at work yet, so that it may neither look at the pipe nor have anything to finish.
+            # A child that has not reported is not at work: it may not look at the pipe yet, and has nothing to finish.
             if not child.has_reported:
                 child.process.terminate()
         deadline = time.monotonic() + self.drain_seconds + self.kill_after_drain_seconds
@@ -251,7 +250,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                # The server undoes what it had not committed.
+                # The server rolls back what the child had not committed.
                 child.process.kill()
                 child.process.wait()
             child.close()

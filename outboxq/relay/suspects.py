@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class QuarantineTurns:
     """Which queues are known to have suspects, and which slot may run one.
 
-    One at a time per process: should it kill the process, it takes no other suspect with it.
+    One at a time per process: a suspect that kills the process takes no other suspect with it.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class QuarantineTurns:
         self._lock = threading.Lock()
 
     def wait_in(self, queues: Iterable[str]) -> bool:
-        """Whether one of these queues is known to have some."""
+        """Whether one of these queues is known to have suspects."""
         return not self.queues.isdisjoint(queues)
 
     def take_turn(self, holder: object) -> bool:
@@ -27,7 +27,7 @@ class QuarantineTurns:
             return self._holder is holder
 
     def end_turn(self, holder: object) -> None:
-        """Let another slot run one."""
+        """Let another slot run a suspect."""
         with self._lock:
             if self._holder is holder:
                 self._holder = None

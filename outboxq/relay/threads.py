@@ -11,8 +11,8 @@ _UP_SECONDS = 30.0
 class BoundedStart(threading.Thread):
     """A daemon thread whose `start` waits for it to come up, but not forever as `threading.Thread.start` does.
 
-    If memory is over the new thread may die before it says so. In the relay's own thread, which ends handlers past
-    their deadline and the relay itself, an endless wait would leave a process that neither works nor goes away.
+    Without memory the new thread may die before it reports. In the relay's own thread, which ends handlers past their
+    deadline and the relay itself, an endless wait would leave a process that neither works nor ends.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -20,10 +20,10 @@ class BoundedStart(threading.Thread):
         self._is_up = threading.Event()
 
     def start(self) -> None:
-        """Start it.
+        """Start the thread.
 
         Raises:
-            RuntimeError: it did not come up.
+            RuntimeError: it did not come up within 30 s.
         """
         # Bare: nothing waits for this inner thread.
         _thread.start_new_thread(super().start, ())
@@ -31,6 +31,6 @@ class BoundedStart(threading.Thread):
             raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")
 
     def run(self) -> None:
-        """Called in the new thread."""
+        """Report that the thread is up, and run its target."""
         self._is_up.set()
         super().run()

@@ -21,9 +21,9 @@ from outboxq.statements import prune as statements
 
 logger = logging.getLogger("outboxq.pruner")
 
-# Rows that cannot be deleted, in one round: more are no matter of single rows, and each is passed over again and again.
+# How many rows that cannot be deleted one round passes over: more are no matter of single rows.
 _MOST_REFUSED = 20
-# Between two batches, so that pruning never takes more than a part of what the server can do.
+# The pause between two batches, so that pruning never takes more than a part of what the server can do.
 _BREATH_SECONDS = 0.05
 
 _Deletion: TypeAlias = Callable[[str, int, int], str]
@@ -40,8 +40,8 @@ class Pruner(PeriodicTask):
 
     Args:
         first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
-        batch_rows: Of one transaction.
-        max_batches: Of each table in one round.
+        batch_rows: The most rows that one transaction deletes.
+        max_batches: The most batches of each table in one round.
     """
 
     name = "pruner"
@@ -57,7 +57,7 @@ class Pruner(PeriodicTask):
         return Pruned(messages, effects) if messages or effects else None
 
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
-        """Batch after batch, while they are full; how many rows went."""
+        """Delete batch after batch, while they are full; how many rows were deleted."""
         deleted = refused = 0
         for _ in range(self.max_batches):
             more = 0
@@ -75,7 +75,7 @@ class Pruner(PeriodicTask):
         return deleted
 
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
-        """Delete the rows of a batch that failed for one of them; how many rows went, and how many more cannot."""
+        """Delete one by one the rows of a batch that failed; how many were deleted, and how many more cannot be."""
         deleted = more = 0
         while deleted + more < self.batch_rows and refused + more < _MOST_REFUSED and not self.stopping.is_set():
             try:
@@ -91,12 +91,12 @@ class Pruner(PeriodicTask):
         return deleted, more
 
     def _delete(self, connection: PGconn, deletion: str) -> int:
-        """One deletion in a transaction of its own, and one round trip; how many rows went."""
+        """Run one deletion in a transaction of its own, in one round trip; how many rows were deleted."""
         try:
             script = f"{statements.BEGIN}; {deletion}; COMMIT"
             return int(str(run_on_libpq(connection, script)[0][0]))
         except Exception:
-            # The other table may fare better.
+            # The connection goes on to the other table.
             with contextlib.suppress(psycopg.Error, OSError):
                 run_on_libpq(connection, "ROLLBACK")
             raise

@@ -2,7 +2,7 @@
 
 After a backlog was worked off, vacuum takes the empty pages of an index out of every walk, and so claims are quick
 again; but the file keeps its size, and each vacuum of the queue reads it from end to end. A relay whose role owns the
-tables mends that now and then, beside the work; nothing depends on it. Any other role only says so, once.
+tables rebuilds such indexes, beside its work; nothing depends on that. Under any other role a relay logs it once.
 """
 
 import logging
@@ -23,25 +23,25 @@ logger = logging.getLogger("outboxq.upkeep")
 
 # A smaller file is read within milliseconds.
 MIN_BYTES = 64 * 1024**2
-# Ten times what an entry takes, the name of its queue being as long as may be.
+# Ten times the size of an entry with the longest name of a queue.
 BYTES_PER_ENTRY = 1_000
-# After one that failed: each try reads the whole table.
+# The pause after a rebuild that failed: each try reads the whole table.
 RETRY_SECONDS = 6 * 3_600.0
-# Longer than the server lets a statement take.
+# Longer than the statement_timeout of the reindexer's session.
 _ANSWER_SECONDS = 75.0
 _SLICE_SECONDS = 0.2
 
 
 @dataclass(eq=False)
 class Reindexer(PeriodicTask):
-    """Rebuilds bloated indexes of the queue, now and then; when the relay stops it gives up the one that it builds.
+    """Rebuilds bloated indexes of the queue, now and then; cancels a rebuild when the relay stops.
 
-    Behind a pooler nothing is done: settings and locks of a session would be another client's.
+    Behind a pooler nothing is done: the session's settings and locks could become another client's.
 
     Args:
         min_bytes: Smaller indexes are left alone.
-        old_seconds: Nothing is rebuilt while another transaction has run for longer than this: it would make the
-            rebuild run into its time limit.
+        old_seconds: Nothing is rebuilt while another transaction has run for longer than this: the rebuild would wait
+            for it, up to its time limit.
     """
 
     name = "reindexer"
@@ -72,7 +72,7 @@ class Reindexer(PeriodicTask):
         return None
 
     def _advise(self, connection: PGconn) -> None:
-        """Say once what a role that may work on the jobs, and not on the table, cannot do: the normal case."""
+        """Log once that an index is bloated: normally a relay's role may change the jobs, and not the table."""
         if wasted := self._wasted(connection):
             self._say_once(
                 f"index {wasted[0][0]} is far larger than what is in it, and this role may not build it again: "
@@ -85,7 +85,7 @@ class Reindexer(PeriodicTask):
             return None
         left_over = [name for (name,) in run_on_libpq(connection, statements.left_over_indexes(self.schema)) if name]
         wasted = self._wasted(connection)
-        # Should this fail, it is not tried again with each check.
+        # Set before: if the rebuild fails, it is not tried again with each check.
         self._paused_until = time.monotonic() + RETRY_SECONDS
         for name in left_over:
             self._run_long(connection, statements.drop_index(self.schema, name))
@@ -94,7 +94,7 @@ class Reindexer(PeriodicTask):
         return rebuilt
 
     def _wasted(self, connection: PGconn) -> list[tuple[str, int]]:
-        """Names and sizes, the largest first."""
+        """The bloated indexes: names and sizes, the largest first."""
         found = run_on_libpq(connection, statements.wasted_indexes(self.schema, self.min_bytes, BYTES_PER_ENTRY))
         return [(str(name), int(size or 0)) for name, size in found]
 
@@ -107,7 +107,7 @@ class Reindexer(PeriodicTask):
         return IndexRebuilt(name, size, after)
 
     def _run_long(self, connection: PGconn, statement: str) -> None:
-        """Run what may take a minute, and cancel it when the relay stops."""
+        """Run a statement that may take a minute, and cancel it when the relay stops."""
         connection.send_query(statement.encode())
         deadline = time.monotonic() + _ANSWER_SECONDS
         cancelled = False

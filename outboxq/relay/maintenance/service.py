@@ -41,6 +41,6 @@ class Maintenance:
             # The drain of a cron job may be the only relay there is.
             return cls((), tuple(made))
         if config.reindex:
-            # By `listen_url`, which leads past a pooler.
+            # `listen_url` leads past a pooler.
             made.append(Reindexer(connector(config.listen_url), config.schema, emit, stopping))
         return cls(tuple(made), ())

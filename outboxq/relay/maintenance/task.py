@@ -1,6 +1,6 @@
 """Periodic tasks: what a relay does now and then beside its work, each in a thread and on a connection of its own.
 
-The work depends on none of them: one that fails says so, and comes again.
+The relay's work depends on no task: if one fails, that is logged, and the task runs again later.
 """
 
 import logging
@@ -23,15 +23,15 @@ _STOP_SECONDS = 5.0
 
 @dataclass(eq=False)
 class PeriodicTask:
-    """One of them.
+    """A periodic task.
 
     Args:
         connect: Opens a connection outside a transaction.
-        schema: Of the tables.
-        emit: Given the event of what was done, with the connection closed again.
+        schema: The schema of the tables.
+        emit: Called with the event of what was done, after the connection was closed.
         stopping: Set when the relay stops: no further step is begun.
-        seconds: From one time to the next, at most; the pause is drawn, so that many relays take turns.
-        first_seconds: The same for the first time, if that is shorter.
+        seconds: The longest pause between two runs; each pause is random, so that many relays take turns.
+        first_seconds: The longest pause before the first run, if that is shorter.
     """
 
     name: ClassVar[str]
@@ -79,11 +79,11 @@ class PeriodicTask:
 
 
 def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:
-    """From half of `seconds` to the whole; `uniform` draws from [0, 1)."""
+    """A random pause, from half of `seconds` to the whole; `uniform` draws from [0, 1)."""
     return seconds * (1 - uniform() / 2)
 
 
 def refusal_of(error: Exception) -> str | None:
-    """The SQLSTATE of an error that is worth a word; None for a lost connection, which the slots report."""
+    """The SQLSTATE of an error that is to be reported; None for a lost connection, which the slots report."""
     sqlstate = sqlstate_of(error)
     return None if sqlstate is None or sqlstate.startswith(("08", "57P")) else sqlstate

@@ -15,7 +15,7 @@ from outboxq.execution.runtime import Result
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
-# How long to wait for the lock, which is held for a moment only, except while a cancellation is sent to the server.
+# How long to wait for the lock, which is held for a moment, except while a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
 
 
@@ -174,7 +174,7 @@ class BatchState:
             yield self.deadline == deadline and not self.commit_was_sent
 
     def blame_all(self, places: range) -> None:
-        """Drop the events of jobs that ran together: one of them ended the transaction, and none is known to be done."""
+        """Drop the events of jobs that ran together: one of them ended the transaction, so none is known to be done."""
         self.position, self.together = places.start, len(places)
         del self.events[places.start :]
 

@@ -1,7 +1,7 @@
 """Claim: take waiting jobs out of the table, and set the savepoint behind which they stay claimed.
 
-In transaction mode the delete and the handlers' rows are one transaction: if the relay dies, the server's rollback gives
-its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
+In transaction mode the delete and the handlers' rows are one transaction: if the relay dies, the server's rollback
+gives its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
 """
 
 import secrets

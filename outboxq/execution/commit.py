@@ -59,8 +59,8 @@ def commit(
     except psycopg.Error as error:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
-        # Sent and not refused: the error came after COMMIT, or that is not known. If several jobs each passed a check of
-        # their own, the one to blame shows when each runs alone.
+        # Sent and not refused: the error came after COMMIT, or that is not known. If several jobs each passed a check
+        # of their own, the one to blame shows when each runs alone.
         if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
@@ -124,7 +124,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     if error.sqlstate in _ESCAPED or is_lost(connection):
         return False
     if transaction_status(connection) == TransactionStatus.IDLE:
-        # Either COMMIT was refused, or it was done, and something that came meanwhile, such as a cancellation, hit BEGIN.
+        # Either COMMIT was refused, or it was done, and what came meanwhile, such as a cancellation, hit BEGIN.
         status = run_script(connection, xact_status(transaction.xid))[0].rows[0][0]
         run_script(connection, "ROLLBACK")
         return status == "committed"

@@ -177,7 +177,7 @@ class SharedSavepoint(Containment):
         return current_xid(self._connection) == self.xid
 
     def keep_all(self) -> None:
-        """Keep the rows behind the savepoint; deferred constraints are checked now, or by COMMIT if all jobs are here."""
+        """Keep the rows behind the savepoint, and check deferred constraints, unless COMMIT does it for all jobs."""
         self.keep(None if self._batch.runs_together else self.xid)
 
     def undo_all(self, error: BaseException, *, closed: bool) -> None:

@@ -1,9 +1,9 @@
 """What is remembered of a failed attempt: enough to find the fault, nothing of the payload.
 
-Error texts of drivers quote parameters and row values, so those are not taken over. What remains of a message has every
-argument value replaced by the argument's name: as it is stored, and in the other spellings that Python gives it. Left
-alone are values of one character, which identify nothing, and what a handler makes of a value: a slice of it, its hash.
-A handler whose messages are withheld leaves none.
+Error texts of drivers quote parameters and row values: these parts are left out. In the rest of a message every value
+of an argument is replaced by the argument's name, as it is stored and in Python's other spellings of it. Values of one
+character stay, because they identify nothing, and so does what a handler makes of a value: a slice of it, its hash.
+No message is kept of a handler with messages="withheld".
 """
 
 import re
@@ -29,20 +29,20 @@ from outboxq.outcomes import DeadLetter, Discard, Retry
 
 R = TypeVar("R")
 
-# Of a text that values are taken out of, which makes it shorter.
+# How much of a text is read: replacing values may make it shorter.
 _READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
 _LABEL_CHARACTERS = 63
 KEPT_ERRORS = 25
 _KEPT_FRAMES = 5
 
-# In the place of a text of a handler with messages="withheld".
+# Stands for the text of a handler with messages="withheld".
 WITHHELD = "message withheld"
 
 TRANSIENT = ("40001", "40P01")
-# Its texts quote the offending value.
+# The SQLSTATE class whose texts quote the offending value.
 _DATA_EXCEPTION = "22"
 _QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|\[SQL:|\[parameters:|Original exception was:")
-# From here on a value is replaced inside other words too.
+# Values of this length and longer are replaced inside other words, too.
 _LONG_VALUE = 8
 _DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
 
@@ -65,8 +65,8 @@ class ErrorRecord:
 class Failed:
     """An attempt that raised.
 
-    `transient`: a deadlock or a serialization failure, for which no job is to blame. `permanent`: another cannot help.
-    `sqlstate`: of a database error.
+    `transient`: a deadlock or a serialization failure, for which no job is to blame. `permanent`: another attempt
+    cannot help. `sqlstate`: that of a database error.
     """
 
     record: ErrorRecord
@@ -76,7 +76,7 @@ class Failed:
 
 
 def withheld(result: R) -> R:
-    """What an attempt came to, without the text that its error or its handler gave; type, place and SQLSTATE stay."""
+    """The result of an attempt without the text that its error or its handler gave; type, place and SQLSTATE stay."""
     if isinstance(result, Failed):
         text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
         return replace(result, record=replace(result.record, message=text))
@@ -87,7 +87,7 @@ def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.F
     """The redacted record of an exception that ended an attempt of `job`.
 
     Args:
-        stack: Where the handler stands, if it did not raise the error itself.
+        stack: The handler's call stack, if it did not raise the error itself.
     """
     original = _original(error)
     record = ErrorRecord(
@@ -117,10 +117,10 @@ def _named_values(args: str) -> Iterator[tuple[str, str]]:
 
 
 def _covered(message: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
-    """The beginning of a message, with a label in the place of each text; of two that overlap, the longer one's.
+    """The beginning of a message, with a label in the place of each text; if two texts overlap, the longer one's label.
 
-    A text is looked for in the message as it came, only as far as it begins in what is kept. So none is missed because
-    the cut or another one's label went through it, and the work grows with the texts' length alone.
+    Texts are looked for in the original message, if they begin in the part that is kept. So none is missed because the
+    cut or another label went through it, and the work grows with the texts' length alone.
     """
     cover: list[str | None] = [None] * min(kept_characters, len(message))
     for text, label in sorted(set(labels), key=lambda pair: (-len(pair[0]), pair)):
@@ -132,9 +132,9 @@ def _covered(message: str, labels: Iterable[tuple[str, str]], kept_characters: i
 
 
 def _places(text: str, message: str, cover: list[str | None]) -> Iterator[int]:
-    """Where a text stands, up to the end of what is kept.
+    """Where a text begins in the part of the message that is kept.
 
-    A short one as a word of its own: an argument "order" must not eat into "ordered".
+    A short text only as a word of its own: an argument "order" must not be replaced in "ordered".
     """
     last = len(cover) - 1 + len(text)
     start = message.find(text, 0, last)
@@ -153,7 +153,7 @@ def _in_word(place: int, message: str, cover: list[str | None]) -> bool:
 
 
 def kept_errors(stored: str) -> str:
-    """The stored history without what would make it longer than `KEPT_ERRORS` after one more."""
+    """The newest of the stored records, one less than `KEPT_ERRORS`, so that one more can be added."""
     try:
         history = msgspec.json.decode(stored.encode(), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -183,7 +183,7 @@ def _foreign_message(error: BaseException, args: str) -> str:
 
 
 def _without_quoted_rows(error: BaseException, args: str) -> str:
-    """The text of an error that may have taken over a database error's.
+    """The text of an error that may contain the text of a database error.
 
     DETAIL quotes rows, LINE the statement with what a driver wrote into it, and SQLAlchemy the parameters.
     """
@@ -242,19 +242,19 @@ def _leaves(args: str) -> Iterator[tuple[str, str]]:
 
 def _spellings(value: str) -> Iterator[str]:
     yield value
-    # As repr() and JSON write it: with quotes, backslashes and newlines escaped, and in ASCII alone.
+    # As repr(), ascii() and JSON write it, with quotes, backslashes and newlines escaped.
     yield repr(value)[1:-1]
     yield ascii(value)[1:-1]
     yield msgspec.json.encode(value).decode()[1:-1]
     if _DATETIME.fullmatch(value):
-        # A text may look like a time and be none: 30 February.
+        # A text may look like a time without being one: 30 February.
         with suppress(ValueError):
             written = datetime.fromisoformat(value)
             yield from (str(written), repr(written), written.isoformat())
 
 
 def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
-    """The user's innermost frames, without ours and those of libraries: `app/jobs.py:12 in credit`."""
+    """The innermost frames of users' code, without ours and those of libraries: `app/jobs.py:12 in credit`."""
     own = str(PurePath(__file__).parent.parent)
     frames = [
         frame

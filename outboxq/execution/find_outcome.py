@@ -1,4 +1,4 @@
-"""What stands of a batch that did not end in order: the server is asked, never guessed at."""
+"""What stands of a batch that did not end in order, as the server says it: nothing is guessed."""
 
 import logging
 
@@ -23,7 +23,7 @@ _PREPARED_BY_HANDLER = (
     "its handler prepared the transaction as {gid!r}, and the relay may not end it: its rows may come to stand, so it "
     "never runs again. Look what it did, then COMMIT PREPARED or ROLLBACK PREPARED"
 )
-# Its handler may have locked the job's own row, which only the end of that transaction frees.
+# For a prepared transaction that may hold the job's own row, which only the end of that transaction frees.
 _BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
 
 
@@ -38,9 +38,9 @@ class LeftPrepared(Exception):
 def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | None:
     """Find out what stands of a batch that ended in an error, on a connection that works; None if nothing does.
 
-    Committed by the relay's COMMIT, whose answer was lost: everything stands. Committed although the relay never sent
-    COMMIT: a handler did it, and the jobs behind it are put back. Prepared by a handler, and not the relay's to end:
-    its job never runs beside it.
+    If the relay's COMMIT went through and its answer was lost, everything stands. If the transaction was committed and
+    the relay never sent COMMIT, a handler did it: the jobs behind that handler are put back. If a handler prepared the
+    transaction, and the relay may not end it, the handler's job does not run again.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
@@ -54,7 +54,7 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
     if batch.transaction is not None and _server_epoch(connection) != batch.epoch:
         return _resolve_by_presence(connection, batch)
-    # An earlier recovery whose COMMIT was not answered: were it repeated, jobs put back and done since would run again.
+    # An earlier recovery's COMMIT was not answered: repeating it would run jobs again that were put back and are done.
     if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):
         return _report_of(batch, batch.dead_letters)
     if batch.transaction is None or not was_committed(connection, batch.transaction.xid):
@@ -66,10 +66,10 @@ def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
 
 
 def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """After a crash or a failover, when the number of a lost transaction is given out again: the row is the truth.
+    """Find the outcome by the job's row after a crash or a failover, when transaction ids are given out again.
 
-    Gone, it was removed by our COMMIT, if we sent it and the server may know of it; else another relay has been
-    quicker, and has reported it. If our number was given out again, to a transaction that was committed, both report.
+    If the row is gone, our COMMIT removed it, if we sent one and the server may know of it; else another relay was
+    quicker, and has reported the job. If our id was given out again and committed, both relays report the job.
     """
     assert batch.transaction is not None
     with connection.begin():
@@ -110,17 +110,17 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
     except psycopg.Error as error:
         if is_lost(connection):
             raise
-        # Or it was ended by another meanwhile: the server knows how.
+        # If it is undefined, another session has ended it meanwhile: the caller asks the server how.
         if error.sqlstate != _UNDEFINED_OBJECT:
             logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
             raise LeftPrepared(gid) from error
 
 
 def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, left: LeftPrepared) -> BatchReport:
-    """Free the slot of a transaction that is prepared, and not ours to end.
+    """Free the slot of a transaction that is prepared, and that the relay may not end.
 
-    It holds the rows of the jobs that it claimed: they wait for its end, and nothing can be written about them. A
-    leased job is free, and would run again beside it.
+    The transaction holds the rows of the jobs that it claimed: they wait for its end, and cannot be written. The row of
+    a leased job is free, and the job would run again beside the transaction: it becomes a dead letter.
     """
     if not batch.is_leased:
         return BatchReport(len(batch.jobs), ())
@@ -128,7 +128,7 @@ def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, le
 
 
 def write_dead_letters(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
-    """Make dead letters of what may stand already, and put the jobs behind it back."""
+    """Make dead letters of the jobs whose rows may stand, and put the jobs behind them back."""
     jobs, position = batch.jobs, batch.position
     try:
         with connection.begin():

@@ -18,22 +18,22 @@ def nothing() -> None:
 
 
 class HandlerSession(OutboxSession):
-    """Calls `on_first_use` before it first uses its connection.
+    """The session of a handler; calls `on_first_use` before it uses its connection.
 
     Attributes:
-        watched: Entities whose rows are not locked, and what is told of their changes before these are written.
+        watched: Entities whose rows are not locked, with the object that looks at their changes before each flush.
     """
 
     on_first_use: Callable[[], None]
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Have `changes` told of what is changed of these entities."""
+        """Have `changes` look at the changes of these entities before each flush."""
         if entities:
             self.watched = changes, entities
 
     def look(self) -> None:
-        """Tell of what is changed at this moment."""
+        """Have the changes of watched entities looked at now."""
         if self.watched is not None:
             changes, entities = self.watched
             changes.look(entities)
@@ -42,28 +42,28 @@ class HandlerSession(OutboxSession):
         """SQLAlchemy's hook before every use of a connection."""
         self.on_first_use()
         if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
-            # The handler locks rows itself, and perhaps these.
+            # The handler locks rows itself, perhaps those of the watched entities.
             self.watched = None
         return super().get_bind(*args, **kwargs)
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """What SQLAlchemy calls for every flush, an autoflush and that of a commit too."""
+        """SQLAlchemy's hook for every flush, also for an autoflush and that of a commit."""
         self.look()
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """The engine or connection that it would use, if nothing is to be sent yet."""
+        """The engine or connection that the session would use; does not begin a savepoint."""
         return super().get_bind(**kwargs)
 
     def rollback(self) -> None:
-        """Join the relay's transaction first; a rollback before it would go unnoticed, and the job count as done."""
+        """Join the relay's transaction first; a rollback before joining would go unnoticed: the job would be done."""
         if self.in_transaction() and self.is_active:
             self.connection()
         super().rollback()
 
 
 def hand_over(deferred: list[Write], session: Session) -> None:
-    """Have a session send what was deferred before it was there."""
+    """Give a session the statements that were deferred before it was made."""
     if deferred:
         defer(session, *deferred)
         deferred.clear()
@@ -80,16 +80,16 @@ class AttemptSession:
         """The session.
 
         Raises:
-            InvalidRequestError: the attempt is over: it would write into another job's transaction.
+            InvalidRequestError: the attempt is over: a session would write into another job's transaction.
         """
         if self.made is None:
             self.made = self._make()
         return self.made
 
     def close(self) -> bool:
-        """End it for good; False if that fails, because the transaction below it is not as it was.
+        """Close the session for good; False if that fails, because the transaction below it is not as it was.
 
-        Raises also what users' listeners raise.
+        Errors of users' listeners are raised.
         """
         self._make = _refuse
         try:

@@ -1,4 +1,4 @@
-"""Invoke: give a handler its context, and call it: plain functions where we stand, coroutines through `run_sync`."""
+"""Invoke: give a handler its context, and call it: plain functions directly, coroutines through `run_sync`."""
 
 import asyncio
 import functools
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     """What a handler's context is made of, besides its session.
 
     Attributes:
-        deferred: What the handler defers before it has a session.
+        deferred: The statements that the handler defers before it has a session.
     """
 
     job: Job
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class _Opening(JobContext[Any, Any]):
-    """Opens the session at its first use."""
+    """A context that opens its session at the first use."""
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
         self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
@@ -67,11 +67,11 @@ class _Opening(JobContext[Any, Any]):
 
 
 class _OpeningContext(_Opening, Context[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-    """Opens a sync session."""
+    """A context that opens a sync session."""
 
 
 class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-    """Opens an async session."""
+    """A context that opens an async session."""
 
 
 # Runs a function, with its arguments, in a context of its own.
@@ -79,12 +79,12 @@ Apart: TypeAlias = Callable[..., Any]
 
 
 class Invoker(Protocol):
-    """How a handler of one flavour gets its session and is called, from code that stands on a sync `Connection`."""
+    """How a handler of one flavour gets its session and is called, from code that works on a sync `Connection`."""
 
     flavour: Flavour
 
     def apart(self) -> Apart:
-        """What runs one attempt in a context of its own: no variable that its handler sets is seen by the next job."""
+        """A function that runs one attempt in a context of its own: the next job sees no context variable of it."""
         ...
 
     def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
@@ -92,12 +92,12 @@ class Invoker(Protocol):
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
-        """Run the handler to its end, with what `session` gives when it is first asked for."""
+        """Run the handler to its end; `session` is called when the handler first asks for its session."""
         ...
 
 
 class SyncInvoker:
-    """Plain functions, called where we stand."""
+    """Calls plain functions, in the slot's thread."""
 
     flavour: Flavour = "sync"
 
@@ -106,7 +106,7 @@ class SyncInvoker:
         return copy_context().run
 
     def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
-        """Joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
+        """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
         session = HandlerSession(bind=lend(connection), **SESSION_OPTIONS)
         session.on_first_use = on_first_use
         return session
@@ -117,7 +117,7 @@ class SyncInvoker:
 
 
 class AsyncInvoker:
-    """Coroutines, awaited through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
+    """Awaits coroutines through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
 
     flavour: Flavour = "async"
 
@@ -128,7 +128,7 @@ class AsyncInvoker:
         self._greenlet: Callable[[], Any] = getcurrent
         self._connection = connection
         self._session: AsyncOutboxSession | None = None
-        # Of the handler that runs, or of the last one.
+        # The task of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
 
     def apart(self) -> Apart:
@@ -136,7 +136,7 @@ class AsyncInvoker:
         return self._run_apart
 
     def _run_apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        # Not by Context.run(), within which no task can run in it.
+        # Not by Context.run(): a context that was entered so cannot be entered by a task.
         own = self._greenlet()
         before, own.gr_context = own.gr_context, copy_context()
         try:
@@ -145,7 +145,7 @@ class AsyncInvoker:
             own.gr_context = before
 
     def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
-        """As `SyncInvoker`; the async session is the same one, seen from the handler's side."""
+        """A session joined by "rollback_only", and an async session around it for the handler."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
         self._session = AsyncOutboxSession(bind=lent, sync_session_class=HandlerSession, **SESSION_OPTIONS)
         session = self._session.sync_session
@@ -154,7 +154,7 @@ class AsyncInvoker:
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
-        """Await the handler to its end, in a task of its own: what it has cancelled later is over by then."""
+        """Await the handler to its end, in a task of its own: a later cancellation of that task hits nothing else."""
 
         def opened() -> AsyncOutboxSession:
             if ended:
@@ -177,19 +177,19 @@ class AsyncInvoker:
         own = asyncio.current_task()
         assert own is not None
         cancelled = own.cancelling()
-        # Not by the loop: a factory of tasks that the user gave it may know of no context.
+        # Not by the loop's create_task(): the user's task factory may not take a context.
         self.task = asyncio.Task(running, loop=asyncio.get_running_loop(), context=context)
         try:
             await self.task
         except asyncio.CancelledError:
-            # Of the handler's task alone, and behind its last await: it has ended as it did.
+            # Only the handler's task was cancelled, after its last await: its result stands.
             if not ended or own.cancelling() > cancelled:
                 raise
 
     async def _note_end(self, begin: Callable[[], Awaitable[object]], ended: list[Callable[[], object]]) -> None:
-        """Await a handler, and put what gives its result, or raises its error, into the list.
+        """Await a handler, and append a function that returns its result or raises its error.
 
-        An event loop ends by a KeyboardInterrupt or a SystemExit that comes out of one of its tasks.
+        Not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
         """
         try:
             returned = await begin()
@@ -198,12 +198,12 @@ class AsyncInvoker:
         else:
             ended.append(lambda: returned)
         if self._session is not None:
-            # Tasks that it left behind come before us, and would use it beside us.
+            # Tasks that the handler left behind run before the relay goes on, and would use the session beside it.
             self._session.sync_session = self._session._proxied = cast("Session", _ENDED)  # noqa: SLF001  # what add() and its like go by
 
 
 class _Ended:
-    """What stands in an async session for the plain one, when its handler has ended."""
+    """Replaces the plain session of an async session when its handler has ended."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InvalidRequestError(_HAS_ENDED)
@@ -222,10 +222,10 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
         async with deadline:
             returned = await running
     except BaseException as error:
-        # A cancellation that the timeout let through is another one than its own.
+        # A CancelledError that the timeout let through is not its own cancellation.
         if not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
-        # asyncio's own error was raised by us, and its cause where the handler stood.
+        # The TimeoutError was raised here; its cause was raised where the handler stood.
         stood = error.__cause__ or error
         raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
     if deadline.expired():
@@ -234,7 +234,7 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
 
 
 async def _with_its_cancellations(running: Awaitable[object]) -> object:
-    """Await a handler, and the cancellation of its task that it asked for and did not wait for."""
+    """Await a handler, and then any cancellation of its task that the handler asked for and did not wait for."""
     task = asyncio.current_task()
     assert task is not None
     try:

@@ -3,10 +3,10 @@
 Each handler runs by itself. What it writes is committed with its own job; jobs whose handlers wrote nothing wait until
 the claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
 
-A job that waits, before its handler or behind it, waits for others. So a claim takes few jobs if handlers are slow,
-and when it lasts longer than `held_seconds`, what waits is released: what is done is removed, and what has not begun
-waits in the queue again, as if it had never been claimed. The slot does that between two handlers, the enforcer of
-deadlines during one.
+A claimed job waits for others, before its handler runs or after it. So a claim takes few jobs if handlers are slow, and
+when it lasts longer than `held_seconds`, the waiting jobs are released: those that are done are removed, and those that
+have not begun wait in the queue again, as if they had never been claimed. The slot does that between two handlers, the
+enforcer of deadlines during one.
 """
 
 import threading
@@ -32,7 +32,7 @@ from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # A release that failed is tried again so much later.
 _AGAIN_SECONDS = 1.0
-# A thread that waits until another one has settled checks so often whether it has.
+# How often a thread that waits until another one has settled checks whether it has.
 _CHECK_SECONDS = 0.01
 # Tools that watch or cut a relay's sessions know by these words what ends a job.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
@@ -46,9 +46,9 @@ class LeaseModeLimits:
     """How long the claims of lease mode last.
 
     Args:
-        aim_seconds: As long as a claim is meant to last; so many more or fewer jobs does the next one take.
-        held_seconds: A handler's end is committed, and a job that has not begun is given back, when a claim is that old
-            and is checked.
+        aim_seconds: How long a claim is meant to last; the number of jobs of the next claim follows from it.
+        held_seconds: When a claim is this old, jobs that are done are committed, and jobs that have not begun are given
+            back, at the next check.
     """
 
     aim_seconds: float = 0.05
@@ -57,9 +57,9 @@ class LeaseModeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """What is to be settled of the jobs of a claim: those that are over, each with its event, and those that never ran.
+    """The jobs of a claim that are to be settled: those that are over, each with its event, and those that never ran.
 
-    `unsure`: it was tried before, and the answer to its COMMIT was lost.
+    `unsure`: settling them was tried before, and the answer to its COMMIT was lost.
     """
 
     finished: tuple[JobEvent, ...]
@@ -70,11 +70,11 @@ class Unsettled:
         return bool(self.finished or self.waiting)
 
     def script(self, schema: str, *, free: bool = False) -> str:
-        """The statements that settle it, for a transaction that has just begun; the first one names the lost jobs.
+        """The statements that settle the jobs, for a transaction that has just begun; the first returns the lost ones.
 
         Args:
-            free: Only what no other transaction holds. The rest stays under the lease, and its relay's beat takes it
-                back when it is free.
+            free: Settle only jobs whose rows no other transaction holds. The others stay under the lease, and a later
+                beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
         finishing = f"{finish_leased(schema, done, free=free)}; " if self.finished else ""
@@ -82,10 +82,10 @@ class Unsettled:
         return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
     def question(self, schema: str) -> str:
-        """What is asked behind COMMIT: which of the jobs are there, if they may have been settled before.
+        """The query after COMMIT: which of the jobs are in the table, if they may have been settled before.
 
-        Behind it, because only a new statement sees what was committed while the first one waited for it; and with it,
-        because an answer of its own could be lost with all that was committed.
+        After COMMIT, because only a new statement sees what was committed while the first one waited for a row; in the
+        same string, because the answer to a query of its own could be lost, and with it what was committed.
         """
         jobs = (event.job for event in self.finished)
         return f"; {standing(schema, jobs)}" if self.unsure and self.finished else ""
@@ -95,8 +95,8 @@ class Unsettled:
 class LeasedBatch:
     """The jobs of one claim, and how far they have come.
 
-    The slot begins one after the other. The enforcer of deadlines takes away what does not run, if that lasts too long.
-    One of them settles at a time, and the other waits: what could not be settled comes back, and belongs to no other.
+    The slot begins one after the other. If that lasts too long, the enforcer of deadlines takes the jobs not running.
+    Only one of these two settles at a time, and the other waits: jobs that could not be settled come back here.
     """
 
     queue: str
@@ -118,7 +118,7 @@ class LeasedBatch:
 
     @property
     def is_worked_off(self) -> bool:
-        """Whether nothing of it waits any more, nor is just being settled."""
+        """Whether no job of the claim waits any more, or is just being settled."""
         with self._lock:
             return not (self._waiting or self._finished or self._is_taken)
 
@@ -128,18 +128,18 @@ class LeasedBatch:
         return len(self._waiting) + len(self._finished)
 
     def begin(self, *, allowed: bool) -> Job | None:
-        """The job whose turn it is; the first one always, the others while it is allowed and the claim is young."""
+        """The job whose turn it is: the first one always, others if `allowed` and while the claim is young."""
         with self._lock:
             if not self._waiting:
                 return None
             is_first = len(self._waiting) == len(self.jobs)
-            # The age counts also what this process did not notice, because it stood still.
+            # By a clock that also counts the time for which this process stood still.
             if not is_first and not (allowed and clock() - self.claimed_at < self.limits.held_seconds):
                 return None
             return self._waiting.popleft()
 
     def finish(self, event: JobEvent) -> None:
-        """A handler has ended and wrote nothing."""
+        """Record that a handler has ended and wrote nothing."""
         with self._lock:
             self._finished.append(event)
 
@@ -149,7 +149,7 @@ class LeasedBatch:
         return (JobsParked(self.queue, kinds, len(self.unknown)),) if self.unknown else ()
 
     def take(self) -> Unsettled | None:
-        """Take ownership of all that waits, to be put into `settling`; None if another thread has taken it."""
+        """Take ownership of all waiting jobs, to be given to `settling`; None if another thread has them."""
         with self._lock:
             if self._is_taken:
                 return None
@@ -161,11 +161,11 @@ class LeasedBatch:
 
     @contextmanager
     def settling(self, taken: Unsettled, connection: Connection) -> Iterator[None]:
-        """Settle what was taken; after any error it waits again, marked if it may have been settled all the same."""
+        """Settle jobs that were taken; after any error they wait again, as `unsure` if they may have been settled."""
         try:
             yield
         except BaseException as error:
-            # Any but an answer of the server may have come while COMMIT was on its way: a cancellation, for example.
+            # An error that is no answer of the server, such as a cancellation, may have come after COMMIT was sent.
             self._put_back(taken, unsure=not isinstance(error, psycopg.Error) or is_lost(connection))
             raise
         with self._lock:
@@ -179,9 +179,9 @@ class LeasedBatch:
             self._unsure |= unsure
 
     def wants_release(self) -> bool:
-        """Whether it is older than it should be while jobs wait; then not again for a while.
+        """Whether the claim is too old while jobs wait; after a True, False for a while.
 
-        Not before the first job has begun, which its slot begins in any case: what is given back has never begun.
+        False until the first job has begun, which the slot begins in any case: only jobs that never began go back.
         """
         with self._lock:
             waits = len(self._waiting) < len(self.jobs) and bool(self._waiting or self._finished)
@@ -199,13 +199,13 @@ class LeasedBatch:
 def settle_leased(
     connection: Connection, leased: LeasedBatch, schema: str, next_claim: ClaimRequest | None = None
 ) -> tuple[tuple[Event, ...], Claimed | None]:
-    """Settle all that waits of a claim, in the transaction of the next one: its events, and what that has claimed.
+    """Settle the waiting jobs of a claim in the transaction of the next claim; returns their events and that claim.
 
-    If the next claim fails, what was to be settled is settled without it. If another transaction holds the row of a
-    job, the others are settled, and it stays under the lease.
+    If the next claim fails, the jobs are settled without it. If another transaction holds the row of a job, the others
+    are settled, and that job stays under the lease.
 
     Raises:
-        ConnectionLost, psycopg.Error: all of it waits on.
+        ConnectionLost, psycopg.Error: all of the jobs wait on.
     """
     free = False
     while True:
@@ -223,7 +223,7 @@ def settle_leased(
             if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not free:
                 free = True
             elif next_claim is None or not next_claim.failed(error):
-                # Of the claim, perhaps: by themselves they are settled when the slot has recovered.
+                # Perhaps an error of the claim: the jobs are settled by themselves when the slot has recovered.
                 raise
             next_claim = None
             run_script(connection, "ROLLBACK")
@@ -244,7 +244,7 @@ def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
 def _send(
     connection: Connection, unsettled: Unsettled, schema: str, next_claim: ClaimRequest | None, *, free: bool
 ) -> list[ScriptResult]:
-    # One transaction: if the claim fails, what was to be settled waits on.
+    # One transaction: if the claim fails, the jobs wait on.
     end = "COMMIT" if next_claim is None else next_claim.text()
     results = run_script(connection, unsettled.script(schema, free=free) + end + unsettled.question(schema))
     if not any(result.tag == "COMMIT" for result in results):
@@ -253,7 +253,7 @@ def _send(
 
 
 def _events(unsettled: Unsettled, results: list[ScriptResult]) -> tuple[Event, ...]:
-    """What became of the jobs that were over; their answer is taken out of `results`."""
+    """The events of the jobs that were over; takes the results of their statement out of `results`."""
     if not unsettled.finished:
         return ()
     finished = next(result for result in results if result.tag.startswith("SELECT"))
@@ -266,10 +266,10 @@ def _events(unsettled: Unsettled, results: list[ScriptResult]) -> tuple[Event, .
 
 
 def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> BatchReport:
-    """Settle what waits of a claim, by itself.
+    """Settle the waiting jobs of a claim, in a transaction of their own.
 
     Raises:
-        ConnectionLost, psycopg.Error: it waits on, and whatever holds it tries again.
+        ConnectionLost, psycopg.Error: the jobs wait on, and the slot or the enforcer tries again.
     """
     end_transaction(connection)
     with connection.begin():

@@ -19,19 +19,19 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Jobs of a batch that lie one behind the other, and how they run; with their arguments if they run together."""
+    """Consecutive jobs of a batch and how they run; with their arguments if they run together."""
 
     kind: SegmentKind
     places: range
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-# Made once: under a lease each job is a batch of its own.
+# A constant, because under a lease each job is a batch of its own.
 _LONE = (Segment("alone", range(1)),)
 
 
 def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
-    """Sort the jobs by how they run, those of batchable kinds first, and within that as they were claimed.
+    """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
     """

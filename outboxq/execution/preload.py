@@ -1,7 +1,7 @@
 """Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, and handed to one job each.
 
-A row that was loaded ahead is what its job would have loaded by itself, as long as nothing was sent in between and no
-change of it waits in the write buffer: whatever sends something drops them all.
+A row that was loaded ahead equals what its job would have loaded by itself, as long as nothing was sent in between and
+no change of it waits in the write buffer: before anything is sent, all loaded rows are dropped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,9 +20,9 @@ from outboxq.execution.write_buffer import RowId
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
 
-# What one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
+# How many rows one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
 _LOADED_AT_ONCE = 1_000
-# Users' listeners for these see how a row came into its session, and may change what it is.
+# Users' listeners for these events see how a row came into its session, and may change it.
 _AT_LOAD: Listeners = attrgetter(
     "after_attach",
     "after_begin",
@@ -31,20 +31,20 @@ _AT_LOAD: Listeners = attrgetter(
     "do_orm_execute",
     "loaded_as_persistent",
 )
-# Ways of a relationship that load nothing with the row.
+# Loading strategies of a relationship that load nothing with the row.
 _LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")
 
 Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
 
 
 def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool = True) -> object:
-    """The entity of an argument, loaded by its own session, and locked if it asks for that; None if it may be.
+    """The entity of an argument, loaded by the job's session, and locked if `key` asks for that.
 
     Args:
-        may_lock: Not, if it is locked already.
+        may_lock: False if the row is locked already.
 
     Raises:
-        EntityGone: its row is not there.
+        EntityGone: the row is not there, and the argument is not optional.
     """
     lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
     entity = session.get(key.entity, key.identity, with_for_update=lock)
@@ -56,13 +56,13 @@ def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool =
 def watch_unlocked(
     session: HandlerSession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
 ) -> None:
-    """Have `changes` told of what is changed of these entities, but for those whose rows are locked."""
+    """Have `changes` look at the changes of these entities, except those whose rows are locked."""
     if changes.is_said:
         return
     entities = {id(entity): entity for _, entity in loaded if entity is not None}
     for key, entity in loaded:
         if key.locked:
-            # Also if it is another argument, without a lock.
+            # Even if the entity is also another argument, without a lock.
             entities.pop(id(entity), None)
     session.watch(changes, tuple(entities.values()))
 
@@ -73,9 +73,9 @@ def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:
 
 
 class Locks:
-    """The rows that a batch's jobs want to have locked, taken in one order by every batch.
+    """The rows that a batch's jobs want to have locked; every batch takes them in the same order.
 
-    Table by table, by their names, and within that by primary key: in one statement for each.
+    Tables in the order of their names, one statement for each, and within a table by primary key.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class Locks:
         return (entity, identity) in self._taken
 
     def forget(self) -> None:
-        """They are gone: the transaction went back to a savepoint before them."""
+        """Forget the locks: the transaction went back to a savepoint before them."""
         self._taken.clear()
 
     def take(
         self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool]
     ) -> list[object]:
-        """Lock the rows of those that ask for it; the entities that could be loaded with that.
+        """Lock the rows of keys that ask for it; returns the entities that could be loaded by the same statements.
 
         Args:
             can_load: Whether entities of a class may be loaded into the session.
@@ -113,13 +113,13 @@ class Locks:
 
 
 def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
-    """Lock the rows of those that ask for it, and load nothing."""
+    """Lock the rows of keys that ask for it, and load nothing."""
     with _session_on(connection) as session:
         locks.take(session, keys, lambda _: False)
 
 
 def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -> list[object]:
-    """Load the entities of several jobs into one session, in one SELECT per class, and lock those that ask for it."""
+    """Load the entities of several jobs into one session, one SELECT per class; lock rows if keys ask for it."""
     found = locks.take(session, keys, lambda _: True)
     return found + _load_others(session, keys, found)
 
@@ -136,7 +136,7 @@ class PreloadedEntities:
         self._facts_of = facts_of
         self._locks = locks
         self._rows: dict[Identity, object] = {}
-        # Of each table the class that its rows were loaded as; None if they were several.
+        # For each table the class that its rows were loaded as; None if there were several.
         self._classes: dict[int, type[object] | None] = {}
         self._oids: dict[type[object], int | None] = {}
 
@@ -145,12 +145,12 @@ class PreloadedEntities:
         return self._rows.pop((key.entity, key.identity), None)
 
     def drop(self) -> None:
-        """Something was sent: forget them all."""
+        """Forget all rows, because something is sent."""
         self._rows.clear()
         self._classes.clear()
 
     def changed(self, row: RowId, entity: type[object]) -> None:
-        """A change of this row, by this class, waits to be sent."""
+        """Forget a row whose change, made through this class, waits to be sent."""
         if self._classes.get(row[0], entity) is entity:
             self._rows.pop((entity, row[1]), None)
         else:
@@ -171,14 +171,14 @@ class PreloadedEntities:
         return facts.oid if facts is not None and facts.is_plain else None
 
     def load(self, keys: Iterable[EntityKey]) -> None:
-        """Load what is not here yet and can be loaded ahead, and lock what asks for that."""
+        """Load the rows that are not here yet and can be loaded ahead, and lock rows of keys that ask for it."""
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
         missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
         found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None)
         if is_hidden:
             found += _load_others(session, [key for key in missing if self.oid(key.entity) is not None], found)
-        # Of no session from here on: the job's own takes it in.
+        # From here on the entities belong to no session: the job's own session takes them in.
         session.expunge_all()
         session.close()
         for entity in found:
@@ -208,7 +208,7 @@ def _by_entity(keys: Iterable[EntityKey]) -> dict[Any, list[tuple[object, ...]]]
 
 
 def _load_others(session: Session, keys: Iterable[EntityKey], loaded: list[object]) -> list[object]:
-    """Load those that are not loaded yet."""
+    """Load the entities that are not loaded yet."""
     here = {(type(entity), _identity_of(entity)) for entity in loaded}
     wanted = _by_entity(key for key in keys if (key.entity, key.identity) not in here)
     found: list[object] = []
@@ -234,7 +234,7 @@ def _mapper(entity: type[object]) -> Mapper[Any]:
 
 
 def _locked_table(entity: type[object]) -> Any:
-    # Of joined tables the first one stands for the row.
+    # With joined tables, the row of the base table is locked.
     return _mapper(entity).base_mapper.local_table
 
 
@@ -248,7 +248,7 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     first, *others = mapper.primary_key
     array = None if others else key_array(first.type)
     if array is not None:
-        # One statement for any number of them; a list would be written out anew for each.
+        # One statement for any number of keys; a list would be written out anew for each number.
         return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
     keys = tuple_(first, *others) if others else first
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
@@ -256,21 +256,21 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
 
 @lru_cache(256)
 def _locked_by_keys(entity: Any) -> Select[tuple[Any]]:
-    """The same rows, FOR NO KEY UPDATE in the order of their keys: each is locked as it comes out of the sort."""
+    """The rows of `_by_keys`, FOR NO KEY UPDATE in the order of their keys: each is locked as it leaves the sort."""
     ordered = _by_keys(entity).order_by(*_mapper(entity).primary_key)
     return ordered.with_for_update(key_share=True, of=_locked_table(entity))
 
 
 @lru_cache(256)
 def _lock_by_keys(entity: Any) -> Select[Any]:
-    """The same locks in the same order, for several classes of one table, and nothing loaded."""
+    """The locks of `_locked_by_keys` in the same order, for several classes of one table, loading nothing."""
     base = _mapper(entity).base_mapper
     return _with_keys(select(*base.primary_key), base).order_by(*base.primary_key).with_for_update(key_share=True)
 
 
 @lru_cache(256)
 def _is_plain(mapper: Mapper[Any]) -> bool:
-    """Whether a row is its table's columns and nothing else."""
+    """Whether an entity is loaded from its table's columns and nothing else."""
     table = mapper.local_table
     is_own = isinstance(table, Table) and mapper.persist_selectable is table
     is_alone = mapper.inherits is None and mapper.polymorphic_on is None

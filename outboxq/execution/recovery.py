@@ -1,6 +1,6 @@
 """Recovery: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted.
 
-It is the one place where an error of a batch is decided, by what was raised and by how far the batch had come.
+This is the one place that decides on an error of a batch, by what was raised and by how far the batch had come.
 """
 
 import logging
@@ -46,11 +46,11 @@ POSTPONED = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What was found out of a batch.
+    """The outcome of a recovery.
 
     Attributes:
-        report: What stands of it; None if every job waits again as it was.
-        run_alone: How many of the next jobs should run one by one: then it shows whose fault it was.
+        report: What stands of the batch; None if every job waits again as it was.
+        run_alone: How many of the next jobs should run one by one, so that the faulty one shows.
     """
 
     report: BatchReport | None
@@ -61,7 +61,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     """Find out what stands of a batch that ended in `error`, and settle what can be settled.
 
     Args:
-        connection: One that works: the batch's own, or a new one if that was lost.
+        connection: A connection that works: the batch's own, or a new one if that was lost.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
@@ -89,7 +89,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         case ConnectionSpoiled() if batch.together == 1:
             return Recovered(record_failed_attempt(connection, batch.job, error.failed, runtime, batch.jobs))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
-            # Whether a job did it is found out when it runs alone: in transaction mode its claim's mark sees to that.
+            # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
             return Recovered(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
     return _recover_rolled_back(connection, batch, error, runtime)
 
@@ -97,15 +97,15 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
 def _recover_rolled_back(
     connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime
 ) -> Recovered:
-    """After an error of the database, or one of several jobs: nothing stands, and one job that was alone pays."""
+    """Recover a batch of which nothing stands: a lone job's attempt has failed, several jobs run one by one next."""
     if not batch.is_leased:
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.jobs)
     if not batch.is_lone:
-        # Whose fault it was could not be found out while they shared a transaction.
+        # Which job was at fault cannot be known, because the jobs shared a transaction.
         return Recovered(None, run_alone=len(batch.jobs))
     if runtime.handler_of(batch.job) is None:
-        # It could not even be parked.
+        # A job of an unknown kind, which could not even be parked.
         report = postpone(connection, batch.job, runtime)
     else:
         report = record_failed_attempt(connection, batch.job, describe_failure(error, batch.job), runtime)
@@ -115,7 +115,7 @@ def _recover_rolled_back(
 def _recover_escaped(
     connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime
 ) -> Recovered:
-    """After a handler ended the transaction: the jobs whose rows may stand never run again.
+    """Recover after a handler ended the transaction: jobs whose rows may stand never run again.
 
     Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
     server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
@@ -127,11 +127,11 @@ def _recover_escaped(
     except LeftPrepared as left:
         return Recovered(leave_prepared(connection, batch, failed, left))
     if batch.together > 1:
-        # One handler ran several of them, and it cannot be known for which.
+        # One handler ran several jobs, and it is not known for which of them it ended the transaction.
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.jobs)
         return Recovered(None, run_alone=len(batch.jobs))
-    # Rolled back: every job waits again, and this one pays.
+    # Rolled back: every job waits again, and the handler's job is charged.
     try:
         event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.jobs)
     except LeaseLost:
@@ -157,10 +157,10 @@ def record_failed_attempt(
 ) -> BatchReport:
     """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
 
-    Another relay may have taken it meanwhile. If it cannot even be settled, it is put off instead.
+    Another relay may have taken the job meanwhile. If the job cannot even be settled, it is put off instead.
 
     Args:
-        batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
+        batch: Jobs whose marks are cleared too, because their claim was rolled back on purpose.
     """
     try:
         event = _settle_anew(connection, job, failed, runtime, batch)
@@ -190,7 +190,7 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[Jo
 def settle_on_new_connection(
     connection: Connection, batch: BatchState, runtime: Runtime, result: Result
 ) -> BatchReport:
-    """A leased handler that wrote nothing had ended when its idle connection turned out to be gone: settle it here."""
+    """Settle a leased job whose handler wrote nothing, and had ended when its idle connection turned out to be gone."""
     job = batch.job
     try:
         with connection.begin():
@@ -214,7 +214,7 @@ def settle_on_new_connection(
 def return_to_suspects(
     connection: Connection, job: Job, runtime: Runtime, message: str = "the connection was lost while the job ran"
 ) -> BatchReport:
-    """A leased job's run came to nothing while its relay lives on: as if the relay had died with it."""
+    """Take back a leased job whose run was lost while its relay lives on, as if the relay had died."""
 
     assert job.lease_token is not None
     schema, token = runtime.schema, job.lease_token
@@ -228,9 +228,9 @@ def return_to_suspects(
 
 
 def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
-    """A leased job ended well, and another transaction held its row: it runs again.
+    """Take back a leased job that ended well while another transaction held its row: the job runs again.
 
-    While the row is held nothing can be done about it: the relay's beat takes it back later.
+    If the row is still held, nothing is done: the relay's beat takes the job back later.
     """
     assert job.lease_token is not None
     statement = take_back_locked(runtime.schema, job.id, job.lease_token, job.crashes)
@@ -240,7 +240,7 @@ def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> Batch
 
 
 def crashed(row: tuple[object, ...]) -> JobCrashed:
-    """The event of one row of a reaping statement, from either driver or libpq's texts."""
+    """The event of one row of a reaping statement, with the driver's values or libpq's texts."""
     job_id, queue, kind, crashes, died = row
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
 
@@ -248,12 +248,12 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
 def settle_aborted(
     connection: Connection, batch: BatchState, runtime: Runtime, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
-    """What becomes of a batch that the relay took away from its slot, whose transaction it has ended.
+    """Settle a batch that the relay took away from its slot, and whose transaction the relay has ended.
 
     Args:
-        failed: The attempt of the job that ran; None if the relay is stopping, or it cannot be known which.
-        is_crash: It may be this job that takes the relay with it: as if the relay had died already, so that it runs
-            alone next, and is counted there.
+        failed: The attempt of the job that ran; None if the relay is stopping, or if it is not known which job ran.
+        is_crash: Whether this job may be about to kill the relay: it is treated as if the relay had died already, so
+            that it runs alone next, and its crash is counted then.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -264,7 +264,7 @@ def settle_aborted(
     if failed is not None:
         return record_failed_attempt(connection, batch.job, failed, runtime, batch.jobs)
     if is_crash:
-        # Without a lease the claim's mark says so.
+        # Without a lease the claim's mark makes the job a suspect.
         if batch.is_leased:
             return return_to_suspects(connection, batch.job, runtime, "the event loop was blocked while the job ran")
     elif not batch.is_leased:
@@ -292,7 +292,7 @@ def _settle_anew(
     """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
     with connection.begin():
         if job.lease_token is None:
-            # In one transaction with the charge: between two, another slot could take the job uncharged.
+            # In the transaction that charges the job: between two transactions another slot could take it uncharged.
             clear_marks(connection, runtime.schema, batch)
             again = claim_one(connection, runtime.schema, str(job.id))
             if not again.jobs or again.transaction is None:

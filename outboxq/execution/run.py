@@ -1,6 +1,6 @@
 """Run a claimed batch: its jobs together if their handlers allow it, else one by one. Nothing is committed here.
 
-What becomes of each job is written in the batch's transaction; its event becomes true when that is committed.
+The outcome of each job is written in the batch's transaction; its event becomes true when that is committed.
 """
 
 import time
@@ -34,24 +34,24 @@ FREE_RETRIES = 5
 
 
 def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: bool) -> None:
-    """Run each job of a claimed batch, and write what becomes of it.
+    """Run each job of a claimed batch, and write its outcome.
 
     Args:
-        shared: Check each job as one that shares its transaction with others.
+        shared: Whether jobs share the transaction: then each is checked by itself.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: a handler ended the transaction.
         LeaseLost: another relay may have the job.
     """
-    # New, or undone to before the first handler.
+    # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
     segments = plan_segments(batch, runtime)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
     locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
     try:
         if not batch.runs_together:
-            # Else it locks what it loads.
+            # Jobs that all run together lock rows when they load them.
             _lock_rows(connection, batch, runtime, locks)
         for segment in segments:
             if segment.kind != "alone" and _run_together(connection, batch, runtime, segment, locks):
@@ -62,19 +62,19 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
                 result = _run_alone(connection, batch, runtime, begin, shared=shared)
                 _settle_alone(connection, batch, runtime, result, time.perf_counter() - began)
     finally:
-        # Also of handlers that were not seen to their end.
+        # Also after handlers that were interrupted.
         runtime.guard.take_back()
 
 
 def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
-    """Run the jobs of a segment together; False if nothing of it stands, and each is to run by itself."""
+    """Run the jobs of a segment together; False if all is undone, and each job is to run by itself."""
     if segment.kind == "shared":
         is_run = run_shared(connection, batch, runtime, segment, locks)
     else:
         is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
     if not is_run:
         batch.runs_together = False
-        # What it locked, and what was locked before it, was let go when it was undone.
+        # Undoing the segment has released its locks, and the locks taken before it.
         locks.forget()
         _lock_rows(connection, batch, runtime, locks)
     return is_run
@@ -96,7 +96,7 @@ def _call_batch_handler(
 
 
 def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, locks: Locks) -> None:
-    """Lock what the handlers of several jobs ask for, before the first of them runs.
+    """Lock the rows that the handlers of several jobs ask for, before the first of them runs.
 
     All in one order: else two batches that have rows in common could wait for each other.
     """
@@ -110,7 +110,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, lock
     try:
         lock_ahead(connection, keys, locks)
     except BaseException as error:
-        # Each takes its own when it runs, and fails by itself if it cannot: also for a listener of the user's.
+        # Each job locks its own rows when it runs, and fails by itself if it cannot: also for a listener of the user's.
         if is_lost(connection) or batch.transaction is None or not runtime.is_failure(error):
             raise
         run_script(connection, f"ROLLBACK TO SAVEPOINT {batch.transaction.inner_savepoint}")
@@ -121,7 +121,7 @@ def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[En
     try:
         return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
     except BaseException as error:
-        # Users' own types raise what they like; when the job runs, it is recorded with it.
+        # Users' own types raise what they like; the error is recorded when the job runs.
         if not runtime.is_failure(error):
             raise
         return []
@@ -130,7 +130,7 @@ def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[En
 def _run_alone(
     connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
 ) -> Result:
-    """Run the handler of one job, again after a deadlock: what its last attempt came to."""
+    """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
     job = batch.job
     handler = runtime.handler_of(job)
     if handler is None:
@@ -156,29 +156,29 @@ def _set_timeout(connection: Connection, batch: BatchState, seconds: float | Non
     """Set the deadline of one handler: the transaction has the longest of its queue, or the last job's."""
     if batch.transaction is not None:
         settings, inner = local_timeouts(seconds) or local_timeouts_off(), batch.transaction.inner_savepoint
-        # Below the inner savepoint of a job that is alone: going back to it must not undo them.
+        # For a lone job, before the inner savepoint: going back to that savepoint must not undo the settings.
         run_script(connection, settings if shared else f"RELEASE SAVEPOINT {inner}; {settings}SAVEPOINT {inner}")
     batch.timeout_seconds = seconds
 
 
 def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
-    """Begin the batch's transaction; the inner savepoint of a job that is alone in it is as good as one of its own."""
+    """Begin the batch's transaction; returns its inner savepoint, which a lone job uses as its own, or None."""
     transaction = batch.begin(connection)
     return None if shared else transaction.inner_savepoint
 
 
 def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
-    """Write what becomes of the job that ran."""
+    """Write the outcome of the job that ran."""
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
     if isinstance(result, Done | Discard) and batch.transaction is None and not batch.was_begun and is_idle:
-        # Leased, and its handler wrote nothing: it is removed together with others.
+        # A leased job whose handler wrote nothing is removed together with others.
         batch.events.append(event_of_end(job, runtime.kept(job, result), seconds))
         return
     if batch.is_leased and batch.transaction is not None and is_idle:
-        # Ended by its handler: what is written now is no part of it, and may wait for what the handler has prepared.
+        # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
         raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job))
     if not batch.was_begun and is_idle:
-        # The handler worked outside the database: should this connection be gone by now, its work is not.
+        # The handler worked outside the database: its result must outlive a connection that is gone by now.
         batch.late_result = result
     batch.begin(connection)
     batch.late_result = None

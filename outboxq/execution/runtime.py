@@ -47,7 +47,7 @@ class Runtime:
     """What executing needs besides the job, fixed for the life of a slot's connection.
 
     Args:
-        is_interruption: Whether an error that came out of a handler was put there by the caller of the handlers.
+        is_interruption: Whether an error that came out of a handler is the relay's own interruption of it.
     """
 
     registry: Registry
@@ -65,24 +65,24 @@ class Runtime:
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.
 
-        It is, whatever the handler raised, KeyboardInterrupt and other BaseExceptions included: a job must not be able
-        to end its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
+        Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
+        its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
         """
         return not (isinstance(error, Abandoned | ConnectionLost) or self.is_interruption(error))
 
     def at_rest(self, connection: Connection, job: Job) -> "_AtRest":
-        """Put around a handler's call, for what it leaves on the driver's connection.
+        """A context around a handler's call, which checks the state of the driver's connection afterwards.
 
         Raises:
-            ConnectionSpoiled: nothing can be sent on it any more, not even to undo the handler.
+            ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo the handler.
         """
         return _AtRest(self, connection, job)
 
     def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
-        """What lets this run of the job call the outside; None if effects cannot be called here."""
+        """The job's access to effects (`ctx.once`); None if this relay cannot call effects."""
         if self.caller is None:
             return None
-        # Refused also if no other job came with it: a handler must not depend on how busy its queue is.
+        # Refused also if the job is alone in its batch: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
         return EffectAccess(self.caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
 
@@ -93,7 +93,7 @@ class Runtime:
             )
         retention = self.registry.effect_retention(scope)
         horizon = handler.retry_horizon(job.max_attempts)
-        # Checked at start for the handler's own attempts; a job may bring more of them.
+        # The relay's start checks this for the handler's own max_attempts; a job may have more attempts.
         if retention < horizon:
             raise EffectRefused(
                 f"effects of scope {scope!r} are remembered for {spoken(retention)}, and this job may still run "
@@ -103,7 +103,7 @@ class Runtime:
         return retention
 
     def kept(self, job: Job, result: R) -> R:
-        """What may be stored and told of what an attempt of this job came to."""
+        """The result of an attempt of this job, as it may be stored and reported."""
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
@@ -114,7 +114,7 @@ class Runtime:
 
 
 class _AtRest:
-    """A handler's call, which is to leave the driver's connection so that something can be sent on it."""
+    """A handler's call, after which the driver's connection must be able to send statements."""
 
     __slots__ = ("_connection", "_job", "_runtime")
 

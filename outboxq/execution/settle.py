@@ -1,7 +1,7 @@
-"""Settle: what becomes of a claimed job by the result of its attempt, written in the transaction of its handler's rows.
+"""Settle: the outcome of a job's attempt is written in the transaction of its handler's rows.
 
-In transaction mode success writes nothing: the claim's delete stands. Under a lease each of these is refused once the
-lease was lost. Then `commit_checked` commits, and knows that it did.
+In transaction mode success writes nothing: the claim's delete stands. Under a lease every write is refused once the
+lease was lost. Then `commit_checked` commits, and checks that it did.
 """
 
 from datetime import timedelta
@@ -27,7 +27,7 @@ _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 
 
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
-    """Write what becomes of the job, and return the event to send once that is committed."""
+    """Write the job's outcome, and return the event to send once that is committed."""
     result = runtime.kept(job, result)
     match result:
         case Done() | Discard():
@@ -77,7 +77,7 @@ def _retry_or_dead_letter(
 
 
 def finish(connection: Connection, job: Job) -> None:
-    """The job is over. In transaction mode its claim has removed it already.
+    """Remove a job that is over. In transaction mode its claim has removed it already.
 
     Raises:
         LeaseLost: another relay may have the job by now; nothing of this run may be committed.
@@ -125,7 +125,7 @@ def postpone(connection: Connection, job: Job, delay: timedelta) -> None:
 
 
 def check_shared(connection: Connection, xid: str) -> None:
-    """Raise now what would come too late at COMMIT to tell which of the jobs in this transaction it was.
+    """Check deferred constraints now: at COMMIT it would not show which job of the transaction has violated one.
 
     Leaves deferred constraints deferred.
 
@@ -148,14 +148,14 @@ def current_xid(connection: Connection) -> object:
 
 
 class JobRowHeld(LeaseLost):
-    """Another transaction held the row of a leased job for longer than the deadlines allow. No failure of the job's."""
+    """Another transaction held the row of a leased job for longer than the deadlines allow. The job has not failed."""
 
 
 def _write(connection: Connection, job: Job, statement: Insert | Update | Delete) -> None:
     try:
         written = connection.execute(statement).rowcount
     except DBAPIError as error:
-        # Waited for the row, and for nothing else: in transaction mode there is nothing to wait for.
+        # These errors mean that the statement waited for the job's row; in transaction mode it waits for nothing.
         if job.lease_token is not None and sqlstate_of(error) in _GAVE_UP_WAITING:
             raise JobRowHeld(job.id) from error
         raise

@@ -1,11 +1,11 @@
 """Shared batches: jobs of batchable kinds on one savepoint, which share the loading and the writing of rows.
 
-Each has a session of its own, as everywhere. Rows of entity arguments are loaded ahead, and what a job leaves to be
-written waits for the next one's, as far as no statement could tell the difference: before anything is sent for a
-handler, what waits is sent, and what was loaded is dropped.
+Each job has a session of its own. Rows of entity arguments are loaded ahead, and the writes of a job wait for those of
+the next jobs, as far as no statement could tell the difference: before anything is sent for a handler, the waiting
+writes are sent, and loaded rows are dropped.
 
-Whatever goes wrong, or ends otherwise than done, takes all of them back to the savepoint; then each runs by itself,
-where a failure is its own.
+If a job fails, or ends otherwise than done, all jobs are undone to the savepoint; then each runs by itself, and a
+failure is its own.
 """
 
 import time
@@ -43,7 +43,7 @@ from outboxq.outcomes import Done
 
 
 def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
-    """Run the jobs of a segment, of batchable kinds; False if nothing of them stands, and each is to run by itself.
+    """Run the jobs of a segment, of batchable kinds; False if all are undone, and each is to run by itself.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -56,7 +56,7 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # It will show again when each runs alone.
+        # The error will show again when each job runs alone.
         failed = error
     else:
         return True
@@ -69,10 +69,10 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
 
 
 class _SharedRun:
-    """Jobs that run one after the other: the watcher of everything that their handlers send.
+    """Jobs that run one after the other; watches everything that their handlers send.
 
-    Before a job sends anything, what the jobs before it left is sent: their events stand for that. So should it end the
-    transaction, what stands is known: the rows of all jobs with an event, none of the others' but its own.
+    Before a job sends anything, the waiting writes of earlier jobs are sent, and their events added. So if a job ends
+    the transaction, it is known what stands: the rows of all jobs with an event and its own, and no others.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class _SharedRun:
         self._seconds: list[float] = []
         self._sent = 0
         self._is_over = False
-        # Of the job that runs.
+        # The next three are of the job that runs.
         self._is_suspicious = self._is_sending = False
         self._written: set[RowWrite | None] = set()
-        # The driver's own connection was taken: what goes over it is not seen, whatever kept it.
+        # A handler took the driver's own connection: statements on it are not seen, also those of later jobs.
         self._is_unseen = False
         self._failed: BaseException | None = None
         self._is_closed = True
@@ -106,18 +106,18 @@ class _SharedRun:
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._arguments)):
-            # All in one order, before a handler can make the rows of some come first.
+            # All rows are locked in one order, before a handler can lock some of them.
             self._load_ahead()
         for position, arguments in zip(self._places, self._arguments, strict=True):
             self._batch.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
-        # Last: once the savepoint is released nothing may send the jobs on their way again.
+        # Last: once the savepoint is released the jobs must not run again.
         self._is_over = True
         self._savepoint.keep_all()
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
-        """Something is about to be sent for a handler: first all that the jobs before it left."""
+        """Send the waiting writes of earlier jobs, before a statement is sent for a handler."""
         self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
         writes = row_writes(first_word(statement), context)
         self._written.update((None,) if writes is None else writes)
@@ -125,26 +125,26 @@ class _SharedRun:
         self._catch_up()
 
     def hands_out(self) -> None:
-        """The driver's connection is taken, and can be used unseen from now on."""
+        """Record that a handler takes the driver's connection, which can be used unseen from now on."""
         self._is_suspicious = self._is_unseen = self._is_sending = True
         self._written.add(None)
         self._catch_up()
 
     def undo(self, error: BaseException) -> None:
-        """Go back to before the first of them; raises ConnectionLost or TransactionEscaped if that cannot be done."""
+        """Undo all jobs; raises ConnectionLost or TransactionEscaped if that cannot be done."""
         self._locks.forget()
         try:
             self._savepoint.undo_all(error, closed=self._is_closed)
         except TransactionEscaped:
             if self._is_over:
-                # It was not seen whose handler it was, nor whose rows stand.
+                # It is not known whose handler ended the transaction, nor whose rows stand.
                 self._batch.blame_all(self._places)
             else:
                 self._set_aside_unsent()
             raise
 
     def _set_aside_unsent(self) -> None:
-        """Behind the job that ended the transaction: of what was not sent before it, nothing stands."""
+        """Move jobs whose writes were not sent behind the job that ended the transaction: nothing of them stands."""
         batch, first = self._batch, self._places.start + self._sent
         if first > batch.position:
             # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
@@ -177,7 +177,7 @@ class _SharedRun:
             try:
                 self._is_closed = opened.close()
             finally:
-                # What goes on of a job has nothing of the next one's.
+                # A task or thread that the job left behind must not reach the next job's rows.
                 runtime.guard.take_back()
         self._check()
         self._seconds.append(time.perf_counter() - began)
@@ -189,7 +189,7 @@ class _SharedRun:
         return self._runtime.invoker.open_session(self._connection, nothing)
 
     def _given(self, opened: AttemptSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of one job, with its entities, as they are now, in its own session."""
+        """The arguments of one job, with its entities in its own session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
         for name, key in arguments.items():
@@ -209,17 +209,17 @@ class _SharedRun:
             self._load_ahead()
             entity = self._rows.take(key)
         if entity is None:
-            # Its class cannot be loaded ahead, or the row is not there.
+            # The class cannot be loaded ahead, or the row is not there.
             return load_entity(session, name, key)
-        # As add() does, which would look for rows behind it first: none were loaded.
+        # What add() does, without its search for related objects: none were loaded.
         session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
 
     def _load_ahead(self) -> None:
-        """Load rows of the next jobs, as what waits to be written leaves them.
+        """Send the waiting writes, then load rows of the next jobs.
 
-        Of all of them at first; behind a handler that sent something of one, then of twice as many each time: the next
-        one may send something too, and all would be dropped.
+        At first the rows of all jobs. After a handler that sent something, the rows of one job, then of twice as many
+        each time: the next handler may send something too, and all rows would be dropped.
         """
         self._send()
         first = self._batch.position - self._places.start
@@ -228,10 +228,10 @@ class _SharedRun:
         self._ahead *= 2
 
     def _keep(self, opened: AttemptSession, run: Run) -> None:
-        """Put what the job left to be written into the buffer; what may not wait is sent at once."""
+        """Put the job's unsent writes into the buffer; those that may not wait are sent at once."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():
-            # Before anything more is sent: it would go to a transaction of its own.
+            # Before anything more is sent: that would be in another transaction.
             raise TransactionEndedByHandler
         if opened.made is None and all(map(may_wait, run.deferred)):
             self._add_deferred(run.deferred)
@@ -244,7 +244,7 @@ class _SharedRun:
                 self._add(changes, take_jobs(session))
                 self._add_deferred(take_writes(session))
             if changes is None or not session.in_transaction():
-                # It also ends the handler's savepoints, flushes until nothing is left, and says if it was closed.
+                # commit() also ends the handler's savepoints, flushes until all is sent, and raises if it was closed.
                 session.commit()
         if self._may_fail_at_commit():
             self._send()
@@ -259,7 +259,7 @@ class _SharedRun:
     def _may_fail_at_commit(self) -> bool:
         """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
         if self._is_unsure:
-            # What a function of the user's wrote shows in no statement; nor does another transaction behind this one.
+            # Writes of users' functions show in no statement; nor does another transaction in the place of this one.
             return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False
@@ -293,18 +293,18 @@ class _SharedRun:
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether a table may be another one now: by what was not seen, a setting, or what only the server knows."""
+        """Whether a table may be another one now: by an unseen statement, a setting, or what only the server knows."""
         guard = self._runtime.guard
         return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
 
     def _check(self) -> None:
-        """Whether the transaction is as it was before the handler, with no error that it swallowed. No I/O.
+        """Check that the transaction is as it was before the handler, with no swallowed error. No I/O.
 
         Raises:
             HandlerError: it is not.
         """
         if self._failed is not None:
-            # Raised where the handler sent something, which may have swallowed it.
+            # The handler met this error when it sent something, and may have swallowed it.
             raise self._failed
         if not (self._is_closed and self._savepoint.is_whole):
             self._savepoint.check()

@@ -1,7 +1,7 @@
-"""The write buffer: what handlers leave to be written, sent together, to the effect of each having sent its own.
+"""The write buffer: unsent writes of several handlers, sent together, as if each handler had sent its own.
 
-Neighbours of one shape go out as one statement. Beside its likes across others is put only what no order can tell
-apart: changes of different rows of tables that run no code, and new jobs.
+Consecutive writes of one shape are one statement. Only writes whose order cannot matter are moved past others to join
+their like: changes of different rows of tables that run no code, and new jobs.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ class RowChange(NamedTuple):
     """The changed columns of one row, as a flush would send them.
 
     Attributes:
-        entity: The mapped class that it was changed through.
+        entity: The mapped class through which the row was changed.
         statement: The UPDATE: the same object for the same columns of the same class.
     """
 
@@ -46,7 +46,7 @@ class _Changes:
     changes: list[RowChange] = field(default_factory=list)
 
     def send(self, connection: Connection, facts_of: FactsOf) -> None:
-        # Locked in the order of their keys, as a flush does it: two batches must not wait for each other.
+        # Rows are locked in the order of their keys, as by a flush: two batches must not wait for each other.
         in_order = not all(self.is_locked(change.entity, change.row[1]) for change in self.changes)
         rows = [change.parameters for change in sorted(self.changes, key=attrgetter("row"))]
         changed = _execute(connection, self.statement, rows, facts_of, in_order=in_order)
@@ -67,13 +67,13 @@ class _Jobs:
 
 @dataclass(slots=True)
 class _Deferred:
-    """Executions of one deferred statement, one behind the other."""
+    """Consecutive executions of one deferred statement."""
 
     statement: Statement
     rows: list[Row]
 
     def takes(self, write: Write) -> bool:
-        """Whether another one may join them: of the same object, with parameters of the same names."""
+        """Whether `write` may join: the same statement object, with parameters of the same names."""
         return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
 
     def send(self, connection: Connection, facts_of: FactsOf) -> None:
@@ -81,7 +81,7 @@ class _Deferred:
 
 
 class WriteBuffer:
-    """What waits to be sent.
+    """The writes that wait to be sent.
 
     Args:
         facts_of: What is known of tables.
@@ -92,7 +92,7 @@ class WriteBuffer:
         self._facts_of = facts_of
         self._is_locked = is_locked
         self._runs: list[_Changes | _Jobs | _Deferred] = []
-        # Where more of a kind may be put: what came behind the last deferred statement.
+        # The runs after the last deferred statement, which more changes and jobs may join.
         self._changes: dict[int, _Changes] = {}
         self._jobs: _Jobs | None = None
         self._rows: set[RowId] = set()
@@ -102,7 +102,7 @@ class WriteBuffer:
         return bool(self._runs)
 
     def concerns(self, row: RowId, entity: type[object]) -> bool:
-        """Whether a change waits that a reader of this row, by this class, may have to see."""
+        """Whether a change is waiting that a reader of this row, through this class, may have to see."""
         return row in self._rows or self._entities.get(row[0], entity) is not entity
 
     def add_change(self, change: RowChange) -> None:
@@ -123,7 +123,7 @@ class WriteBuffer:
         self._jobs.jobs.update(jobs)
 
     def add_deferred(self, write: Write) -> None:
-        """Add a deferred statement behind all that waits: it may read and write anything."""
+        """Add a deferred statement behind all waiting writes: it may read and write anything."""
         last = self._runs[-1] if self._runs else None
         if isinstance(last, _Deferred) and last.takes(write):
             last.rows.append(write.parameters)
@@ -149,7 +149,7 @@ class WriteBuffer:
 def _execute(
     connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> int:
-    """Execute with each of these; how many rows that changed."""
+    """Execute the statement with each of these rows of parameters; how many rows were changed."""
     each = executions(statement, rows, facts_of, in_order=in_order)
     results = (connection.execute(one, parameters) for one, parameters in each)
     return sum(result.rowcount for result in results if not result.returns_rows)

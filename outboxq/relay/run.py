@@ -293,7 +293,7 @@ class RelayRun:
         await self._state.effect_runners.trim_in_loop()
 
     def _end_if_loop_is_stuck(self) -> None:
-        """End the relay if a callback that a handler left blocks the loop: no deadline finds that if no handler runs."""
+        """End the relay if a callback that a handler left blocks the loop: no deadline finds it if no handler runs."""
         runs = any(runner.slot.flavour == "async" and runner.slot.batch is not None for runner in self._runners)
         if not runs and not self._loop.answers():
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))

@@ -5,7 +5,9 @@ their lock, and ends when nothing is held any more.
 """
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,16 @@ from outboxq.statements import effects as statements
 logger = logging.getLogger("outboxq.effects")
 
 Transaction = Callable[[Callable[[Connection], object]], object]
+_KEEPERS = weakref.WeakSet["LockKeeper"]()
+
+
+def _forget_all() -> None:
+    # The calls under way and their thread are the parent's, and so is whatever held a condition when it forked.
+    for keeper in _KEEPERS:
+        keeper.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class LockKeeper:
@@ -33,6 +45,11 @@ class LockKeeper:
     def __init__(self, transact: Transaction, lease_seconds: float) -> None:
         self._transact = transact
         self._beat_seconds = lease_seconds / 3
+        self.forget()
+        _KEEPERS.add(self)
+
+    def forget(self) -> None:
+        """Keep no locks, as at the start."""
         self._held: dict[LockExpiry, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -42,7 +59,6 @@ class LockKeeper:
         """Within the block, the lock is extended."""
         with self._changed:
             self._held[expiry] = clock() + self._beat_seconds
-            # After a fork the thread is the parent's: in this process it is not alive.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="outboxq-effects", daemon=True)
                 self._thread.start()
@@ -50,7 +66,8 @@ class LockKeeper:
             yield
         finally:
             with self._changed:
-                del self._held[expiry]
+                # Gone if the call itself forked, and goes on here.
+                self._held.pop(expiry, None)
 
     def _run(self) -> None:
         while True:

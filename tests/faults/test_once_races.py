@@ -223,6 +223,50 @@ def test_a_forked_process_keeps_its_locks(outboxq_database: Database, engine: En
     assert row(engine, "child")["status"] == "done"
 
 
+_FORKING_IN_A_CALL = """\
+import os, signal, sys
+from sqlalchemy import create_engine
+from outboxq import Effects
+from tests.support.effects import row
+from tests.support.waiting import wait_until
+
+engine = create_engine(sys.argv[1])
+effects = Effects(engine, lease_seconds=1.5)
+
+def locked_until(key):
+    return row(engine, key)["locked_until"]
+
+def fork(provider_key):
+    pid = os.fork()
+    if pid:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.kill(os.getppid(), signal.SIGSTOP)
+    try:
+        effects.once("charge", key="child", call=extended)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+    finally:
+        os.kill(os.getppid(), signal.SIGCONT)
+    os._exit(0)
+
+def extended(provider_key):
+    parents, own = locked_until("parent"), locked_until("child")
+    wait_until(lambda: locked_until("child") > own, "its lock to be extended")
+    assert locked_until("parent") == parents, "the parent's lock was extended too"
+
+effects.once("charge", key="parent", call=fork)
+"""
+
+
+def test_a_forked_process_leaves_the_locks_of_its_parent_alone(outboxq_database: Database, engine: Engine) -> None:
+    """A call that was under way at the fork is the parent's: should that die, its lock runs out."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKING_IN_A_CALL, outboxq_database.url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert row(engine, "child")["status"] == "done"
+
+
 # Recording
 
 

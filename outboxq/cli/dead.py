@@ -123,7 +123,8 @@ def _change(options: DeadOptions, run_page: "Callable[..., Page]", verb: str, do
             until = database_clock(connection)
             wanted = DeadFilter(**options.filters, ids=options.distinct_ids, died_before=until)
             counted = count_matching(connection, wanted, to_retry=verb == "retry")
-            there = count_matching(connection, wanted) if options.dry_run and options.ids else counted
+            is_asked_for = options.dry_run and options.ids
+            there = count_matching(connection, DeadFilter(ids=options.distinct_ids)) if is_asked_for else counted
         options.ask(verb, done, "dead letters", counted, there)
 
         def run_next(after: "UUID | None") -> "Page":

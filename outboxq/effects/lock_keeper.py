@@ -84,10 +84,10 @@ class LockKeeper:
 
     def _extend(self, due: list[LockExpiry]) -> None:
         begun = clock()
-        extended: list[LockExpiry] = []
+        extended = set[LockExpiry]()
         try:
             # Returned only if the transaction was committed in time: what a late one extends is not known.
-            extended = cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or [])
+            extended = set(cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or ()))
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
             logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
         with self._changed:

@@ -158,9 +158,10 @@ class AsyncEngineTransactions:
 
     def keeper_transaction(self) -> Transaction:
         """How the lock keeper runs a transaction: in its thread, or through the event loop, if that is not blocked."""
-        loop, keep = asyncio.get_running_loop(), self._transactions.keeper_transaction()
+        keep = self._transactions.keeper_transaction()
         if self._is_sync:
             return keep
+        loop = asyncio.get_running_loop()
 
         def transact(work: Callable[[Connection], object]) -> object:
             return asyncio.run_coroutine_threadsafe(greenlet_spawn(keep, work), loop).result(_KEEPER_ANSWER_SECONDS)

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
-from sqlalchemy.util import await_only
+from sqlalchemy.util import await_only, memoized_property
 
 from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
@@ -43,7 +43,11 @@ class Run(NamedTuple):
 
 
 class _Opening(JobContext[Any, Any]):
-    """A context that opens its session at the first use."""
+    """A context that opens its session at the first use.
+
+    By a property without a lock: that of `functools` in Python 3.11 is shared by all instances, and a slot whose
+    connection hangs would keep every other from its session.
+    """
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
         self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
@@ -54,12 +58,12 @@ class _Opening(JobContext[Any, Any]):
         else:
             self.__dict__["_run"].deferred.append(write)
 
-    @functools.cached_property
+    @memoized_property
     def effect_access(self) -> EffectAccess | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
         access: EffectAccess | None = self.__dict__["_run"].effect_access()
         return access
 
-    @functools.cached_property
+    @memoized_property
     def session(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
         session = self.__dict__["_session"]()
         hand_over(self.__dict__["_run"].deferred, plain_session(session, "ctx.session"))

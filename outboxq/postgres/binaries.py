@@ -127,7 +127,8 @@ def shared_temp_directory(user: ServerUser | None) -> Path:
 
 def can_enter(directory: Path, user: ServerUser | None) -> bool:
     """Whether `user` may pass through to `directory`."""
-    return user is None or _run_as(user, "test", "-x", str(directory)).returncode == 0
+    # By the shell, which initdb needs too; a program "test" is not everywhere.
+    return user is None or _run_as(user, "sh", "-c", 'test -x "$1"', "sh", str(directory)).returncode == 0
 
 
 def _server_user(source: str) -> ServerUser | None:
@@ -164,7 +165,7 @@ def _problem_with_running(directory: Path, user: ServerUser | None, source: str)
 
 
 def _run_as(user: ServerUser | None, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: S603 - a program of PostgreSQL, or `test`
+    return subprocess.run(  # noqa: S603 - a program of PostgreSQL, or a shell
         command,
         user=None if user is None else user.uid,
         group=None if user is None else user.gid,

@@ -1,18 +1,21 @@
 """Each attempt runs in a context of its own: what a handler sets in a context variable is not seen by the next job."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import pytest
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, create_engine, event, select
 from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 
-from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession
-from outboxq.events import Event
+from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, RelayConfig
+from outboxq.events import Event, JobDone
+from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import effects
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
@@ -22,6 +25,40 @@ TENANT = ContextVar("tenant", default="none")
 @dataclass
 class Named:
     name: str
+
+
+def test_a_slot_that_hangs_as_it_opens_a_session_holds_up_no_other(
+    sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Nothing is shared by the sessions of different jobs, not even a lock."""
+    jobs, hangs, released = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="hanging")
+    def hang(ctx: Context) -> None:
+        assert ctx.session is not None
+
+    @jobs.handler(queue="other")
+    def work(ctx: Context) -> None:
+        ctx.session.add(Effect(name="other"))
+
+    def wait(_: object, __: str) -> None:
+        # Of the jobs in a batch, all but the first send a savepoint.
+        hangs.set()
+        assert released.wait(PATIENCE)
+
+    engine = create_engine(sessions.kw["bind"].url)
+    event.listen(engine, "savepoint", wait)
+    with sessions.begin() as session:
+        session.add_jobs([hang.job(), hang.job()])
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=2), engine=engine) as relay:
+        try:
+            assert hangs.wait(PATIENCE)
+            with sessions.begin() as session:
+                session.add_job(work)
+            wait_until(lambda: relay.of(JobDone), "the other queue's job")
+        finally:
+            released.set()
+    engine.dispose()
 
 
 @contextmanager

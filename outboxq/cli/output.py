@@ -57,7 +57,7 @@ def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | N
 def print_detail(detail: object, *, as_json: bool) -> None:
     """Print one thing in full: its fields, those of its summary, and what is stored of it as JSON text."""
     fields: dict[str, Any] = {}
-    for name, value in asdict(detail).items():  # type: ignore[call-overload]
+    for name, value in asdict(detail).items():  # type: ignore[call-overload]  # a dataclass, whichever the command shows
         fields |= value if isinstance(value, dict) else {name: value}
     documents = {name: fields.pop(name) for name in _DOCUMENTS if name in fields}
     texts = {name: _with_our_times(text) if name == "errors" and text else text for name, text in documents.items()}

@@ -56,7 +56,7 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     original: object = error.orig if isinstance(error, DBAPIError) else error
     try:
         sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    except BaseException:  # noqa: BLE001  # a property of users': what it raises says nothing of the error
+    except BaseException:  # noqa: BLE001  # a property of users': its own error must not hide the one that is looked at
         return None
     # Users' errors may call something else so.
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None

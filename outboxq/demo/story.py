@@ -40,7 +40,7 @@ SELECT job.id, activity.state_change, EXISTS (
   WHERE pid = activity.pid AND relation = '{SCHEMA}.effect'::regclass AND mode = 'RowExclusiveLock'
 ) AS has_written
 FROM outboxq.job JOIN pg_stat_activity AS activity ON activity.backend_xid = job.xmax
-WHERE activity.application_name = :relay AND activity.state = 'idle in transaction'"""  # noqa: S608  # a constant
+WHERE activity.application_name = :relay AND activity.state = 'idle in transaction'"""  # noqa: S608  # SCHEMA is a constant
 )
 _CONNECTIONS = text("SELECT FROM pg_stat_activity WHERE application_name = :relay")
 _PROGRESS = text("SELECT count(*) AS done, EXISTS (SELECT FROM outboxq.job) AS has_jobs FROM shop.effect")

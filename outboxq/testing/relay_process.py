@@ -67,7 +67,7 @@ class RelayProcess:
             terminate_at=terminate_at,
             passing=passing,
         )
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process; close() closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outboxq.testing"],
             env=child_environment({"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}),

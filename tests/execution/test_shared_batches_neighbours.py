@@ -362,7 +362,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
 def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_its_jobs(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
-    """Found by the commit script: some of its rows stand, and nobody knows whose."""
+    """Found by the commit script: some of its rows stand, and it cannot be known of which job."""
     jobs = Jobs()
 
     @dataclass

@@ -138,7 +138,7 @@ def test_a_commit_on_the_drivers_connection_behind_a_result_costs_the_others_not
 def test_a_transaction_that_was_ended_unseen_makes_no_job_done(
     others: int, names: tuple[str, ...], engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
 ) -> None:
-    """Found when all have run: some of their rows stand, and nobody knows whose. Each has one end that is seen."""
+    """Found when all have run: some of their rows stand, and it is not known whose. Each has one end that is seen."""
     jobs = Jobs()
 
     @jobs.handler(queue="q", batchable=True, retry=ONCE)

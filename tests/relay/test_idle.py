@@ -185,7 +185,7 @@ def test_a_job_for_which_nobody_notifies_is_found_by_a_look(
 def test_a_slot_that_has_just_raised_its_flag_does_not_trust_a_look_of_before(
     engine: Engine, sessions: sessionmaker[OutboxSession], make_state: Callable[..., RelayState]
 ) -> None:
-    """A poll that another slot began earlier may have missed what nobody notified for."""
+    """A poll that another slot began earlier may have missed a job that came without a notification."""
     state = make_state("ledger")
     first, second = make_slot(state), make_slot(state)
     with engine.connect() as one, engine.connect() as two:

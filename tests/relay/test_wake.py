@@ -188,7 +188,7 @@ def test_a_job_committed_just_before_the_flag_goes_up_is_not_missed(
     start_relay: StartRelay,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody notified for it, so the relay polls once more after it has raised the flag."""
+    """The job came without a notification, so the relay polls once more after it has raised the flag."""
     raise_flag, inserted = Listener.fall_asleep, []
 
     def insert_then_raise_flag(listener: Listener, sleeper: IdleSlot) -> "Future[bool]":

@@ -1,10 +1,22 @@
 """For the tests of the package and for those of the examples."""
 
+import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.fork_server import forking, fresh
+
+# A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests are made of stays to the end: the collector need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

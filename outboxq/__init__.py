@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from outboxq.inbox import Acceptance, AcceptedBatch, Inbox
     from outboxq.job import Job
     from outboxq.new_job import JobHandle, NewJob
+    from outboxq.outbox.cancel import cancel
     from outboxq.outbox.find import FoundJob, find_job
+    from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
+    from outboxq.outbox.keys import Unique
     from outboxq.outbox.kinds import JobKind, external
     from outboxq.outbox.session import AsyncOutboxSession, OutboxSession, add_job, add_jobs
     from outboxq.outcomes import Backoff, DeadLetter, Discard, Done, Outcome, Retry, Snooze
     from outboxq.relay.relay import Relay
     from outboxq.relay.state import RelayReport
+    from outboxq.shards import shard_of
 
 # The names that each module defines.
 _MODULES = {
@@ -40,12 +44,16 @@ _MODULES = {
     "inbox": "Acceptance AcceptedBatch Inbox",
     "job": "Job",
     "new_job": "JobHandle NewJob",
+    "outbox.cancel": "cancel",
     "outbox.find": "FoundJob find_job",
+    "outbox.job_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
+    "outbox.keys": "Unique",
     "outbox.kinds": "JobKind external",
     "outbox.session": "AsyncOutboxSession OutboxSession add_job add_jobs",
     "outcomes": "Backoff DeadLetter Discard Done Outcome Retry Snooze",
     "relay.relay": "Relay",
     "relay.state": "RelayReport",
+    "shards": "shard_of",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -68,10 +76,12 @@ __all__ = [
     "Discard",
     "Done",
     "Effects",
+    "FinishedBatch",
     "FoundJob",
     "Handler",
     "Inbox",
     "Job",
+    "JobBatch",
     "JobHandle",
     "JobKind",
     "Jobs",
@@ -88,12 +98,18 @@ __all__ = [
     "Retry",
     "SlotGroup",
     "Snooze",
+    "Unique",
     "Unknown",
     "__version__",
     "add_job",
     "add_jobs",
+    "batch",
+    "batch_of",
+    "cancel",
     "external",
     "find_job",
+    "finished_batch",
+    "shard_of",
 ]
 
 

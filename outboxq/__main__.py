@@ -46,21 +46,11 @@ def _end_in_time(code: object) -> None:
 def _run(arguments: Sequence[str] | None) -> None:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
-        sys.exit(f"Error: the command line needs {' and '.join(missing)}: install outboxq[cli]")
-    from outboxq.cli.app import app
-    from outboxq.cli.errors import check_encoding, explain
-    from outboxq.codec.text import printable
+        sys.stderr.write(f"Error: the command line needs {' and '.join(missing)}: pip install 'outboxq[cli]'\n")
+        sys.exit(2)
+    from outboxq.cli.errors import run_command
 
-    try:
-        check_encoding(sys.argv[1:] if arguments is None else arguments)
-        app(arguments, prog_name="outboxq")
-    except Exception as error:
-        failure = explain(error)
-        if failure is None:
-            raise
-        message = "\n".join(map(printable, failure.message.split("\n")))
-        sys.stderr.write(f"Error: {message}\n")
-        sys.exit(failure.exit_code)
+    sys.exit(run_command(sys.argv[1:] if arguments is None else list(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Settings: frozen, checked when they are made. The only place that reads the environment."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from sqlalchemy import URL
 
-from outboxq.database.urls import psycopg_url
+from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ArgumentError, ConfigError
 from outboxq.names import check_name
 
@@ -17,6 +18,7 @@ TEST_DATABASE_URL_VARIABLE = "OUTBOXQ_TEST_DATABASE_URL"
 PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
 HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
+DATABASE_LABEL_VARIABLE = "OUTBOXQ_DATABASE_LABEL"
 
 # How long messages and effects are remembered.
 DEFAULT_RETENTION = timedelta(days=30)
@@ -31,13 +33,38 @@ def database_url(given: str | None = None) -> URL:
     Raises:
         ConfigError: none is set, or it is not a PostgreSQL URL.
     """
-    url = given or os.environ.get(DATABASE_URL_VARIABLE)
-    if not url:
+    found = database_urls([given] if given else None)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{DATABASE_URL_VARIABLE} names {len(found)} databases ({', '.join(found)}), and this works on one: pass "
+            "--database-url"
+        )
+    return next(iter(found.values()))
+
+
+def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
+    """The databases to work on: `given`, else those of `OUTBOXQ_DATABASE_URL`, with spaces between them.
+
+    Returns:
+        Each URL, as a psycopg one, by a name of its own: the database's, with its host if another one has that name.
+
+    Raises:
+        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice.
+    """
+    texts = given or _several(os.environ.get(DATABASE_URL_VARIABLE, ""))
+    if not texts:
         raise ConfigError(
             "no database is named: pass --database-url, or set "
             f"{DATABASE_URL_VARIABLE}=postgresql://user:password@host/database"
         )
-    return psycopg_url(url)
+    urls = [psycopg_url(text) for text in texts]
+    short = [url.database or "postgres" for url in urls]
+    hosts = [f"{','.join(host_names(url)) or 'localhost'}:{url.port or url.query.get('port') or 5432}" for url in urls]
+    names = [name if short.count(name) == 1 else f"{host}/{name}" for name, host in zip(short, hosts, strict=True)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the database {name} is named twice: name each database once")
+    return dict(zip(names, urls, strict=True))
 
 
 def listen_url(given: str | None = None) -> str | None:
@@ -48,6 +75,30 @@ def listen_url(given: str | None = None) -> str | None:
     """
     url = given or os.environ.get(LISTEN_URL_VARIABLE)
     return psycopg_url(url).render_as_string(hide_password=False) if url else None
+
+
+def _several(text: str) -> list[str]:
+    # The name of a database may hold a space: only one before another URL separates two.
+    return [url for url in re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*://)", text.strip()) if url]
+
+
+def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]:
+    """The direct ways for LISTEN to several databases, in their order; None for each if there are none.
+
+    Raises:
+        ConfigError: not one for each, or one that is not a PostgreSQL URL.
+    """
+    texts = given or _several(os.environ.get(LISTEN_URL_VARIABLE, ""))
+    if texts and len(texts) != databases:
+        raise ConfigError(
+            f"{databases} databases take as many URLs to listen on, in the same order, or none, got {len(texts)}"
+        )
+    return [listen_url(text) for text in texts] or [None] * databases
+
+
+def database_label() -> str | None:
+    """The name of this relay's database in the log, if its supervisor keeps relays of several databases."""
+    return os.environ.get(DATABASE_LABEL_VARIABLE) or None
 
 
 def test_database_url() -> str | None:

@@ -18,6 +18,16 @@ class ConfigError(OutboxqError):
     """A setting, a URL or a module path cannot be used as given."""
 
 
+class LibpqMissing(ConfigError, ImportError):
+    """psycopg is installed, and finds no libpq, PostgreSQL's client library."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "psycopg finds no libpq, PostgreSQL's client library: pip install 'outboxq[binary]', which brings one, "
+            "or install your system's (Debian: apt-get install libpq5)"
+        )
+
+
 class RegistryError(ConfigError):
     """The handlers of a `Jobs` registry do not fit together."""
 
@@ -52,8 +62,24 @@ class JobTooLarge(EnqueueError):
         self.max_bytes = max_bytes
 
 
+class AddedNotKnown(OutboxqError):
+    """`handle.added` was asked for before the job's unique key was looked at."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"whether this job {kind!r} is added is not known yet: in a producer's session call session.flush() first, "
+            "or ask after its COMMIT; in a handler, unique jobs are added when its transaction is committed, so that "
+            "no other session waits for the handler"
+        )
+        self.kind = kind
+
+
 class SchemaError(OutboxqError):
     """The outboxq tables are missing, or older than this version of outboxq needs."""
+
+
+class MigrationRefused(OutboxqError):
+    """The database refused a migration, and nothing was changed: a downgrade that would drop jobs, for example."""
 
 
 class HandlerError(OutboxqError):
@@ -130,6 +156,36 @@ class JobNotFound(OutboxqError):
     def __init__(self, job_id: UUID, where: str) -> None:
         super().__init__(f"no {where} with id {job_id}")
         self.job_id = job_id
+
+
+class BatchNotFound(OutboxqError):
+    """No open batch has this id: it is over, and its callback was added as a job of the same id, or it never was."""
+
+    def __init__(self, batch_id: UUID) -> None:
+        super().__init__(
+            f"no batch with id {batch_id} is open: if it is over, its callback has the same id, see "
+            f"`outboxq jobs show {batch_id}`"
+        )
+        self.batch_id = batch_id
+
+
+class ScheduleNotFound(OutboxqError):
+    """No schedule has this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no schedule {name!r}: see `outboxq schedules list`")
+        self.name = name
+
+
+class ScheduleDeclared(OutboxqError):
+    """A schedule that an application's code declares was to be changed from elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the schedule {name!r} is declared by an application's code, which would change it back: change it there, "
+            "pause it, or use another name"
+        )
+        self.name = name
 
 
 class InvalidKey(OutboxqError, ValueError):

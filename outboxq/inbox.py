@@ -4,13 +4,13 @@ Accepting is one INSERT in the caller's own transaction: the message counts as a
 are committed. A delivery that comes meanwhile waits for that transaction, and takes the message over if it rolls back.
 """
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from itertools import islice
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
@@ -64,22 +64,37 @@ class AcceptedBatch:
     conflicts: tuple[str, ...]
 
 
-class Unawaited(Generic[T]):
-    """What the methods of `Inbox` return for an async session: await it. Nothing has happened before."""
+class _Unawaited(Coroutine[Any, Any, T]):
+    """What the methods of `Inbox` return for an async session: a coroutine that refuses to be taken for an answer."""
 
-    def __init__(self, answer: Awaitable[T]) -> None:
+    def __init__(self, answer: Coroutine[Any, Any, T]) -> None:
         self._answer = answer
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._answer.__await__()
 
-    def __bool__(self) -> NoReturn:
-        raise TypeError("this is an async session's answer, and nothing has happened yet: `await inbox...`")
+    def send(self, value: Any, /) -> Any:
+        return self._answer.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._answer.throw(*error)
+
+    def close(self) -> None:
+        self._answer.close()
+
+    # Not in its type: a checker takes what follows for unreachable, and is silent about it.
+    if not TYPE_CHECKING:
+
+        def __bool__(self) -> bool:
+            raise TypeError("this is an async session's answer, and nothing has happened yet: `await inbox...`")
 
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
     """The messages that one consumer has accepted.
+
+    An application that has a registry makes its inboxes with `jobs.inbox("payments")`: at its start a relay then checks
+    that no retry outlives what they remember. `Inbox("payments")` is for a receiver without a registry.
 
     Args:
         consumer: A name of yours that never changes, of 1 to 63 bytes: under another name every message is new.
@@ -101,11 +116,11 @@ class Inbox:
     def accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> bool: ...
 
     @overload
-    def accept(self, session: AsyncTarget, message_id: str, *, payload: object = None) -> Unawaited[bool]: ...
+    def accept(self, session: AsyncTarget, message_id: str, *, payload: object = None) -> Coroutine[Any, Any, bool]: ...
 
     def accept(
         self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
-    ) -> bool | Unawaited[bool]:
+    ) -> bool | Coroutine[Any, Any, bool]:
         """Accept a message in this transaction; False for a duplicate. Await it on an async session.
 
         Waits for a transaction that is accepting the same message: False if that commits, True if it rolls back.
@@ -126,11 +141,13 @@ class Inbox:
     def try_accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> Acceptance: ...
 
     @overload
-    def try_accept(self, session: AsyncTarget, message_id: str, *, payload: object = None) -> Unawaited[Acceptance]: ...
+    def try_accept(
+        self, session: AsyncTarget, message_id: str, *, payload: object = None
+    ) -> Coroutine[Any, Any, Acceptance]: ...
 
     def try_accept(
         self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
-    ) -> Acceptance | Unawaited[Acceptance]:
+    ) -> Acceptance | Coroutine[Any, Any, Acceptance]:
         """Accept a message without waiting: IN_PROGRESS if another transaction is accepting the same one.
 
         That transaction may still roll back: let the sender deliver again.
@@ -142,11 +159,11 @@ class Inbox:
     def accept_all(self, session: SyncTarget, messages: Messages) -> AcceptedBatch: ...
 
     @overload
-    def accept_all(self, session: AsyncTarget, messages: Messages) -> Unawaited[AcceptedBatch]: ...
+    def accept_all(self, session: AsyncTarget, messages: Messages) -> Coroutine[Any, Any, AcceptedBatch]: ...
 
     def accept_all(
         self, session: SyncTarget | AsyncTarget, messages: Messages
-    ) -> AcceptedBatch | Unawaited[AcceptedBatch]:
+    ) -> AcceptedBatch | Coroutine[Any, Any, AcceptedBatch]:
         """Accept many messages by one statement; await it on an async session. All are checked before the first.
 
         A conflict is returned and not raised, because others of the batch may have been accepted. Batches that overlap
@@ -170,11 +187,11 @@ class Inbox:
     @overload
     def accept_job(
         self, session: AnAsyncSession, message_id: str, job: NewJob, *, payload: object = None
-    ) -> Unawaited[JobHandle | None]: ...
+    ) -> Coroutine[Any, Any, JobHandle | None]: ...
 
     def accept_job(
         self, session: SyncSession | AnAsyncSession, message_id: str, job: NewJob, *, payload: object = None
-    ) -> JobHandle | Unawaited[JobHandle | None] | None:
+    ) -> JobHandle | Coroutine[Any, Any, JobHandle | None] | None:
         """Accept a message and add the job that handles it, made by `kind.job(...)`; None for a duplicate.
 
         For webhooks: commit, answer, and let a relay do the work. Await it on an async session.
@@ -240,11 +257,11 @@ class Inbox:
         )
 
 
-def _on(session: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T]) -> T | Unawaited[T]:
+def _on(session: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T]) -> T | Coroutine[Any, Any, T]:
     plain = session() if isinstance(session, scoped_session | async_scoped_session) else session
     if isinstance(plain, AsyncSession | AsyncConnection):
         # Made at once, so that Python warns of one that is never awaited.
-        return Unawaited(plain.run_sync(work))
+        return _Unawaited(plain.run_sync(work))
     return work(plain)
 
 

@@ -5,6 +5,15 @@ from uuid import UUID
 
 import msgspec
 
+# Headers of outboxq's own, whose names begin like this: the rest of a job's chain; and for the callback of a batch its
+# id, and how many of its jobs became dead letters.
+THEN_HEADER = "outboxq.then"
+BATCH_HEADER = "outboxq.batch"
+BATCH_FAILED_HEADER = "outboxq.batch_failed"
+UNIQUE_HEADER = "outboxq.unique"
+# What a job has for itself alone: another job that were given it would be followed, called back or unique as this one.
+OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER})
+
 
 # A struct, as a claim makes one for each of its jobs: in a third of a frozen dataclass's time, and nothing that the
 # garbage collector has to walk.
@@ -13,7 +22,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
     `max_attempts` is None if the handler's own retry policy decides. `crashes` is how often its relay died while it
-    ran alone, before this run. `lease_token` is None in transaction mode. Times are the database's, in UTC.
+    ran alone, before this run. `expires_at` is None for a job that never expires, `lease_token` in transaction mode.
+    `batch_id` is that of the batch that it was added to (`jobs.batch`). Times are the database's, in UTC.
     """
 
     id: UUID
@@ -32,6 +42,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     run_at: datetime
     created_at: datetime
     seq: int
+    expires_at: datetime | None = None
+    batch_id: UUID | None = None
     lease_token: int | None = None
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """A job that is not enqueued yet, and what enqueueing it returns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -8,7 +8,7 @@ import msgspec
 
 from outboxq.codec.entities import is_pending
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value, join_object
-from outboxq.errors import JobTooLarge
+from outboxq.errors import AddedNotKnown, ArgumentError, JobTooLarge
 
 
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -21,6 +21,31 @@ class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
     max_attempts: int | None
     run_at: datetime | None
     delay: timedelta | None
+    every: timedelta | None = None
+    expires: timedelta | None = None
+
+
+class UniqueKey(msgspec.Struct, frozen=True, gc=False):
+    """The key of a job that is added only if no other one stands, and for how long it is kept, whatever becomes of it.
+
+    `key` begins with the kind.
+    """
+
+    key: str
+    kept: timedelta | None
+
+
+class JobKeys(msgspec.Struct, frozen=True, gc=False):
+    """The keys of a job: what it is coalesced by (with its kind), its group, its unique key; and its batch's id in hex.
+
+    None for those that it does not have. `opens_batch`: it is added when the batch that has its id is over.
+    """
+
+    coalesce: str | None = None
+    group: str | None = None
+    unique: UniqueKey | None = None
+    batch: str | None = None
+    opens_batch: bool = False
 
 
 # A struct, as a bulk makes one for each job: in a third of a dataclass's time, and unless an entity is pending nothing
@@ -36,6 +61,10 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
     args: str
     # Entities that had no primary key at the call.
     pending: Mapping[str, object] | None
+    # With pending entities, a function of their primary keys.
+    keys: JobKeys | Callable[[], JobKeys] | None = None
+    # The jobs of its chain that run after it, one after the other; none of these has followers of its own.
+    followers: tuple["NewJob", ...] = ()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind!r} for queue {self.queue!r}>"
@@ -58,7 +87,121 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
             return self
         keys = join_object({name: encode_value(name, entity) for name, entity in self.pending.items()})
         args = keys if self.args == "{}" else f"{self.args[:-1]},{keys[1:]}"
-        return NewJob(self.envelope, check_size(self.kind, args), None)
+        job_keys = self.keys() if callable(self.keys) else self.keys
+        completed = NewJob(self.envelope, check_size(self.kind, args), None, job_keys, self.followers)
+        if self.followers or (job_keys is not None and job_keys.batch is not None):
+            refuse_coalesced(completed, "followed by another job, or in a batch")
+        return completed
+
+    def then(self, follower: "NewJob", /) -> "NewJob":
+        """The same job, and behind it another one: it is added in the transaction in which this one is done.
+
+        `a.then(b).then(c)` and `a.then(b.then(c))` are the same chain. Only a job that is done is followed: not one
+        that is discarded, cancelled or among the dead letters.
+
+        Raises:
+            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet.
+            JobTooLarge: the jobs that follow have more than 256 KiB, headers included.
+        """
+        if not isinstance(follower, NewJob):
+            raise ArgumentError(f"then takes a job made by kind.job(...), got {type(follower).__name__}")
+        refuse_coalesced(self, "followed by another job")
+        followers = (*self.followers, _follower(follower), *follower.followers)
+        _check_chain(self.kind, followers)
+        return NewJob(self.envelope, self.args, self.pending, self.keys, followers)
+
+    def in_batch(self, batch: str) -> "NewJob":
+        """The same job as a member of a batch, by its id in hex."""
+        refuse_coalesced(self, "in a batch")
+        keys = self.keys
+        if callable(keys):
+            return msgspec.structs.replace(self, keys=lambda: msgspec.structs.replace(keys(), batch=batch))
+        return msgspec.structs.replace(self, keys=msgspec.structs.replace(keys or JobKeys(), batch=batch))
+
+
+def refuse_coalesced(new: NewJob, what: str) -> None:
+    """Refuse a job for which a run of another one may stand, and with it what belongs to this one.
+
+    Raises:
+        ArgumentError: it is coalesced; `what` says what it cannot be.
+    """
+    # Keys that depend on the primary keys of pending entities are looked at when these are known.
+    if not callable(new.keys) and new.keys is not None and new.keys.coalesce is not None:
+        raise ArgumentError(
+            f"{new.kind!r} is coalesced, and cannot be {what}: the run of another job may stand for it. Leave one out"
+        )
+
+
+# What a job takes beside its arguments and its headers.
+_EACH_BYTES = 512
+
+
+def _follower(new: NewJob) -> NewJob:
+    entities = new.pending_entities()
+    if entities:
+        raise ArgumentError(
+            f"{new.kind!r} was given a new {type(entities[0]).__name__}, which has no primary key yet: flush the "
+            "session before it follows another job"
+        )
+    complete = new.complete()
+    assert not callable(complete.keys), "a job is complete when it has its keys"
+    if complete.keys is not None and complete.keys.batch is not None:
+        raise ArgumentError(f"{new.kind!r} is in a batch by itself: add the first job of its chain to the batch")
+    return NewJob(complete.envelope, complete.args, None, complete.keys)
+
+
+def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
+    size_bytes = sum(_EACH_BYTES + len(each.args.encode()) + len(each.envelope.headers.encode()) for each in followers)
+    if size_bytes > MAX_ARGS_BYTES:
+        raise JobTooLarge(kind, size_bytes, MAX_ARGS_BYTES)
+
+
+class UniqueAnswer:
+    """What became of a unique job, told by what takes its key: the flush, or in a handler the COMMIT."""
+
+    __slots__ = ("added", "existing_id")
+
+    def __init__(self) -> None:
+        self.added: bool | None = None
+        self.existing_id: UUID | None = None
+
+    def give(self, *, added: bool, existing_id: UUID | None = None) -> None:
+        """Record whether the job was added, and the id of the job that has its key instead."""
+        self.added, self.existing_id = added, None if added else existing_id
+
+
+class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
+    """A job that waits in a session, and perhaps has a unique key: that may depend on keys of pending entities."""
+
+    answer: UniqueAnswer
+
+    @property
+    def key(self) -> UniqueKey:
+        """Its unique key, which it must have."""
+        assert isinstance(self.keys, JobKeys)
+        assert self.keys.unique is not None
+        return self.keys.unique
+
+    def complete(self) -> NewJob:
+        """The job with all of its arguments; no `UniqueJob` any more if it has no unique key."""
+        completed = super().complete()
+        keys = completed.keys
+        if callable(keys) or keys is None or keys.unique is None:
+            self.answer.give(added=True)
+            return completed
+        return UniqueJob(completed.envelope, completed.args, None, keys, completed.followers, answer=self.answer)
+
+
+def has_unique_key(new: NewJob) -> bool:
+    """Whether a job has a unique key, or may turn out to: that depends on the keys of pending entities."""
+    return callable(new.keys) or (new.keys is not None and new.keys.unique is not None)
+
+
+def with_answer(new: NewJob) -> UniqueJob:
+    """A job that has a unique key, with a place for what becomes of it: its own, as one `NewJob` may be added twice."""
+    if isinstance(new, UniqueJob):
+        return new
+    return UniqueJob(new.envelope, new.args, new.pending, new.keys, new.followers, answer=UniqueAnswer())
 
 
 def check_size(kind: str, args: str) -> str:
@@ -84,5 +227,42 @@ class JobHandle(msgspec.Struct, frozen=True):
     def id(self) -> UUID:
         return UUID(self.hex)
 
+    @property
+    def added(self) -> bool:
+        """Whether the job was added: always, unless it has a unique key that another job has.
+
+        Of a unique job it is known once its session has flushed, in a handler once the handler's transaction is
+        committed. A rollback behind that undoes the job, and this does not show it.
+
+        Raises:
+            AddedNotKnown: that has not happened yet.
+        """
+        return True
+
+    @property
+    def existing_id(self) -> UUID | None:
+        """The id of the job that has the key, if this one was not added; it may be done, if a period keeps the key.
+
+        Raises:
+            AddedNotKnown: as `added` does.
+        """
+        return None
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(id={self.id!r}, kind={self.kind!r}, queue={self.queue!r})"
+
+
+class UniqueJobHandle(JobHandle, frozen=True):
+    """The handle of a job that may turn out not to be added."""
+
+    answer: UniqueAnswer
+
+    @property
+    def added(self) -> bool:
+        if self.answer.added is None:
+            raise AddedNotKnown(self.kind)
+        return self.answer.added
+
+    @property
+    def existing_id(self) -> UUID | None:
+        return None if self.added else self.answer.existing_id

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Column,
     Connection,
     DateTime,
+    Double,
     Engine,
     Identity,
     Index,
@@ -37,6 +38,9 @@ from sqlalchemy.sql.elements import BindParameter, ColumnElement
 from sqlalchemy.types import TypeEngine, UserDefinedType
 
 SCHEMA = "outboxq"
+
+# The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
+NEEDED_VERSION = 9
 
 metadata = MetaData(schema=SCHEMA)
 
@@ -121,9 +125,25 @@ job = Table(
     Column("lease_token", BigInteger, nullable=False, server_default=text("0")),
     Column("errors", JsonText, nullable=False, server_default=text("'[]'::jsonb")),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("batch_id", Uuid),
+    Column("expires_at", DateTime(timezone=True)),
     CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
     CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
-    CheckConstraint("state IN ('ready', 'scheduled', 'leased', 'suspect')", name="job_state"),
+    CheckConstraint(
+        "state IN ('ready', 'scheduled', 'leased', 'suspect', "
+        "'grouped', 'group_waiting', 'group_leased', 'group_suspect')",
+        name="job_state",
+    ),
+    # Jobs of a group have states of their own, which no claim of ungrouped jobs looks for.
+    CheckConstraint(
+        "(group_key IS NOT NULL OR state IN ('ready', 'scheduled', 'leased', 'suspect')) "
+        "AND (state <> 'group_leased' OR lease_owner IS NOT NULL)",
+        name="job_groups",
+    ),
+    CheckConstraint(
+        "expires_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
+        name="job_expiry",
+    ),
     CheckConstraint("priority > -32768", name="job_priority"),
     CheckConstraint("jsonb_typeof(args) = 'object'", name="job_args_object"),
     # What Python's datetime can hold, in any time zone: a claim could neither read another time, nor get past its row.
@@ -156,6 +176,24 @@ Index("job_ready", job.c.queue, text("(-priority)"), job.c.seq, postgresql_where
 Index("job_scheduled", job.c.queue, job.c.run_at, postgresql_where=text("state = 'scheduled'"))
 Index("job_leased", job.c.lease_owner, postgresql_where=text("state = 'leased'"))
 Index("job_suspect", job.c.queue, job.c.seq, postgresql_where=text("state = 'suspect'"))
+Index("job_unique", job.c.unique_key, postgresql_where=text("unique_key IS NOT NULL"))
+# All states of a group's jobs, so that its head is found by one probe, whatever state it is in.
+Index(
+    "job_group",
+    job.c.queue,
+    job.c.group_key,
+    job.c.seq,
+    postgresql_ops={"group_key": 'COLLATE "C"'},
+    postgresql_where=text("group_key IS NOT NULL AND state <> 'group_waiting'"),
+)
+Index(
+    "job_group_state",
+    job.c.state,
+    job.c.queue,
+    job.c.run_at,
+    postgresql_where=text("state = 'group_waiting' OR state = 'group_leased' OR state = 'group_suspect'"),
+)
+Index("job_batch", job.c.batch_id, job.c.seq, postgresql_where=text("batch_id IS NOT NULL"))
 
 dead_job = Table(
     "dead_job",
@@ -175,15 +213,34 @@ dead_job = Table(
     Column("reason", StoredText, nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("died_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("batch_id", Uuid),
 )
 
 Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
+Index("dead_job_batch", dead_job.c.batch_id, postgresql_where=text("batch_id IS NOT NULL"))
 
 queue = Table(
     "queue",
     metadata,
     Column("name", StoredText, primary_key=True),
     Column("paused_at", DateTime(timezone=True)),
+    # How many jobs of the queue, and of each of its groups, run at a time; NULL for no limit.
+    Column("max_running", Integer),
+    Column("max_per_group", Integer),
+    # At most `rate_burst` + n * `rate_jobs` jobs begin in n times `rate_seconds`; all three or none.
+    Column("rate_jobs", Integer),
+    Column("rate_seconds", Double),
+    Column("rate_burst", Integer),
+    CheckConstraint(
+        "max_running BETWEEN 1 AND 10000 AND max_per_group BETWEEN 1 AND 1000",
+        name="queue_running",
+    ),
+    CheckConstraint(
+        "num_nulls(rate_jobs, rate_seconds, rate_burst) IN (0, 3) "
+        "AND rate_jobs BETWEEN 1 AND 1000000 AND rate_seconds BETWEEN 0.001 AND 2678400 "
+        "AND rate_burst BETWEEN 1 AND 1000000",
+        name="queue_rate",
+    ),
 )
 
 relay = Table(
@@ -248,6 +305,96 @@ for _memory in (inbox, effect):
         _memory,
         "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
     )
+
+# Jobs that are added at times: a relay that locks a due row adds its jobs and moves `next_at`, in one transaction.
+schedule = Table(
+    "schedule",
+    metadata,
+    Column("name", StoredText, primary_key=True),
+    Column("kind", StoredText, nullable=False),
+    Column("queue", StoredText, nullable=False),
+    Column("args", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
+    # Headers, priority, keys and so on: what `kind.options(...)` took.
+    Column("options", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
+    Column("cron", StoredText, nullable=False),
+    Column("time_zone", StoredText, nullable=False),
+    Column("missed", StoredText, nullable=False),
+    Column("jitter_seconds", Double, nullable=False, server_default=text("0")),
+    # Whether an application's code declares it.
+    Column("declared", Boolean, nullable=False, server_default=text("false")),
+    Column("next_at", DateTime(timezone=True), nullable=False),
+    Column("last_at", DateTime(timezone=True)),
+    Column("paused_at", DateTime(timezone=True)),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    CheckConstraint("octet_length(name) BETWEEN 1 AND 255", name="schedule_name_bytes"),
+    CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="schedule_queue_bytes"),
+    CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="schedule_kind_bytes"),
+    CheckConstraint("jsonb_typeof(args) = 'object'", name="schedule_args_object"),
+    CheckConstraint("jsonb_typeof(options) = 'object'", name="schedule_options_object"),
+    CheckConstraint("missed IN ('skip', 'one', 'all')", name="schedule_missed"),
+    CheckConstraint("jitter_seconds BETWEEN 0 AND 86400", name="schedule_jitter"),
+    CheckConstraint(
+        "next_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
+        name="schedule_times",
+    ),
+)
+Index("schedule_next", schedule.c.next_at, postgresql_where=text("paused_at IS NULL"))
+
+# Who has a key: a job, for as long as its row is in `job`, and until `kept_until`. Relays never write here while a
+# handler runs.
+unique_key = Table(
+    "unique_key",
+    metadata,
+    Column("key", StoredText, primary_key=True),
+    Column("job_id", Uuid, nullable=False),
+    Column("kept_until", DateTime(timezone=True)),
+    CheckConstraint("octet_length(key) BETWEEN 1 AND 1024", name="unique_key_bytes"),
+)
+
+# The theoretical arrival time of the generic cell rate algorithm, for each queue with a rate.
+rate = Table(
+    "rate",
+    metadata,
+    Column("name", StoredText, primary_key=True),
+    Column("tat", DateTime(timezone=True), nullable=False),
+)
+_set_storage(rate, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
+
+# Batches that are not over: one is over when no row of it is left in `job`.
+batch = Table(
+    "batch",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("callback", JsonText, nullable=False),
+    # The batch that its callback is a member of.
+    Column("parent_id", Uuid),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    CheckConstraint("jsonb_typeof(callback) = 'object'", name="batch_callback_object"),
+)
+Index("batch_parent", batch.c.parent_id, postgresql_where=text("parent_id IS NOT NULL"))
+for _table in (unique_key, batch):
+    _set_storage(
+        _table,
+        "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
+    )
+
+# Jobs that run and should not: the relay that runs one finds its id here.
+cancel_request = Table(
+    "cancel_request",
+    metadata,
+    Column("job_id", Uuid, primary_key=True),
+    Column("outcome", StoredText, nullable=False, server_default=text("'discard'")),
+    Column("requested_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    CheckConstraint("outcome IN ('discard', 'dead')", name="cancel_request_outcome"),
+)
+
+paused_kind = Table(
+    "paused_kind",
+    metadata,
+    Column("queue", StoredText, primary_key=True),
+    Column("kind", StoredText, primary_key=True),
+    Column("paused_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+)
 
 # The id that provider keys are made of, so that two installations never give the same key.
 deployment = Table(

@@ -7,7 +7,20 @@ from typing import TypeAlias
 from benchmarks.bench import Bench
 from benchmarks.figures import Comparison, Unsupported
 from benchmarks.peers_figures import Peers
-from benchmarks.scenarios import beside_peers, cost, large, latency, network, producing, queues, throughput
+from benchmarks.scenarios import (
+    beside_peers,
+    coalescing,
+    cost,
+    grouped,
+    job_batches,
+    large,
+    latency,
+    limits,
+    network,
+    producing,
+    queues,
+    throughput,
+)
 
 Measure: TypeAlias = Callable[[Bench, Peers], list[Comparison | Unsupported]]
 
@@ -42,4 +55,9 @@ SCENARIOS = (
     Scenario(13, "network", "one job a transaction over a network with 1 ms each way", _alone(network.network)),
     Scenario(14, "cost", "memory, --help, start, and statements when idle", _alone(cost.cost)),
     Scenario(15, "queues", "the same jobs in one queue and in many", _alone(queues.queues)),
+    Scenario(16, "coalesce", "jobs with a key to be coalesced by", _alone(coalescing.coalesce)),
+    Scenario(17, "limits", "claims of queues with a limit", _alone(limits.limits)),
+    Scenario(18, "groups", "jobs of groups, one of each at a time", _alone(grouped.groups)),
+    Scenario(19, "unique", "add_job of unique jobs", _alone(producing.unique)),
+    Scenario(20, "job-batches", "jobs of a batch with a callback, and jobs of none", _alone(job_batches.job_batches)),
 )

@@ -57,6 +57,38 @@ def bulk(bench: Bench) -> list[Comparison | Unsupported]:
     return [Comparison(8, "bulk", ours, found[ours], found[limit], limit, 0.5)]
 
 
+def unique(bench: Bench) -> list[Comparison | Unsupported]:
+    """Row 19. One add_job a transaction: plain, with a new key each, and with one key that is taken."""
+    plain, new, taken = "plain", "a key of its own each", "a key that another job has"
+    keys: dict[str, Callable[[], str | None]] = {
+        plain: lambda: None,
+        new: lambda: f"key {_new_id()}",
+        taken: lambda: "the key",
+    }
+    with bench.database() as workbench, _disposed(workbench) as engine:
+        measures = {name: partial(_added_one_by_one, bench, workbench, engine, key) for name, key in keys.items()}
+        found = bench.alternate(measures, "jobs/s")
+    limit = "add_job of a plain job, in a transaction of its own"
+    return [
+        Comparison(19, "unique", f"add_job of a unique job: {new}", found[new], found[plain], limit, 0.6),
+        Comparison(19, "unique", f"add_job of a unique job: {taken}", found[taken], found[plain], limit, 1.0),
+    ]
+
+
+def _added_one_by_one(bench: Bench, workbench: Workbench, engine: Engine, key: Callable[[], str | None]) -> float:
+    workbench.fill(0)
+    added, seconds = 0, bench.size.seconds
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        with OutboxSession(engine) as session:
+            named = key()
+            kind = nothing if named is None else nothing.options(unique=named)
+            session.add_job(kind, **_arguments(added))
+            session.commit()
+        added += 1
+    return added / (time.perf_counter() - begun)
+
+
 def beside(bench: Bench) -> list[Comparison | Unsupported]:
     """Row 9."""
     times = 20 if bench.size.name == "quick" else 1_000

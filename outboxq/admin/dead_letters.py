@@ -1,6 +1,6 @@
 """Dead letters: jobs that were given up, for operators to look at, retry or discard.
 
-Every function reads or changes in the caller's transaction, and none waits for a row lock.
+Every function reads or changes in the caller's transaction, and none waits for a row lock, but for a unique key's.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
+from outboxq.statements.cancel import drop_requests
 from outboxq.statements.dead_letters import DeadFilter as DeadFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 
@@ -78,10 +79,16 @@ def retry_page(
 ) -> Page:
     """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
 
-    Those whose id a job has already, which waits or runs, are refused. Ids that are nowhere in the page do not exist.
-    They keep their id, arguments and error history, and start over with attempt and crashes at 0.
+    Those whose id a job has already, which waits or runs, are refused, and so are, in `page.key_taken`, those whose
+    unique key a living job has. Ids that are nowhere in the page do not exist. Another transaction that is just adding
+    a job of the same unique key is waited for. They keep their id, arguments and error history, and start over with
+    attempt and crashes at 0.
     """
-    return read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit)))
+    page = read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit)))
+    if page.changed:
+        # A cancellation that came when its job was dying: it is not to end the job that comes back.
+        connection.execute(drop_requests(page.changed))
+    return page
 
 
 def discard_page(

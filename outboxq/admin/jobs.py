@@ -1,24 +1,28 @@
-"""Jobs that wait or run, for operators to list, show and cancel.
+"""Jobs that wait or run, for operators to list, show, change and cancel.
 
 Every function reads or changes in the caller's transaction. None waits for a row lock: a job that a relay runs is
 locked by that relay's transaction, and is reported instead. Reading locks nothing.
 
-A cancellation that is rolled back leaves marks in the jobs' rows, as a relay that dies with them does: each would run
-by itself, once. `clear_marks` takes them away, if it is committed.
+A cancellation or a change that is rolled back leaves marks in the jobs' rows, as a relay that dies with them does: each
+would run by itself, once. `clear_marks` takes them away, if it is committed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.codec.values import MAX_ARGS_BYTES
 from outboxq.database.driver import run_script
-from outboxq.errors import JobNotFound
+from outboxq.errors import ArgumentError, JobNotFound
+from outboxq.outbox.options import MAX_PRIORITY
 from outboxq.statements import jobs as statements
+from outboxq.statements import wake
 from outboxq.statements.claim import clear_marks as clearing
 from outboxq.statements.jobs import STATES as STATES
+from outboxq.statements.jobs import JobChange as JobChange
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.tables import mapped_schema
@@ -29,9 +33,11 @@ class WaitingJob:
     """A job in the table.
 
     Attributes:
-        state: `ready`; `scheduled`; `due`, if the time of a scheduled one has come; `running`, if a transaction has it;
-            `leased`; `orphaned`, if the relay that leased it is not alive; `suspect`. The names of `QueueStats`.
+        state: `ready`; `grouped`, if it waits for its turn in its group; `scheduled`; `due`, if the time of a scheduled
+            one has come; `running`, if a transaction has it; `leased`; `orphaned`, if the relay that leased it is not
+            alive; `suspect`. The names of `QueueStats`.
         pid: The backend whose transaction runs it; None if it only waits.
+        expires_at: It is dropped if its handler is not called before; None for never.
         running_seconds: How long that transaction has been open; None also if the role may not read it.
     """
 
@@ -46,13 +52,18 @@ class WaitingJob:
     parked: int
     run_at: datetime
     created_at: datetime
+    expires_at: datetime | None
     pid: int | None
     running_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class JobDetail:
-    """Everything that is stored of a job; `args`, `headers` and `errors` are JSON text."""
+    """Everything that is stored of a job; `args`, `headers` and `errors` are JSON text.
+
+    Attributes:
+        waits_behind: The first job of its group, if that is another one.
+    """
 
     job: WaitingJob
     unique_key: str | None
@@ -60,6 +71,7 @@ class JobDetail:
     args: str = field(repr=False)
     headers: str = field(repr=False)
     errors: str = field(repr=False)
+    waits_behind: UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,10 @@ def show_job(connection: Connection, job_id: UUID) -> JobDetail:
         raise JobNotFound(job_id, "job")
     named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
     job = WaitingJob(*(named[name] for name in (*statements.SUMMARY_COLUMNS, "pid", "running_seconds")))
-    return JobDetail(job, *(named[name] for name in statements.DETAIL_COLUMNS))
+    group: str | None = named["group_key"]
+    first = None if group is None else connection.execute(statements.first_of_group(job.queue, group)).scalar()
+    details = {name: named[name] for name in statements.DETAIL_COLUMNS}
+    return JobDetail(job, **details, waits_behind=None if first == job.id else first)
 
 
 def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
@@ -136,3 +151,49 @@ def cancel_page(
 ) -> Page:
     """Delete the next jobs that match; continue with `after=page.last` until that is None."""
     return read_page(connection.execute(statements.cancel_page(wanted, after=after, limit=limit)))
+
+
+def change_page(
+    connection: Connection,
+    wanted: JobFilter,
+    change: JobChange,
+    *,
+    after: UUID | None = None,
+    limit: int = MAX_PAGE_ROWS,
+) -> Page:
+    """Change the next jobs that match and wait; continue with `after=page.last` until that is None.
+
+    Jobs keep their place among those of their priority, and the keys that they were added with. Relays are woken when
+    the transaction commits.
+
+    Returns:
+        `held` are the jobs that run, which stay as they are; `refused` those of a group, if a priority or a time is
+        given: a group's jobs run in the order in which they were added.
+
+    Raises:
+        ArgumentError: nothing is to be changed, or a value that no job can have.
+    """
+    _check_change(change)
+    page = read_page(connection.execute(statements.change_page(wanted, change, after=after, limit=limit)))
+    if page.refused:
+        leased = set(connection.execute(statements.select_leased(page.refused)).scalars())
+        refused = tuple(job_id for job_id in page.refused if job_id not in leased)
+        page = replace(page, held=(*page.held, *leased), refused=refused)
+    if page.changed:
+        # An UPDATE wakes no relay: the trigger is one of INSERT.
+        queues = sorted(connection.execute(statements.select_queues(page.changed)).scalars())
+        run_script(connection, "; ".join(wake.notify(mapped_schema(connection), queue) for queue in queues))
+    return page
+
+
+def _check_change(change: JobChange) -> None:
+    if change == JobChange():
+        raise ArgumentError("a change takes a priority, run_at, run_now or args")
+    if change.run_now and change.run_at is not None:
+        raise ArgumentError("a change takes run_at or run_now, not both")
+    if change.priority is not None and abs(change.priority) > MAX_PRIORITY:
+        raise ArgumentError(f"priority takes an int from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {change.priority}")
+    if change.run_at is not None and (change.run_at.utcoffset() is None or not 2 <= change.run_at.year <= 9998):
+        raise ArgumentError(f"run_at takes a datetime with a time zone, in the years 2 to 9998, got {change.run_at}")
+    if change.args is not None and len(change.args.encode()) > MAX_ARGS_BYTES:
+        raise ArgumentError(f"args takes up to {MAX_ARGS_BYTES:,} bytes, got {len(change.args.encode()):,}")

@@ -1,32 +1,77 @@
-"""Queues, for operators to list, pause and resume.
+"""Queues, for operators to list, pause, resume and limit.
 
 Jobs can be added to a paused queue, but relays do not claim from it. Jobs that run already go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
+from outboxq.admin.stats import QueueStats, collect_stats
 from outboxq.database.driver import run_script
+from outboxq.errors import ArgumentError
 from outboxq.names import check_name
+from outboxq.queue_limits import QueueLimits
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
+from outboxq.statements.jobs import STATES
 from outboxq.tables import mapped_schema
+
+Limit: TypeAlias = Literal["running", "per_group", "rate"]
+
+_COLUMNS: Mapping[Limit, tuple[str, ...]] = {
+    "running": ("max_running",),
+    "per_group": ("max_per_group",),
+    "rate": ("rate_jobs", "rate_seconds", "rate_burst"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, and since when it is paused."""
+    """A queue, since when it is paused, and the limits that operators have set for it."""
 
     queue: str
     paused_at: datetime | None
+    limits: QueueLimits
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCount:
+    """A queue with the number of its jobs, those that run included, and of its dead letters.
+
+    `limit`, `per_group`, `rate` and `burst` are what operators have set; None if that is nothing.
+    """
+
+    queue: str
+    jobs: int
+    dead: int
+    paused_at: datetime | None
+    limit: int | None = None
+    rate: str | None = None
+    burst: int | None = None
+    per_group: int | None = None
 
 
 def list_queues(connection: Connection) -> list[Queue]:
     """Every queue that has a setting, a job or a dead letter, by name."""
-    return [Queue(row.queue, row.paused_at) for row in connection.execute(statements.known_queues())]
+    found = connection.execute(statements.known_queues())
+    return [Queue(row.queue, row.paused_at, _limits(row)) for row in found]
+
+
+def count_queues(connection: Connection) -> list[QueueCount]:
+    """Every queue of `list_queues`, counted. Reads the whole table of jobs."""
+    counted = {row.queue: row for row in collect_stats(connection).queues}
+    found: list[QueueCount] = []
+    for each in list_queues(connection):
+        row = counted.get(each.queue, QueueStats(queue=each.queue))
+        jobs = sum(getattr(row, state) for state in STATES)
+        limits, rate = each.limits, each.limits.rate
+        limited = limits.running, None if rate is None else str(rate), limits.rate_burst, limits.per_group
+        found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited))
+    return found
 
 
 def pause(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
@@ -39,6 +84,38 @@ def pause(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
         ArgumentError: a name that no queue can have.
     """
     changed = connection.execute(statements.pause(_checked(names))).scalars()
+    return tuple(sorted(changed))
+
+
+def set_limits(
+    connection: Connection, names: Sequence[str], limits: QueueLimits, drop: Collection[Limit] = ()
+) -> tuple[str, ...]:
+    """Set limits of queues, and tell the relays, when the transaction commits. What is None in `limits` stays.
+
+    Args:
+        limits: As `make_limits` makes them.
+        drop: Limits to take away: then those hold that the application declares, if it does.
+
+    Returns:
+        The queues whose limits were others before.
+
+    Raises:
+        ArgumentError: a name that no queue can have, or nothing to change.
+    """
+    given: dict[str, object] = {
+        "max_running": limits.running,
+        "max_per_group": limits.per_group,
+        "rate_jobs": limits.rate_jobs,
+        "rate_seconds": limits.rate_seconds,
+        "rate_burst": limits.rate_burst,
+    }
+    dropped = {column for limit in drop for column in _COLUMNS[limit]}
+    values = {column: value for column, value in given.items() if value is not None or column in dropped}
+    if not values:
+        raise ArgumentError("no limit was given to set or to take away")
+    changed = connection.execute(statements.set_limits(_checked(names), values)).scalars().all()
+    if changed:
+        run_script(connection, wake.notify(mapped_schema(connection), wake.SETTINGS))
     return tuple(sorted(changed))
 
 
@@ -55,6 +132,16 @@ def resume(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
     if changed:
         run_script(connection, "; ".join(wake.notify(mapped_schema(connection), name) for name in changed))
     return changed
+
+
+def _limits(row: Row[Any]) -> QueueLimits:
+    return QueueLimits(
+        running=row.max_running,
+        per_group=row.max_per_group,
+        rate_jobs=row.rate_jobs,
+        rate_seconds=row.rate_seconds,
+        rate_burst=row.rate_burst,
+    )
 
 
 def _checked(names: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from outboxq.config import check_schema
 from outboxq.errors import ConfigError
 from outboxq.statements.render import quote_identifier, quote_literal
 
-Part: TypeAlias = Literal["producer", "receiver", "relay", "reader", "operator"]
+Part: TypeAlias = Literal["producer", "unique_producer", "receiver", "relay", "reader", "operator"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 _DOLLAR_QUOTE = "$outboxq$"
@@ -29,6 +29,7 @@ class Rights:
         purpose: Which commands and calls it is for.
         tables: Rights by table; a table that a later migration step makes is passed over until it is there.
         inserts: Columns by table that it may give a value, and no others.
+        selects: Columns by table that it may read, and no others.
         reads_all: SELECT on every table of the schema.
         calls_functions: EXECUTE on the functions of the schema, for SQL's `add_job`.
     """
@@ -36,21 +37,33 @@ class Rights:
     purpose: str
     tables: Mapping[str, tuple[str, ...]]
     inserts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    selects: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     reads_all: bool = False
     calls_functions: bool = False
 
 
 _CHANGE = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
+# What add_job writes, in Python and in SQL. The others are the relays' own accounts of a job: of attempts, crashes and
+# leases.
+_JOB_COLUMNS = (
+    "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at", "unique_key", "group_key",
+    "batch_id", "expires_at",
+)  # fmt: skip
+
 RIGHTS: Mapping[Part, Rights] = {
     "producer": Rights(
         "enqueues: add_job in a session, and in SQL",
         {},
-        # What add_job writes, in Python and in SQL. The others are the relays' own accounts of a job: of attempts,
-        # crashes and leases.
-        inserts={
-            "job": ("id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at"),
-        },
+        inserts={"job": _JOB_COLUMNS, "batch": ("id", "callback", "parent_id")},
+        calls_functions=True,
+    ),
+    "unique_producer": Rights(
+        "all that a producer does, also for jobs with a unique key",
+        {"unique_key": ("SELECT", "INSERT", "UPDATE")},
+        inserts={"job": _JOB_COLUMNS, "batch": ("id", "callback", "parent_id")},
+        # Whether the job that has a key is still there.
+        selects={"job": ("id",)},
         calls_functions=True,
     ),
     "receiver": Rights(
@@ -70,6 +83,12 @@ RIGHTS: Mapping[Part, Rights] = {
             "queue": ("SELECT",),
             "migration": ("SELECT",),
             "relay": _CHANGE,
+            "schedule": ("SELECT", "INSERT", "UPDATE"),
+            "unique_key": _CHANGE,
+            "rate": _CHANGE,
+            "batch": _CHANGE,
+            "cancel_request": _CHANGE,
+            "paused_kind": ("SELECT",),
             # UPDATE, because pruning locks what it deletes.
             "inbox": _CHANGE,
             "effect": _CHANGE,
@@ -79,15 +98,19 @@ RIGHTS: Mapping[Part, Rights] = {
     ),
     "reader": Rights("stats, and every list and show", {}, reads_all=True),
     "operator": Rights(
-        "all that a reader does, and jobs cancel, dead retry and discard, queues pause and resume, inbox forget, "
-        "effects resolve",
+        "all that a reader does, and jobs cancel and change, kinds pause and resume, dead retry and discard, queues "
+        "pause and resume, schedules put, pause, resume, run-now and remove, inbox forget, effects resolve",
         {
             # UPDATE, because PostgreSQL asks for it before it locks a row.
             "job": ("INSERT", "UPDATE", "DELETE"),
-            "dead_job": ("UPDATE", "DELETE"),
+            "dead_job": ("INSERT", "UPDATE", "DELETE"),
             "queue": ("INSERT", "UPDATE"),
             "inbox": ("UPDATE", "DELETE"),
             "effect": ("UPDATE",),
+            "schedule": ("INSERT", "UPDATE", "DELETE"),
+            "unique_key": ("INSERT", "UPDATE"),
+            "cancel_request": ("INSERT", "UPDATE", "DELETE"),
+            "paused_kind": ("INSERT", "DELETE"),
         },
         reads_all=True,
     ),
@@ -131,7 +154,11 @@ _INSERT_ON_COLUMNS = """\
       RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could insert into every column of '
         || {table_literal} || ', and may now into those that producers write';
     END IF;
-    GRANT INSERT ({columns}) ON {table} TO {role};
+    -- A column that a later step adds is passed over until it is there.
+    EXECUTE 'GRANT INSERT (' || (
+      SELECT string_agg(quote_ident(attname), ', ') FROM pg_attribute
+      WHERE attrelid = to_regclass({table_literal}) AND attname = ANY ({columns}) AND NOT attisdropped
+    ) || ') ON {table_in_text} TO {role_in_text}';
   END IF;"""
 
 
@@ -190,8 +217,17 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
         yield _INSERT_ON_COLUMNS.format(
             table_literal=quote_literal(table),
             role_literal=quote_literal(name),
-            columns=", ".join(columns),
+            columns=f"ARRAY[{', '.join(map(quote_literal, columns))}]::name[]",
             table=table,
+            role=role,
+            table_in_text=quote_literal(table)[1:-1],
+            role_in_text=quote_literal(role)[1:-1],
+        )
+    for name_of_table, columns in rights.selects.items():
+        yield _GRANT_ON_TABLE.format(
+            table_literal=quote_literal(f"{schema}.{name_of_table}"),
+            rights=f"SELECT ({', '.join(columns)})",
+            table=f"{schema}.{name_of_table}",
             role=role,
         )
     for name_of_table, wanted in rights.tables.items():

@@ -19,6 +19,7 @@ class QueueStats:
 
     Args:
         ready: Wait for a relay.
+        grouped: Wait for their turn in their group, or behind a job that is put off.
         running: Held by a transaction that is open at this moment.
         scheduled: Wait for their time, a retry's included.
         due: Their time has come, and they wait for a relay.
@@ -33,6 +34,7 @@ class QueueStats:
 
     queue: str
     ready: int = 0
+    grouped: int = 0
     running: int = 0
     scheduled: int = 0
     due: int = 0
@@ -72,8 +74,9 @@ def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
 
     Returns:
         Numbers above 0: `in_backoff` (the last attempt failed, and the next one has its time), `later`, `parked` (of
-        kinds that no relay which saw them knows), `paused` (in queues of its own), `elsewhere` (held by other relays
-        or transactions, or new), `not_served` (in queues that are not its own).
+        kinds that no relay which saw them knows), `paused` (in queues of its own), `behind` (behind another job of
+        their group), `elsewhere` (held by other relays or transactions, or new), `not_served` (in queues that are not
+        its own).
     """
     return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 

@@ -1,22 +1,82 @@
 """The commands, put together."""
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
 
 import typer
 
 from outboxq import __version__
-from outboxq.cli import dead, doctor, effects, inbox, jobs, migrate, queues, relay, roles, trials
+from outboxq.cli import (
+    batches,
+    dead,
+    doctor,
+    effects,
+    inbox,
+    jobs,
+    kinds,
+    migrate,
+    queues,
+    relay,
+    roles,
+    schedules,
+    trials,
+)
+from outboxq.cli.help import Commands, PlainGroup
 
-# Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.
-app = typer.Typer(
+
+class _Root(PlainGroup):
+    """Every command, by what it is for."""
+
+    sections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "Start": ("demo", "torture", "migrate", "roles"),
+        "Run": ("relay", "health"),
+        "Look": (
+            "stats",
+            "doctor",
+            "queues list",
+            "kinds list",
+            "jobs list",
+            "jobs show",
+            "dead list",
+            "dead show",
+            "inbox list",
+            "inbox show",
+            "effects list",
+            "effects show",
+            "schedules list",
+            "schedules show",
+            "batches list",
+            "batches show",
+        ),
+        "Mend": (
+            "queues pause",
+            "queues resume",
+            "queues set",
+            "kinds pause",
+            "kinds resume",
+            "jobs cancel",
+            "jobs change",
+            "dead retry",
+            "dead discard",
+            "inbox forget",
+            "schedules put",
+            "schedules pause",
+            "schedules resume",
+            "schedules run-now",
+            "schedules remove",
+            "effects resolve",
+            "effects new-installation",
+        ),
+    }
+
+
+app = Commands(
+    _Root,
     name="outboxq",
     help="Jobs and messages that commit together with your data, on PostgreSQL.\n\n"
     "The variable OUTBOXQ_DATABASE_URL names the database. Exit codes: 0 done, 1 something failed or was not found, "
-    "2 wrong usage.",
+    "2 wrong usage. With --json, errors and notices on standard error are JSON too, an object a line.",
     epilog="Start with `outboxq demo`, which needs no database. Each command has a --help with an example.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -38,15 +98,18 @@ def outboxq(
 
 
 app.command("demo")(trials.demo)
+app.command("torture")(trials.torture)
 app.command("migrate")(migrate.migrate)
+app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
-app.command("roles")(roles.roles)
 app.command("stats")(queues.stats)
-app.command("torture")(trials.torture)
 app.command("doctor")(doctor.doctor)
 app.add_typer(queues.app, name="queues")
+app.add_typer(kinds.app, name="kinds")
+app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(batches.app, name="batches")
 app.add_typer(dead.app, name="dead")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(effects.app, name="effects")

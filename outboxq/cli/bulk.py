@@ -13,7 +13,9 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, Yes
-from outboxq.cli.output import notice, print_json, print_rows
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.tables import Column, print_table
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from outboxq.cli.database import Begin
@@ -35,6 +37,7 @@ class Total:
     changed: int = 0
     held: list[UUID] = field(default_factory=list)
     refused: list[UUID] = field(default_factory=list)
+    key_taken: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
 
     def add(self, page: "Page") -> None:
@@ -42,11 +45,12 @@ class Total:
         self.changed += len(page.changed)
         self.held += page.held
         self.refused += page.refused
+        self.key_taken += page.key_taken
 
     @property
     def exit_code(self) -> int:
         """1 if something was asked for that did not happen."""
-        return 1 if self.held or self.refused or self.not_found else 0
+        return 1 if self.held or self.refused or self.key_taken or self.not_found else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +115,8 @@ class ChangeOptions(DatabaseOptions):
                 print_json({"dry_run": True, f"would_be_{done}": number, "kinds": counted, "not_found": missing})
             else:
                 if counted:
-                    print_rows(("queue", "kind", "count"), counted)
-                typer.echo(f"dry run: {number:,} {things} would be {done}")
+                    print_table((Column("queue", "name"), Column("kind", "name"), Column("count")), counted)
+                typer.echo(f"dry run: {several(number, things.removesuffix('s'), things)} would be {done}")
             if missing:
                 notice(f"{missing:,} of the ids are not there")
             raise typer.Exit(1 if missing else 0)

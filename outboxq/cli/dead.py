@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep
+from outboxq.cli.help import Commands
 from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
@@ -20,11 +22,7 @@ if TYPE_CHECKING:
     from outboxq.cli.database import Begin
     from outboxq.statements.paging import Page
 
-app = typer.Typer(
-    help="List, show, retry and discard dead letters: jobs that were given up.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = Commands(help="List, show, retry and discard dead letters: jobs that were given up.")
 
 ReasonFilter = Annotated[
     str | None,
@@ -33,7 +31,22 @@ ReasonFilter = Annotated[
 
 
 @app.command("list")
-@lists("dead", ("id", "queue", "kind", "attempt", "died_at", "reason"), "--queue, --kind or --reason")
+@lists(
+    "dead",
+    (
+        Column("id", "id"),
+        Column("queue", "name"),
+        Column("kind", "name"),
+        Column("attempt", rank=2),
+        Column("died_at", rank=1),
+        Column("crashes", rank=3),
+        Column("max_attempts", rank=4),
+        Column("created_at", rank=5),
+        Column("reason", "text"),
+    ),
+    "--queue, --kind or --reason",
+    things="dead letters",
+)
 def list_dead(
     connection: "Connection",
     queue: QueueFilter = None,
@@ -83,8 +96,8 @@ class DeadOptions(ChangeOptions):
 def retry_dead(options: DeadOptions) -> None:
     """Make dead letters ready jobs again, with all their attempts before them.
 
-    They keep their id, arguments and errors. If a job already has the id, the dead letter stays, and is reported. Asks
-    before it changes more than 100 that a filter finds.
+    They keep their id, arguments and errors. If a job already has the id or the unique key, the dead letter stays, and
+    is reported. Asks before it changes more than 100 that a filter finds.
 
     \b
     Examples:
@@ -143,14 +156,14 @@ def _change_ids(begin: "Begin", ids: "Sequence[UUID]", run_page: "Callable[..., 
         with begin() as connection:
             page = run_page(connection, DeadFilter(ids=tuple(some)))
         total.add(page)
-        found = {*page.changed, *page.held, *page.refused}
+        found = {*page.changed, *page.held, *page.refused, *page.key_taken}
         total.not_found += [job_id for job_id in some if job_id not in found]
     return total
 
 
 def _report(total: Total, verb: str, *, as_json: bool) -> None:
     if as_json:
-        refused = {"refused": total.refused} if verb == "retried" else {}
+        refused = {"refused": total.refused, "key_taken": total.key_taken} if verb == "retried" else {}
         print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
     else:
         typer.echo(f"{verb} {several(total.changed, 'dead letter', 'dead letters')}")
@@ -162,4 +175,6 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
         notice(
             f"not {verb}, because a job with its id waits or runs already, or it is longer than a job may be: {job_id}"
         )
+    for job_id in total.key_taken:
+        notice(f"not {verb}, because another job with its unique key waits or runs: {job_id}")
     raise typer.Exit(total.exit_code)

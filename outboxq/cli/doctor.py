@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from outboxq.cli.options import DatabaseOptions, takes
-from outboxq.cli.output import print_json
+from outboxq.cli.options import DatabaseOptions, DatabaseUrls, takes
+from outboxq.cli.output import print_json, print_wrapped
 from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sqlalchemy import URL
+
     from outboxq.doctor import Finding
+    from outboxq.handlers.resolved import Registry
 
 _HEADINGS = {"problem": "Problems", "warning": "Warnings", "info": "Good to know"}
 
@@ -24,7 +27,7 @@ class DoctorOptions(DatabaseOptions):
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODULE:ATTRIBUTE]",
+            metavar="MODULE:ATTRIBUTE",
             help="A registry, such as myapp.jobs:jobs, to compare the kinds of waiting jobs with.",
             show_default=False,
         ),
@@ -56,18 +59,24 @@ class DoctorOptions(DatabaseOptions):
     ] = 60.0
     purpose: Annotated[
         Literal["relay", "producer", "receiver", "reader", "operator"],
-        typer.Option("--for", help="What the role of the URL is for: decides which rights it needs."),
+        typer.Option(
+            "--for",
+            metavar="PART",
+            help="What the role of the URL is for, which decides the rights that it needs: relay, producer, receiver, "
+            "reader or operator.",
+        ),
     ] = "relay"
     listen_url: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--listen-url",
             metavar="URL",
-            help="The direct URL of the server that relays LISTEN on, if they have one, to be checked too. Prefer the "
-            "variable OUTBOXQ_LISTEN_URL.",
+            help="The direct URL of the server that relays LISTEN on, if they have one, to be checked too; for several "
+            "databases one for each, in their order. Prefer the variable OUTBOXQ_LISTEN_URL.",
             show_default=False,
         ),
     ] = field(default=None, repr=False)
+    database_url: DatabaseUrls = field(default=None, repr=False)  # type: ignore[assignment]  # one or several
 
 
 @takes(DoctorOptions)
@@ -85,27 +94,46 @@ def doctor(options: DoctorOptions) -> None:
     Examples:
       outboxq doctor
       outboxq doctor myapp.jobs:jobs --older-than 60
-      outboxq doctor --json | jq -r '.findings[] | select(.severity == "problem") | .code'
+      outboxq doctor --json | jq -r '.findings[] | .severity + " " + .code'
     """
     found = _run_checks(options)
-    if options.as_json:
-        print_json({"findings": found})
+    if len(found) == 1:
+        (findings,) = found.values()
+        if options.as_json:
+            print_json({"findings": findings})
+        else:
+            _print_findings(findings)
+    elif options.as_json:
+        print_json({"databases": [{"database": name, "findings": each} for name, each in found.items()]})
     else:
-        _print_findings(found)
-    if any(finding.needs_attention for finding in found):
+        for name, each in found.items():
+            typer.echo(f"{printable(name)}:")
+            _print_findings(each)
+    if any(finding.needs_attention for each in found.values() for finding in each):
         raise typer.Exit(1)
 
 
-def _run_checks(options: DoctorOptions) -> "list[Finding]":
+def _run_checks(options: DoctorOptions) -> "dict[str, list[Finding]]":
+    """What was found in each database, by its name."""
+    from outboxq import config
+    from outboxq.handlers.loading import load_jobs
+
+    registry = None if options.target is None else load_jobs(options.target).resolve()
+    urls = config.database_urls(options.database_url)
+    listen = config.listen_urls(options.listen_url, len(urls))
+    return {
+        name: _check(options, url, to_listen, registry)
+        for (name, url), to_listen in zip(urls.items(), listen, strict=True)
+    }
+
+
+def _check(options: DoctorOptions, url: "URL", listen: str | None, registry: "Registry | None") -> "list[Finding]":
     from outboxq import config
     from outboxq.cli.database import connect
     from outboxq.cli.errors import DatabaseUnreachable
     from outboxq.database.urls import psycopg_url
     from outboxq.doctor import Limits, run_checks, unreachable
-    from outboxq.handlers.loading import load_jobs
 
-    registry = None if options.target is None else load_jobs(options.target).resolve()
-    url, listen = config.database_url(options.database_url), config.listen_url(options.listen_url)
     limits = Limits(**{limit.name: getattr(options, limit.name) for limit in fields(Limits)})
     try:
         return run_checks(
@@ -129,8 +157,8 @@ def _print_findings(found: "Sequence[Finding]") -> None:
         if group:
             typer.echo(f"{heading}:")
         for finding in group:
-            typer.echo(f"  {finding.code}: {printable(finding.title)}")
-            typer.echo(f"      {printable(finding.advice)}")
+            print_wrapped(f"{finding.code}: {printable(finding.title)}", "  ", "    ")
+            print_wrapped(printable(finding.advice), "      ")
     attention = sum(finding.needs_attention for finding in found)
     number = several(attention, "finding needs", "findings need") if attention else "Nothing needs"
     typer.echo(f"{number} attention.")

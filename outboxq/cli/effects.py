@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from outboxq.cli.errors import WrongUsage
+from outboxq.cli.help import Commands
 from outboxq.cli.options import DatabaseOptions, Yes, only, takes
-from outboxq.cli.output import notice, print_json
+from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
+from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -18,24 +21,41 @@ if TYPE_CHECKING:
     from outboxq.admin.effects import Verdict
     from outboxq.admin.installation import NewInstallation
 
-app = typer.Typer(
-    help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = Commands(help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.")
 
-Scope = Annotated[str, typer.Argument(metavar="SCOPE", show_default=False)]
-Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False)]
+Scope = Annotated[
+    str, typer.Argument(metavar="SCOPE", help="What is called: the first argument of `once`.", show_default=False)
+]
+Key = Annotated[
+    str, typer.Argument(metavar="KEY", help="Which call it is: the `key` that `once` was given.", show_default=False)
+]
 StatusFilter: TypeAlias = Annotated[
     Literal["started", "done", "failed", "retryable", "unknown"] | None,
-    typer.Option("--status", help="Only in this status.", show_default=False),
+    typer.Option(
+        "--status",
+        metavar="STATUS",
+        help="Only in this status: started, done, failed, retryable or unknown.",
+        show_default=False,
+    ),
 ]
 
 
 @app.command("list")
 @lists(
     "effects",
-    ("scope", "key", "status", "in_doubt", "attempts", "first_called_at", "changed_at", "error"),
+    (
+        Column("scope", "id"),
+        Column("key", "id"),
+        Column("status"),
+        Column("in_doubt", rank=1),
+        Column("attempts", rank=2),
+        Column("changed_at", rank=1),
+        Column("first_called_at", rank=4),
+        Column("locked_until", rank=6),
+        Column("expires_at", rank=5),
+        Column("provider_key", "id", rank=7),
+        Column("error", "text"),
+    ),
     "--scope or --status",
 )
 def list_effects(
@@ -45,7 +65,7 @@ def list_effects(
     *,
     limit: int,
 ) -> Sequence[object]:
-    """List effects, the latest change first, without their results.
+    """List effects without their results, the latest change first.
 
     started: a call is under way, or its caller died. done and failed: later callers get its outcome. retryable: the
     next caller calls again; it is in doubt if an earlier call may have been applied. unknown: whether the call was
@@ -107,7 +127,7 @@ def resolve_effect(options: ResolveOptions) -> None:
     """Say what became of a call that has no known outcome.
 
     The effect is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that
-    `outboxq effects show` prints; of an HTTP request (a scope such as 'POST /orders') look at the rows that it writes.
+    `outboxq effects show` prints. For an HTTP request (a scope such as 'POST /orders') look at the rows that it writes.
     After --applied the call is not made again, and callers get the result that you give as JSON; give null if the
     handler does not use it, for without any --result a caller fails, and its job is a dead letter. After --not-applied
     the next caller calls again: if that was wrong, the call is made twice.
@@ -118,7 +138,7 @@ def resolve_effect(options: ResolveOptions) -> None:
     \b
     Examples:
       outboxq effects resolve payments order-1001 --not-applied
-      outboxq effects resolve payments order-1001 --applied --result '{"charge": "ch_42"}'
+      outboxq effects resolve payments order-1002 --applied --result '{"id": 42}'
       outboxq effects resolve mail welcome-7 --applied --result null
     """
     from datetime import timedelta
@@ -132,7 +152,7 @@ def resolve_effect(options: ResolveOptions) -> None:
         print_json({"resolved": found})
         return
     what = "applied: it will not be called again" if options.applied else "not applied: the next caller calls again"
-    typer.echo(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
+    print_wrapped(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
     if options.applied and options.result is None:
         notice("it has no result: a caller that asks for it fails (see --result)")
 
@@ -196,11 +216,13 @@ def new_installation(options: NewInstallationOptions) -> None:
 
 
 def _print_installation(renewed: "NewInstallation") -> None:
-    typer.echo(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
-    typer.echo(f"{renewed.forgotten:,} effects that were not applied are forgotten: they get a key of the new id")
-    typer.echo(f"{renewed.doubted:,} that may have been applied are unknown now: they are not called")
+    print_wrapped(f"the installation's id is now {renewed.id}; it was {renewed.former_id}")
+    print_wrapped(
+        f"effects that were not applied, and so are forgotten and get a key of the new id: {renewed.forgotten:,}"
+    )
+    print_wrapped(f"effects that may have been applied, and so are unknown now and not called: {renewed.doubted:,}")
     if renewed.unknown:
         notice(
-            f"{renewed.unknown:,} effects are unknown, with keys of the former id: `outboxq effects list --status "
-            "unknown`; in a copy resolve them as applied, with a --result"
+            f"{several(renewed.unknown, 'effect is', 'effects are')} unknown, with keys of the former id: `outboxq "
+            "effects list --status unknown`; in a copy resolve them as applied, with a --result"
         )

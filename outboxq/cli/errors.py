@@ -2,8 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import typer
 
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, OutboxqError
+
+# What typer refuses: options and commands that do not exist, values that do not fit. It exports one such class alone,
+# which has this base.
+_REFUSAL = typer.BadParameter.__mro__[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,32 @@ class CommandFailed(OutboxqError):
     """A command could not do what it was asked to do."""
 
 
+def run_command(words: Sequence[str]) -> int:
+    """Run a command; what it cannot do is told in a line, or, if it was asked for JSON, in a JSON object.
+
+    Returns:
+        The exit code.
+    """
+    from outboxq.cli.app import app
+    from outboxq.cli.output import fail, speaking_json
+
+    as_json = "--json" in words
+    with speaking_json(as_json):
+        try:
+            check_encoding(words)
+            # Otherwise typer prints what it refuses by itself, and ends the process.
+            return int(app(words, prog_name="outboxq", standalone_mode=not as_json) or 0)
+        except typer.Abort:
+            fail("it was not confirmed, so nothing was changed", 1, "Abort")
+            return 1
+        except Exception as error:
+            failure = explain(error)
+            if failure is None:
+                raise
+            fail(failure.message, failure.exit_code, type(error).__name__)
+            return failure.exit_code
+
+
 def check_encoding(arguments: Sequence[str]) -> None:
     """Refuse bytes that are not UTF-8, which arrive as lone surrogates: no name and no text that is stored has any.
 
@@ -52,6 +85,9 @@ def explain(error: Exception) -> Failure | None:
     """How to end after `error`; None for a bug in outboxq, which needs its traceback."""
     if isinstance(error, ConfigError | ArgumentError | InvalidKey):
         return Failure(str(error), 2)
+    if isinstance(error, _REFUSAL):
+        refused: Any = error
+        return Failure(refused.format_message(), refused.exit_code)
     if isinstance(error, OutboxqError):
         return Failure(str(error), 1)
     return _explain_database(error)

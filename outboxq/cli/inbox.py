@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from outboxq.cli.help import Commands
 from outboxq.cli.options import DatabaseOptions, only, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-app = typer.Typer(
-    help="List, show and forget messages that were accepted.", no_args_is_help=True, rich_markup_mode=None
-)
+app = Commands(help="List, show and forget messages that were accepted.")
 
-Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", show_default=False)]
-MessageId = Annotated[str, typer.Argument(metavar="MESSAGE_ID", show_default=False)]
+Consumer = Annotated[
+    str, typer.Argument(metavar="CONSUMER", help="The name of the `Inbox` that accepted it.", show_default=False)
+]
+MessageId = Annotated[
+    str, typer.Argument(metavar="MESSAGE_ID", help="Its id, as `list` prints it.", show_default=False)
+]
 
 
 def read_moment(text: str) -> datetime:
@@ -45,7 +49,17 @@ Since: TypeAlias = Annotated[
 
 
 @app.command("list")
-@lists("messages", ("consumer", "message_id", "seen_at", "expires_at"), "--consumer or --since")
+@lists(
+    "messages",
+    (
+        Column("consumer", "id"),
+        Column("message_id", "id"),
+        Column("seen_at", rank=1),
+        Column("expires_at", rank=2),
+        Column("fingerprint", "id", rank=3),
+    ),
+    "--consumer or --since",
+)
 def list_messages(
     connection: "Connection",
     consumer: Annotated[str | None, only("consumer")] = None,
@@ -53,7 +67,7 @@ def list_messages(
     *,
     limit: int,
 ) -> Sequence[object]:
-    """List accepted messages, first those that are remembered longest: of one consumer, the latest.
+    """List accepted messages, latest expiry first.
 
     A message is remembered by its id and a fingerprint of its content, without the content.
 
@@ -86,7 +100,9 @@ class ForgetOptions(DatabaseOptions):
     """A field per option."""
 
     consumer: Consumer
-    message_ids: Annotated[list[str], typer.Argument(metavar="MESSAGE_ID", show_default=False)]
+    message_ids: Annotated[
+        list[str], typer.Argument(metavar="MESSAGE_ID", help="Their ids, as `list` prints them.", show_default=False)
+    ]
 
 
 @app.command("forget")

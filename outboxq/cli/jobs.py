@@ -1,14 +1,19 @@
 """`outboxq jobs`."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep, unmarked
-from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
+from outboxq.cli.cancelling import cancel_running, report_cancelled
+from outboxq.cli.changing import change_jobs
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.help import Commands
+from outboxq.cli.options import GroupFilter, KindFilter, OneId, QueueFilter, StateFilter, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
@@ -19,20 +24,31 @@ if TYPE_CHECKING:
 
     from outboxq.admin.jobs import JobFilter
     from outboxq.cli.database import Begin
+    from outboxq.outbox.cancel import CancelOutcome
     from outboxq.statements.paging import Page
 
-app = typer.Typer(help="List, show and cancel jobs that wait or run.", no_args_is_help=True, rich_markup_mode=None)
-
-StateFilter: TypeAlias = Annotated[
-    Literal["ready", "running", "scheduled", "due", "leased", "orphaned", "suspect"] | None,
-    typer.Option("--state", help="Only in this state.", show_default=False),
-]
+app = Commands(help="List, show, change and cancel jobs that wait or run.")
 
 
 @app.command("list")
 @lists(
     "jobs",
-    ("id", "queue", "kind", "state", "attempt", "run_at", "pid", "running_seconds"),
+    (
+        Column("id", "id"),
+        Column("queue", "name"),
+        Column("kind", "name"),
+        Column("state"),
+        Column("attempt", rank=4),
+        Column("run_at", rank=1),
+        Column("running_seconds", rank=2),
+        Column("pid", "id", rank=3),
+        Column("max_attempts", rank=8),
+        Column("crashes", rank=6),
+        Column("parked", rank=7),
+        Column("priority", rank=5),
+        Column("created_at", rank=9),
+        Column("expires_at", rank=10),
+    ),
     "--queue, --kind or --state",
 )
 def list_jobs(
@@ -43,13 +59,17 @@ def list_jobs(
     queue: QueueFilter = None,
     kind: KindFilter = None,
     state: StateFilter = None,
+    group: GroupFilter = None,
     *,
     limit: int,
 ) -> "Sequence[object]":
-    """List jobs that wait or run, the oldest first, in the order in which they came into the table.
+    """List jobs that wait or run, the oldest first.
 
-    The states are those of `outboxq stats`: ready; scheduled; due (scheduled, and its time has come); running (in a
-    transaction; pid is that of its PostgreSQL backend); leased (run by a relay in lease mode); orphaned (leased to a
+    Their order is that in which they came into the table. `run` is how long ago a job's time came, or when it will.
+
+    The states are those of `outboxq stats`: ready; grouped (waits for its turn in its group); scheduled; due
+    (scheduled, and its time has come); running (in a transaction; pid is that of its PostgreSQL backend); leased (run
+    by a relay under a lease: in lease mode, or alone because an earlier relay died while it ran); orphaned (leased to a
     relay that has died or cannot be reached: another one takes it back); suspect (its relay died while it ran: it will
     run alone).
 
@@ -60,7 +80,7 @@ def list_jobs(
     """
     from outboxq.admin import jobs
 
-    wanted = jobs.JobFilter(queue=queue, kind=kind, state=state)
+    wanted = jobs.JobFilter(queue=queue, kind=kind, state=state, group=group)
     return jobs.list_jobs(connection, wanted, running=running, limit=limit)
 
 
@@ -86,7 +106,36 @@ def show_job(connection: "Connection", job_id: OneId) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelOptions(ChangeOptions):
+class RunningOptions(ChangeOptions):
+    """What is to become of jobs that run."""
+
+    running: Annotated[
+        bool, typer.Option("--running", help="Also jobs that run: their relays end them, and undo what they wrote.")
+    ] = False
+    dead_letter: Annotated[
+        bool, typer.Option("--dead-letter", help="Make dead letters of the jobs, instead of no trace. With --running.")
+    ] = False
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="End the database session of a job that runs on. Asks first, as jobs that share its transaction are "
+            "rolled back with it, and run again. With --running.",
+        ),
+    ] = False
+    wait_seconds: Annotated[
+        float,
+        typer.Option("--wait", metavar="SECONDS", min=0.0, max=3600.0, help="How long to wait for relays' answers."),
+    ] = 15.0
+
+    @property
+    def outcome(self) -> "CancelOutcome":
+        """What is to become of the jobs."""
+        return "dead" if self.dead_letter else "discard"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOptions(RunningOptions):
     """Which jobs are meant."""
 
     queue: QueueFilter = None
@@ -97,21 +146,28 @@ class CancelOptions(ChangeOptions):
 @app.command("cancel")
 @takes(CancelOptions)
 def cancel_jobs(options: CancelOptions) -> None:
-    """Delete jobs that wait. They leave no trace, and never run.
+    """Delete jobs that wait, and with --running end jobs that run. They leave no trace, and never run again.
 
-    A job that runs in a transaction is neither changed nor waited for: it is reported, and the exit code is 1. One that
-    runs under a lease is deleted; its handler goes on to its end, and what it wrote is rolled back. Jobs that are added
-    in the meantime stay. Asks before it deletes more than 100 that a filter finds.
+    Without --running, a job that runs in a transaction is neither changed nor waited for: it is reported, and the exit
+    code is 1. One that runs under a lease is deleted; its handler goes on to its end, and what it wrote is rolled back.
+    Jobs that are added in the meantime stay. Asks before it deletes more than 100 that a filter finds.
+
+    With --running, the relays that run the jobs tell their handlers to end, cancel their statements, and two seconds
+    later end their database sessions; what the handlers wrote is rolled back. A job that comes to its end at the same
+    moment has ended well, and is reported so. The exit code is 1 if a job runs on.
 
     \b
     Examples:
       outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
       outboxq jobs cancel --queue mail --kind send_welcome
+      outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10 --running
     """
     from outboxq.admin import jobs
     from outboxq.statements.paging import database_clock
 
     options.check_selection()
+    if (options.dead_letter or options.force) and not options.running:
+        raise WrongUsage("--dead-letter and --force are about jobs that run: add --running")
     with options.open() as begin:
         with begin() as connection:
             # Without jobs that are added from now on.
@@ -119,6 +175,8 @@ def cancel_jobs(options: CancelOptions) -> None:
             wanted = jobs.JobFilter(**options.filters, ids=options.distinct_ids, created_before=until)
             counted = jobs.count_matching(connection, wanted)
         options.ask("cancel", "cancelled", "jobs", counted, there=counted)
+        if options.running:
+            report_cancelled(cancel_running(begin, options, wanted), as_json=options.as_json)
         total = _cancel_ids(begin, options.ids) if options.ids else _cancel_matching(begin, wanted)
     _report(total, as_json=options.as_json)
 
@@ -160,3 +218,6 @@ def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
         return replace(page, last=ids[-1] if ids else None)
 
     return sweep(cancel, "cancelled")
+
+
+app.command("change")(change_jobs)

@@ -16,7 +16,10 @@ def migrate(
     to: Annotated[
         int | None,
         typer.Option(
-            "--to", metavar="STEP", help="The step to reach; 0 removes the tables.", show_default="the latest"
+            "--to",
+            metavar="STEP",
+            help="The step to reach; 0 removes the tables. Without it: the latest.",
+            show_default=False,
         ),
     ] = None,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL instead; no database is asked.")] = False,
@@ -28,7 +31,7 @@ def migrate(
 
     Running it again changes nothing. --to with a lower step goes back, and is refused while that would drop jobs, dead
     letters, or messages and effects that are still remembered. With an Alembic history of your own, call
-    outboxq.migrations.upgrade(op) in a revision instead.
+    outboxq.migrations.upgrade(op, to=10) in a revision instead.
 
     \b
     Examples:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from uuid import UUID
 
 import typer
@@ -45,7 +45,8 @@ def as_command(
 def parameters_of(options: type) -> list[inspect.Parameter]:
     """A parameter for each field of a dataclass, those of its own before the inherited ones."""
     parameters = inspect.signature(options).parameters
-    return [parameters[name] for each in options.__mro__ for name in inspect.get_annotations(each)]
+    names = dict.fromkeys(name for each in options.__mro__ for name in inspect.get_annotations(each))
+    return [parameters[name] for name in names]
 
 
 DatabaseUrl: TypeAlias = Annotated[
@@ -55,6 +56,17 @@ DatabaseUrl: TypeAlias = Annotated[
         metavar="URL",
         help="The database, as postgresql://user@host/name. Other users of the machine can see it here: prefer the "
         "variable OUTBOXQ_DATABASE_URL, which is used without this option.",
+        show_default=False,
+    ),
+]
+DatabaseUrls: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--database-url",
+        metavar="URL",
+        help="The database, as postgresql://user@host/name. May be repeated, for several. Other users of the machine "
+        "can see it here: prefer the variable OUTBOXQ_DATABASE_URL, which is used without this option, with spaces "
+        "between several URLs.",
         show_default=False,
     ),
 ]
@@ -71,8 +83,25 @@ def only(what: str) -> Any:
 
 QueueFilter: TypeAlias = Annotated[str | None, only("queue")]
 KindFilter: TypeAlias = Annotated[str | None, only("kind")]
+GroupFilter: TypeAlias = Annotated[
+    str | None, typer.Option("--group", metavar="KEY", help="Only jobs of this group.", show_default=False)
+]
+StateFilter: TypeAlias = Annotated[
+    Literal["ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect"] | None,
+    typer.Option(
+        "--state",
+        metavar="STATE",
+        help="Only in this state: ready, grouped, running, scheduled, due, leased, orphaned or suspect.",
+        show_default=False,
+    ),
+]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-OneId: TypeAlias = Annotated[UUID, typer.Argument(metavar="ID", show_default=False)]
+OneId: TypeAlias = Annotated[
+    UUID, typer.Argument(metavar="ID", help="Its id, as `list` prints it.", show_default=False)
+]
+Wide: TypeAlias = Annotated[
+    bool, typer.Option("--wide", help="Show all columns and whole values, however narrow the terminal is.")
+]
 
 DEFAULT_SCHEMA = "outboxq"
 

@@ -1,57 +1,93 @@
-"""Printing: tables for people, JSON for programs, and notices on standard error.
+"""Printing: details for people, JSON for programs, and notices on standard error.
 
-Columns and fields have the names of the JSON's keys, and times are always written as in RFC 3339, in UTC.
-
-Names and reasons come from the database, and may be made to deceive: they never reach a terminal as control sequences
-or as markup.
+Fields have the names of the JSON's keys. Names and reasons come from the database, and may be made to deceive: they
+never reach a terminal as control sequences or as markup.
 """
 
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import Any
+from datetime import datetime
+from typing import Any, TextIO
 
 import msgspec
 import typer
 
-from outboxq.codec.text import printable
+from outboxq.cli.values import in_full, moment
+from outboxq.codec.text import escaped_json, printable
+from outboxq.error_record import read_attempts
 
-# Without a terminal, which sets a width, nothing is cut off: ids are there to be copied and grepped.
-_WIDTH_WITHOUT_TERMINAL = 1_000
 # Attributes of things that hold JSON as text.
-_DOCUMENTS = ("args", "headers", "errors", "result")
+_DOCUMENTS = ("args", "options", "headers", "errors", "result")
+# Long texts, behind the short fields.
+_LONG = ("reason", "error")
+_with_json = ContextVar("with_json", default=False)
+
+
+@contextmanager
+def speaking_json(wanted: bool) -> Iterator[None]:
+    """Within the block, notices are JSON if it is wanted: an object a line, `{"notice": "..."}`."""
+    token = _with_json.set(wanted)
+    try:
+        yield
+    finally:
+        _with_json.reset(token)
+
+
+def notice(message: str) -> None:
+    """A line on standard error, or several at a terminal that is too narrow."""
+    shown = _one_line({"notice": message}) if _with_json.get() else _broken(printable(message), sys.stderr, "", "  ")
+    typer.echo(shown, err=True)
+
+
+def fail(message: str, exit_code: int, kind: str) -> None:
+    """An error on standard error, as JSON if the command was asked for JSON.
+
+    Args:
+        kind: The name of the error's class.
+    """
+    if _with_json.get():
+        text = _one_line({"error": message, "type": kind, "exit_code": exit_code})
+    else:
+        text = "\n".join(map(printable, f"Error: {message}".split("\n")))
+    sys.stderr.write(f"{text}\n")
+
+
+def _one_line(value: object) -> str:
+    return escaped_json(msgspec.json.encode(value).decode())
 
 
 def print_json(value: object) -> None:
     """One JSON document on standard output."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    typer.echo(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """A table on standard output; numbers stand at the right."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_wrapped(text: str, indent: str = "", hanging: str | None = None) -> None:
+    """A line on standard output; at a terminal, broken between words where it is too long.
 
-    found = [[cell(value, timespec="seconds") for value in row] for row in rows]
-    table = Table(
-        title=None if title is None else Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False
+    Args:
+        indent: Stands before the first line, `hanging` before the others (without it, `indent` does).
+    """
+    typer.echo(_broken(text, sys.stdout, indent, indent if hanging is None else hanging))
+
+
+def _broken(text: str, stream: TextIO, indent: str, hanging: str) -> str:
+    """The text with line breaks, if it goes to a terminal; never within a word, which may be an id."""
+    if not stream.isatty():
+        return f"{indent}{text}"
+    lines = textwrap.wrap(
+        text,
+        shutil.get_terminal_size().columns,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    for number, name in enumerate(columns):
-        numeric = bool(found) and all(row[number].replace(",", "").isdecimal() or not row[number] for row in found)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in found:
-        table.add_row(*(Text(value) for value in row))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
-    console.print(table)
-
-
-def print_rows(columns: Sequence[str], rows: Iterable[object], *, title: str | None = None) -> None:
-    """A table of what the JSON has under the same names."""
-    print_table(columns, ([_plain(name, getattr(row, name)) for name in columns] for row in rows), title=title)
+    return "\n".join(lines) or indent.rstrip()
 
 
 def print_detail(detail: object, *, as_json: bool) -> None:
@@ -66,18 +102,18 @@ def print_detail(detail: object, *, as_json: bool) -> None:
         raw = {name: None if text is None else msgspec.Raw(text.encode()) for name, text in texts.items()}
         print_json({**fields, **raw})
         return
-    print_fields((name, _plain(name, value)) for name, value in fields.items())
+    print_fields(sorted(fields.items(), key=lambda field: field[0] in _LONG))
     for name, text in texts.items():
-        if text is not None:
+        if text is not None and not (name == "errors" and _print_attempts(text)):
             _print_document(name, text)
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
     """Names and values, a line each; those without a value are left out."""
-    shown = [(name, cell(value)) for name, value in fields if value is not None]
+    shown = [(name, in_full(value)) for name, value in fields if value is not None]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
-        typer.echo(f"{name:<{width}}  {value}")
+        print_wrapped(value, f"{name:<{width}}  ", " " * (width + 2))
 
 
 def _print_document(name: str, json_text: str) -> None:
@@ -87,9 +123,21 @@ def _print_document(name: str, json_text: str) -> None:
         typer.echo(f"  {printable(line)}")
 
 
-def _plain(name: str, value: object) -> object:
-    # A pid is a name: without separators of thousands.
-    return str(value) if name == "pid" and value is not None else value
+def _print_attempts(errors: str) -> bool:
+    """Print failed attempts, each with its traceback as Python prints it; False if none can be read."""
+    attempts = read_attempts(errors)
+    if attempts:
+        typer.echo("errors:")
+    for attempt in attempts:
+        typer.echo(printable(f"  attempt {attempt.attempt}, {attempt.at}"))
+        for line in (attempt.traceback() or f"{attempt.type}: {attempt.message}").split("\n"):
+            depth = "    " + " " * (len(line) - len(line.lstrip()))
+            if 'File "' in line:
+                # In one piece, as Python prints it: so it can be copied, and editors find the place.
+                typer.echo(printable(f"    {line}"))
+                continue
+            print_wrapped(printable(line.strip()), depth if line.strip() else "", f"{depth}  ")
+    return bool(attempts)
 
 
 def _with_our_times(errors: str) -> str:
@@ -104,30 +152,3 @@ def _with_our_times(errors: str) -> str:
             with suppress(ValueError):
                 record["at"] = moment(datetime.fromisoformat(written))
     return msgspec.json.encode(records).decode()
-
-
-def notice(message: str) -> None:
-    """A line on standard error."""
-    typer.echo(printable(message), err=True)
-
-
-def cell(value: object, *, timespec: str = "auto") -> str:
-    """A value as people read it, a time as `isoformat` writes it with this `timespec`."""
-    match value:
-        case None:
-            return ""
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.1f}"
-        case datetime():
-            return moment(value, timespec)
-        case _:
-            return printable(str(value))
-
-
-def moment(value: datetime, timespec: str = "auto") -> str:
-    """A time in UTC, as the JSON has it: 2026-01-31T08:00:00.123456Z."""
-    return value.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")

@@ -1,45 +1,79 @@
 """`outboxq queues`, and `outboxq stats`, which counts what is in them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.options import DatabaseOptions, takes
-from outboxq.cli.output import notice, print_json, print_rows
-from outboxq.codec.text import several
+from outboxq.cli.help import Commands
+from outboxq.cli.options import DatabaseOptions, DatabaseUrls, Wide, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.tables import Column, print_table
+from outboxq.cli.values import age, duration
+from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import URL, Connection
 
-app = typer.Typer(help="List, pause and resume queues.", no_args_is_help=True, rich_markup_mode=None)
+    from outboxq.admin.stats import QueueStats, Stats
+
+app = Commands(help="List, pause, resume and limit queues.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions(DatabaseOptions):
+    """The options of a command that prints a table of all queues."""
+
+    wide: Wide = False
 
 
 @app.command("list")
-@takes(DatabaseOptions)
-def list_queues(options: DatabaseOptions) -> None:
-    """List every queue that has a setting, a job or a dead letter.
+@takes(TableOptions)
+def list_queues(options: TableOptions) -> None:
+    """List every queue that has a job, a dead letter or a setting.
+
+    `jobs` counts those that wait or run; `outboxq stats` counts them by state. The limits are those that `outboxq
+    queues set` has set, and not what an application declares. Reads the whole table of jobs.
 
     \b
     Example:
       outboxq queues list
     """
-    from outboxq.admin import queues
+    from outboxq.admin import kinds, queues
+    from outboxq.statements.paging import database_clock
 
     with options.transaction() as connection:
-        found = queues.list_queues(connection)
+        found = queues.count_queues(connection)
+        paused = kinds.list_paused(connection)
+        now = database_clock(connection)
     if options.as_json:
-        print_json({"queues": found})
-    else:
-        print_rows(("queue", "paused_at"), found)
+        print_json({"queues": found, "paused_kinds": paused})
+        return
+    if not found:
+        notice("no queues found")
+    columns = (
+        Column("queue", "name"),
+        Column("jobs", if_empty=True),
+        Column("dead", if_empty=True),
+        Column("limit"),
+        Column("rate"),
+        Column("burst"),
+        Column("per_group"),
+        Column("paused_at"),
+    )
+    print_table(columns, found, now=now, wide=options.wide)
+    if paused:
+        of_kinds = (Column("queue", "name"), Column("kind", "name"), Column("paused_at"), Column("jobs"))
+        print_table(of_kinds, paused, now=now, title="Paused kinds:")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuesOptions(DatabaseOptions):
     """A field per option of the commands that change queues."""
 
-    names: Annotated[list[str], typer.Argument(metavar="NAME", show_default=False)]
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of queues.", show_default=False)]
 
 
 @app.command("pause")
@@ -75,6 +109,92 @@ def resume(options: QueuesOptions) -> None:
     _change(options, queues.resume, "resumed", "not paused")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitOptions(QueuesOptions):
+    """A field per option of the command that limits queues."""
+
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", help="How many jobs run at a time, 1 to 10000.", show_default=False),
+    ] = None
+    no_limit: Annotated[bool, typer.Option("--no-limit", help="Take the limit away.")] = False
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            "--rate",
+            metavar="RATE",
+            help="How many jobs begin in a time: 10/s, 100/min, 5/30s, 20/h, 500/day.",
+            show_default=False,
+        ),
+    ] = None
+    burst: Annotated[
+        int | None,
+        typer.Option(
+            "--burst",
+            metavar="N",
+            help="With --rate: how many jobs may begin at once after a pause. By default those of a tenth of a second, "
+            "at least 1.",
+            show_default=False,
+        ),
+    ] = None
+    no_rate: Annotated[bool, typer.Option("--no-rate", help="Take the rate and its burst away.")] = False
+    per_group: Annotated[
+        int | None,
+        typer.Option(
+            "--per-group",
+            metavar="N",
+            help="How many jobs of each group run at a time, 1 to 1000: more than 1 gives up their order.",
+            show_default=False,
+        ),
+    ] = None
+    no_per_group: Annotated[
+        bool, typer.Option("--no-per-group", help="Jobs of each group run one at a time again, in their order.")
+    ] = False
+
+
+@app.command("set")
+@takes(LimitOptions)
+def set_limits(options: LimitOptions) -> None:
+    """Limit how many jobs of these queues run at a time, and how many begin in a time.
+
+    Over all relays of the database. What is not given stays as it is. Relays heed it within moments; if a limit is
+    lowered, jobs that run already go on. Without a limit set here, those hold that the application declares.
+
+    \b
+    Examples:
+      outboxq queues set mail --limit 5 --rate 100/min --burst 20
+      outboxq queues set mail --no-rate
+    """
+    from outboxq.admin import queues
+    from outboxq.queue_limits import make_limits
+
+    _refuse_both(options)
+    limits = make_limits(running=options.limit, per_group=options.per_group, rate=options.rate, burst=options.burst)
+    given: dict[queues.Limit, bool] = {
+        "running": options.no_limit,
+        "rate": options.no_rate,
+        "per_group": options.no_per_group,
+    }
+    drop: list[queues.Limit] = [name for name, wanted in given.items() if wanted]
+
+    def change(connection: "Connection", names: Sequence[str]) -> tuple[str, ...]:
+        return queues.set_limits(connection, names, limits, drop)
+
+    _change(options, change, "limited", "limited so already")
+
+
+def _refuse_both(options: LimitOptions) -> None:
+    """Refuse a limit that is set and taken away."""
+    pairs = (
+        ("--limit", options.limit is not None, options.no_limit),
+        ("--rate", options.rate is not None or options.burst is not None, options.no_rate),
+        ("--per-group", options.per_group is not None, options.no_per_group),
+    )
+    for name, is_set, is_dropped in pairs:
+        if is_set and is_dropped:
+            raise typer.BadParameter(f"{name} and --no{name[1:]} exclude one another: give one of them")
+
+
 def _change(
     options: QueuesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
 ) -> None:
@@ -97,31 +217,94 @@ def _change(
         notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")
 
 
-@takes(DatabaseOptions)
-def stats(options: DatabaseOptions) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatsOptions(TableOptions):
+    """The options of `outboxq stats`."""
+
+    database_url: DatabaseUrls = field(default=None, repr=False)  # type: ignore[assignment]  # one or several
+
+
+@takes(StatsOptions)
+def stats(options: StatsOptions) -> None:
     """Count the jobs that wait, run and died, per queue.
 
     The states are those of `outboxq jobs list`. Parked jobs, which are also counted as scheduled or due, were postponed
     because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
-    too. Reads the whole table of jobs.
+    too. A terminal shows the columns that count something. Reads the whole table of jobs. Of several databases, those
+    that cannot be reached are named, and it ends with 1.
 
     \b
-    Example:
+    Examples:
+      outboxq stats
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
-    from outboxq.admin.jobs import STATES
-    from outboxq.admin.stats import collect_stats
+    from outboxq import config
+    from outboxq.cli.errors import DatabaseUnreachable
 
-    with options.transaction() as connection:
-        found = collect_stats(connection)
+    urls = config.database_urls(options.database_url)
+    if len(urls) == 1:
+        _print_stats(options, *_collect(next(iter(urls.values())), options.schema))
+        return
+    found: dict[str, tuple[Stats, datetime]] = {}
+    for name, url in urls.items():
+        try:
+            found[name] = _collect(url, options.schema)
+        except DatabaseUnreachable as error:
+            notice(f"{name}: {error}")
+    _print_several(options, found)
+    if len(found) < len(urls):
+        raise typer.Exit(1)
+
+
+def _collect(url: "URL", schema: str) -> "tuple[Stats, datetime]":
+    from outboxq.admin.stats import collect_stats
+    from outboxq.cli.database import open_database
+    from outboxq.statements.paging import database_clock
+
+    with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
+        return collect_stats(connection), database_clock(connection)
+
+
+def _print_several(options: StatsOptions, found: "Mapping[str, tuple[Stats, datetime]]") -> None:
+    if options.as_json:
+        print_json({"databases": [{"database": name, **_fields(each)} for name, (each, _) in found.items()]})
+        return
+    for name, (each, now) in found.items():
+        typer.echo(f"{printable(name)}:")
+        _print_stats(options, each, now)
+
+
+def _fields(found: "Stats") -> dict[str, object]:
+    return {each.name: getattr(found, each.name) for each in fields(found)}
+
+
+def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
+    from outboxq.admin.jobs import STATES
+
     if options.as_json:
         print_json(found)
         return
-    columns = ("queue", *STATES, "parked", "dead", "oldest_waiting_seconds", "paused_at")
-    print_rows(columns, found.queues)
+    if not found.queues:
+        notice("no queues found")
+    counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))
+    columns = (Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at"))
+    print_table(columns, found.queues, now=now, wide=options.wide, in_words=lambda row: _in_words(row, STATES, now))
     if found.parked_kinds:
-        kinds = ("queue", "kind", "jobs", "next_look_at")
-        print_rows(kinds, found.parked_kinds, title="Kinds that no relay knows:")
+        kinds = (Column("queue", "name"), Column("kind", "name"), Column("jobs"), Column("next_look_at"))
+        print_table(kinds, found.parked_kinds, now=now, title="Kinds that no relay knows:")
     if found.unknown_effects:
         effects = several(found.unknown_effects, "effect waits", "effects wait")
         notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")
+
+
+def _in_words(row: "QueueStats", states: Sequence[str], now: datetime) -> str:
+    """A queue for a narrow terminal: `accounts: 5 ready, 2 dead; oldest_waiting 3 m`."""
+    counts = {state: getattr(row, state) for state in (*states, "dead")}
+    said = [", ".join(f"{number:,} {state}" for state, number in counts.items() if number) or "0 ready"]
+    if row.parked:
+        said.append(f"parked {row.parked:,}")
+    if row.oldest_waiting_seconds is not None:
+        said.append(f"oldest_waiting {duration(row.oldest_waiting_seconds)}")
+    if row.paused_at is not None:
+        said.append(f"paused {age(row.paused_at, now)}")
+    return f"{printable(row.queue)}: {'; '.join(said)}"

@@ -7,8 +7,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from outboxq.cli.options import DatabaseOptions, as_command, parameters_of
-from outboxq.cli.output import notice, print_detail, print_json, print_rows
+from outboxq.cli.options import DatabaseOptions, Wide, as_command, parameters_of
+from outboxq.cli.output import notice, print_detail, print_json
+from outboxq.cli.tables import Column, print_table
 
 Shared = TypeVar("Shared", bound=DatabaseOptions)
 
@@ -17,31 +18,38 @@ Shared = TypeVar("Shared", bound=DatabaseOptions)
 class ListOptions(DatabaseOptions):
     """The options of every list, beside its filters."""
 
-    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most this many.")] = 50
+    limit: Annotated[int, typer.Option("--limit", metavar="NUMBER", min=1, max=10_000, help="At most this many.")] = 50
+    wide: Wide = False
 
 
 def lists(
-    name: str, columns: Sequence[str], filters: str
+    name: str, columns: Sequence[Column], filters: str, *, things: str | None = None
 ) -> Callable[[Callable[..., Sequence[object]]], Callable[..., None]]:
     """Turn a function that finds things into a command that lists them.
 
     Args:
         name: That of the list in the JSON.
-        columns: Attributes of the things, for the table.
+        columns: Those of the table.
         filters: The options that narrow the list down.
+        things: What the list holds, in words; without it, its name.
     """
 
     def decorate(find: Callable[..., Sequence[object]]) -> Callable[..., None]:
         def run(given: dict[str, Any]) -> None:
+            from outboxq.statements.paging import database_clock
+
             options = _take(ListOptions, given)
             with options.transaction() as connection:
                 # One more, to know whether there are more.
                 found = find(connection, limit=options.limit + 1, **given)
+                now = database_clock(connection)
             shown, more = found[: options.limit], len(found) > options.limit
             if options.as_json:
                 print_json({name: shown, "more": more})
                 return
-            print_rows(columns, shown)
+            if not found:
+                notice(f"no {things or name} found")
+            print_table(columns, shown, now=now, wide=options.wide)
             if more:
                 notice(f"there are more than these {options.limit:,}: see --limit, or narrow it down with {filters}")
 

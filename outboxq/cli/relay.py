@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema, takes
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrls, Schema, takes
 from outboxq.cli.output import print_json
 
 if TYPE_CHECKING:
     from outboxq.config import RelayConfig
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+LogFormat: TypeAlias = Literal["text", "json"]
 
 # Options that have the name of the setting.
 _NUMBERS = ("batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds")
@@ -31,45 +33,62 @@ class RelayOptions:
         list[str] | None,
         typer.Option(
             "--queue",
-            metavar="NAMES[=SLOTS]",
-            help="Which queues to serve, and how many of their jobs run at once: accounts=4; urgent,normal=2 (two of "
-            "both together, in this order of precedence); *=2 (two of all other queues together, in turns). May be "
-            "repeated. Without it: two of each queue.",
+            metavar="NAMES=SLOTS",
+            help="Which queues to serve, and with how many slots: so many of their jobs run at once. accounts=4; "
+            "urgent,normal=2 (two slots for both, urgent first); *=2 (two slots for all other queues, in turns); "
+            "accounts (one slot). May be repeated. Without it: two slots for each queue.",
             show_default=False,
         ),
     ] = None
     processes: Annotated[
-        int, typer.Option("--processes", min=1, max=256, help="How many such relays to keep running, a process each.")
+        int,
+        typer.Option(
+            "--processes",
+            metavar="NUMBER",
+            min=1,
+            max=256,
+            help="How many such relays to keep running, a process each; of several databases, so many for each.",
+        ),
     ] = 1
     drain: Annotated[
         bool, typer.Option("--drain", help="Stop when no job is ready or due any more, and say what is left.")
     ] = False
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, max=1_000, help="The most jobs that one transaction claims.")
+        int,
+        typer.Option(
+            "--batch-size", metavar="JOBS", min=1, max=1_000, help="The most jobs that one transaction claims."
+        ),
     ] = 1
     poll_seconds: Annotated[
-        float, typer.Option("--poll-seconds", help="The longest time between two polls of an empty queue.")
+        float,
+        typer.Option("--poll-seconds", metavar="SECONDS", help="The longest time between two polls of an empty queue."),
     ] = 1.0
     drain_seconds: Annotated[
-        float, typer.Option("--drain-seconds", help="How long a stopping relay waits for its handlers.")
+        float,
+        typer.Option("--drain-seconds", metavar="SECONDS", help="How long a stopping relay waits for its handlers."),
     ] = 30.0
     lease_seconds: Annotated[
         float,
         typer.Option(
             "--lease-seconds",
-            help="How long jobs in lease mode stay with this relay after its last sign of life.",
+            metavar="SECONDS",
+            help="How long other relays wait, after the last sign of life of this one, before they take over its jobs "
+            "in lease mode.",
         ),
     ] = 30.0
     max_crashes: Annotated[
         int,
         typer.Option(
-            "--max-crashes", help="How often a job that runs alone may crash its relay before it is a dead letter."
+            "--max-crashes",
+            metavar="NUMBER",
+            help="How often a job that runs alone may crash its relay before it is a dead letter.",
         ),
     ] = 3
     prune_seconds: Annotated[
         float,
         typer.Option(
             "--prune-seconds",
+            metavar="SECONDS",
             help="The longest time between two deletions of messages and effects whose retention is over. 0: never.",
         ),
     ] = 60.0
@@ -92,6 +111,7 @@ class RelayOptions:
         float,
         typer.Option(
             "--stall-seconds",
+            metavar="SECONDS",
             help="With several processes: kill and replace one that has shown no sign of life for so long. 0: never.",
         ),
     ] = 60.0
@@ -105,22 +125,65 @@ class RelayOptions:
         ),
     ] = None
     listen_url: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--listen-url",
             metavar="URL",
-            help="A direct URL of the server, to LISTEN on, if the database URL leads to a transaction pooler. Other "
-            "users of the machine can see it here: prefer the variable OUTBOXQ_LISTEN_URL.",
+            help="A direct URL of the server, to LISTEN on, if the database URL leads to a transaction pooler; for "
+            "several databases one for each, in their order. Other users of the machine can see it here: prefer the "
+            "variable OUTBOXQ_LISTEN_URL.",
             show_default=False,
         ),
     ] = field(default=None, repr=False)
     no_listen: Annotated[bool, typer.Option("--no-listen", help="Do not LISTEN for new jobs: poll only.")] = False
     schema: Schema = DEFAULT_SCHEMA
-    log_level: Annotated[LogLevel, typer.Option("--log-level", help="What to log to standard error.")] = "info"
-    database_url: DatabaseUrl = field(default=None, repr=False)
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            "--log-level",
+            metavar="LEVEL",
+            help="What to log to standard error: debug, info, warning or error, and what is graver.",
+        ),
+    ] = "info"
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(
+            "--log-format",
+            metavar="FORMAT",
+            help="text, or json: an object a line, the application's own records too. Without it: text, unless the "
+            "application sets logging up when it is imported.",
+            show_default=False,
+        ),
+    ] = None
+    no_log_tracebacks: Annotated[
+        bool,
+        typer.Option(
+            "--no-log-tracebacks",
+            help="Log failed attempts in a line each. Their tracebacks are stored all the same: `outboxq jobs show`.",
+        ),
+    ] = False
+    reload: Annotated[
+        bool,
+        typer.Option(
+            "--reload",
+            help="For development: start the relay again when a .py file of the application changes. Needs "
+            "outboxq[reload].",
+        ),
+    ] = False
+    reload_dirs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--reload-dir",
+            metavar="PATH",
+            help="With --reload: the directory to watch. May be repeated. Without it: the current directory, and the "
+            "package of the registry.",
+            show_default=False,
+        ),
+    ] = None
+    database_url: DatabaseUrls = field(default=None, repr=False)
 
-    def config(self) -> "RelayConfig":
-        """These options as a relay's configuration.
+    def config(self, listen_url: str | None) -> "RelayConfig":
+        """These options as the configuration of the relays of one database, who listen by `listen_url` if they may.
 
         Raises:
             ConfigError: a value that cannot be used.
@@ -133,14 +196,27 @@ class RelayOptions:
             reindex=not self.no_reindex,
             allow_asynchronous_commit=self.allow_asynchronous_commit,
             listen=not self.no_listen,
-            listen_url=config.listen_url(self.listen_url),
+            listen_url=listen_url,
             schema=self.schema,
         )
+
+    def check_reload(self, databases: int) -> None:
+        """Refuse --reload beside what it cannot serve.
+
+        Raises:
+            WrongUsage: with what to do.
+        """
+        if self.reload_dirs and not self.reload:
+            raise WrongUsage("--reload-dir says what --reload watches: add --reload")
+        if self.reload and (self.processes > 1 or self.drain or databases > 1):
+            other = "--drain" if self.drain else "--processes" if self.processes > 1 else "all databases but one"
+            raise WrongUsage(f"--reload keeps one relay running, for development: leave {other} out")
 
     def of_one_process(self) -> list[str]:
         """The command line of one of several processes; without the URLs, which other users could read there."""
         command = [sys.executable, "-m", "outboxq", "relay", self.target]
         command += ["--schema", self.schema, "--log-level", self.log_level]
+        command += ["--log-format", self.log_format] if self.log_format else []
         command += [part for text in self.queue or () for part in ("--queue", text)]
         command += [part for name in _NUMBERS for part in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
         flags = {
@@ -148,6 +224,7 @@ class RelayOptions:
             "--allow-asynchronous-commit": self.allow_asynchronous_commit,
             "--drain": self.drain,
             "--no-listen": self.no_listen,
+            "--no-log-tracebacks": self.no_log_tracebacks,
         }
         return [*command, *(flag for flag, is_given in flags.items() if is_given)]
 
@@ -164,12 +241,18 @@ def relay(options: RelayOptions) -> None:
     list`); 1 it failed; 2 it could not start like this; 3 a handler could not be stopped at its deadline, so that the
     process must be replaced.
 
+    With several databases each has relays of its own, and one that is down, or refuses its relays later, stops no work
+    of another. It ends with 2 if one refuses them at the start, or later all do.
+
     \b
     Examples:
       outboxq relay myapp.jobs:jobs
-      outboxq relay myapp.jobs:jobs --queue accounts=4 --queue urgent,normal=2 --processes 2
+      outboxq relay myapp.jobs:jobs --queue accounts=4 --queue urgent,normal=2
+      outboxq relay myapp.jobs:jobs --processes 2 --log-format json
       outboxq relay myapp.jobs:jobs --processes 4 --health-file /tmp/relay.json
+      outboxq relay myapp.jobs:jobs --database-url "$A" --database-url "$B"
       outboxq relay myapp.jobs:jobs --drain
+      outboxq relay myapp.jobs:jobs --reload
     """
     from outboxq.cli.relay_process import run_relay
 
@@ -180,7 +263,12 @@ def health(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The --health-file of the relay.", show_default=False)],
     max_age_seconds: Annotated[
         float,
-        typer.Option("--max-age-seconds", min=2.0, help="How old the file may be. A relay writes it once a second."),
+        typer.Option(
+            "--max-age-seconds",
+            metavar="SECONDS",
+            min=2.0,
+            help="How old the file may be. A relay writes it once a second.",
+        ),
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:

@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import typer
@@ -14,14 +15,16 @@ from sqlalchemy.exc import DBAPIError
 from outboxq import config
 from outboxq.admin.stats import count_left
 from outboxq.cli.database import connect, open_database
-from outboxq.cli.errors import DatabaseUnreachable
+from outboxq.cli.errors import DatabaseUnreachable, explain
 from outboxq.cli.output import notice
-from outboxq.cli.relay import LogLevel, RelayOptions
+from outboxq.cli.relay import RelayOptions
+from outboxq.cli.reload import run_reloading
+from outboxq.codec.text import printable
 from outboxq.config import RelayConfig
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
-from outboxq.events import Emitter
+from outboxq.events import Emitter, Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
-from outboxq.observability.logging import LineFormatter, log_event
+from outboxq.observability.logging import JsonFormatter, LineFormatter, log_event
 from outboxq.relay import health
 from outboxq.relay.relay import Relay
 from outboxq.relay.signals import stop_signals, stop_when_parent_dies
@@ -35,15 +38,39 @@ _log = logging.getLogger("outboxq.relay")
 
 
 def run_relay(options: RelayOptions) -> None:
-    """Run one relay in this process, or several in processes of their own."""
-    url, settings = config.database_url(options.database_url), options.config()
-    if options.processes == 1:
-        _run(options, url, settings)
-    else:
-        # Once, for all of them.
+    """Run one relay in this process, several in processes of their own, or one that is started again on changes."""
+    if options.log_format is not None:
+        # Before the application is imported, whose own set-up then finds that there is one.
+        _set_up_logging(options)
+    try:
+        _start(options)
+    except Exception as error:
+        failure = explain(error) if options.log_format == "json" else None
+        if failure is None:
+            raise
+        _log.critical("%s", failure.message)
+        raise typer.Exit(failure.exit_code) from error
+
+
+def _start(options: RelayOptions) -> None:
+    urls = config.database_urls(options.database_url)
+    options.check_reload(len(urls))
+    listen = config.listen_urls(options.listen_url, len(urls))
+    databases = {
+        name: (url, options.config(to_listen)) for (name, url), to_listen in zip(urls.items(), listen, strict=True)
+    }
+    first = next(iter(databases.values()))
+    if options.processes == 1 and not options.reload and len(databases) == 1:
+        _run(options, *first)
+        return
+    # Once, for all processes.
+    for url, settings in databases.values():
         _check_database(url, settings)
-        _set_up_logging(options.log_level)
-        _supervise(options, url, settings)
+    _set_up_logging(options)
+    if options.reload:
+        run_reloading(options, _child_environment(*first))
+    else:
+        _supervise(options, databases)
 
 
 def _run(options: RelayOptions, url: URL, settings: RelayConfig) -> None:
@@ -51,9 +78,10 @@ def _run(options: RelayOptions, url: URL, settings: RelayConfig) -> None:
     # Before the application's code, which may start processes of its own.
     parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
     jobs = load_jobs(options.target)
-    _set_up_logging(options.log_level)
+    _set_up_logging(options)
     state = health.StateHook()
-    relay = Relay(url, jobs, settings, hooks=(log_event, state))
+    hooks: list[Hook] = [partial(log_event, tracebacks=not options.no_log_tracebacks), state]
+    relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _say_that_it_waits])
     with stop_signals(relay.stop), health.health_file(options.health_file, lambda: health.Health(state.state)):
         if parent is not None:
             stop_when_parent_dies(parent, relay.stop)
@@ -63,10 +91,17 @@ def _run(options: RelayOptions, url: URL, settings: RelayConfig) -> None:
             _check_database(url, settings)
         report = _work(relay, drain=options.drain)
     if options.drain:
-        typer.echo(f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}")
+        label = config.database_label()
+        counted = f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}"
+        typer.echo(counted if label is None else f"{label}: {counted}")
         if state.state != "stopping":
             queues = [name for group, _ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
             _say_what_is_left(url, settings.schema, queues)
+
+
+def _say_that_it_waits(event: Event) -> None:
+    if isinstance(event, RelayStarted):
+        _log.info("waiting for jobs, until SIGTERM or Ctrl-C")
 
 
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
@@ -81,6 +116,7 @@ def _work(relay: Relay, *, drain: bool) -> RelayReport:
 
 _LEFT = {
     "in_backoff": "in backoff after a failed attempt",
+    "behind": "behind another job of their group",
     "later": "due later",
     "parked": "of kinds that this registry does not know",
     "paused": "in paused queues",
@@ -99,7 +135,9 @@ def _say_what_is_left(url: URL, schema: str, queues: Sequence[str]) -> None:
         notice(f"what is left could not be counted ({type(error).__name__})")
         return
     if left:
-        typer.echo("left: " + ", ".join(f"{left[sort]:,} {words}" for sort, words in _LEFT.items() if sort in left))
+        label = config.database_label()
+        sorts = ", ".join(f"{left[sort]:,} {words}" for sort, words in _LEFT.items() if sort in left)
+        typer.echo(f"left: {sorts}" if label is None else f"{label}: left: {sorts}")
 
 
 def _end_stuck(error: Exception) -> NoReturn:
@@ -117,23 +155,37 @@ def _end_stuck(error: Exception) -> NoReturn:
     os._exit(EXIT_STUCK)
 
 
-def _supervise(options: RelayOptions, url: URL, settings: RelayConfig) -> NoReturn:
-    """Keep several relays running, a process each."""
-    # Passed as variables: a command line can be read by every user of the machine.
-    secrets = {config.DATABASE_URL_VARIABLE: url.render_as_string(hide_password=False)}
-    if settings.listen_url is not None:
-        secrets[config.LISTEN_URL_VARIABLE] = settings.listen_url
+def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayConfig]]) -> NoReturn:
+    """Keep several relays running, a process each, of each database."""
+    several = {
+        name: {**_secrets(url, settings), config.DATABASE_LABEL_VARIABLE: name}
+        for name, (url, settings) in databases.items()
+    }
+    url, settings = next(iter(databases.values()))
     supervisor = Supervisor(
         options.of_one_process(),
         options.processes,
-        environment=config.child_environment(secrets),
+        environment=_child_environment(url, settings),
         drain_seconds=settings.drain_seconds,
         emit=Emitter((log_event,), lambda _hook, _event: None),
+        databases=several if len(several) > 1 else {},
         finite=options.drain,
         stall_seconds=options.stall_seconds,
         health_path=options.health_file,
     )
     raise typer.Exit(supervisor.run())
+
+
+def _child_environment(url: URL, settings: RelayConfig) -> Mapping[str, str]:
+    """The environment of a relay process, with the URLs: other users could read them on a command line."""
+    return config.child_environment(_secrets(url, settings))
+
+
+def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
+    secrets = {config.DATABASE_URL_VARIABLE: url.render_as_string(hide_password=False)}
+    if settings.listen_url is not None:
+        secrets[config.LISTEN_URL_VARIABLE] = settings.listen_url
+    return secrets
 
 
 def _check_database(url: URL, settings: RelayConfig) -> None:
@@ -156,9 +208,17 @@ def _check_database(url: URL, settings: RelayConfig) -> None:
         return
 
 
-def _set_up_logging(level: LogLevel) -> None:
-    """Log to standard error, unless the application has set up its own logging; the level is ours either way."""
+def _set_up_logging(options: RelayOptions) -> None:
+    """Log to standard error, unless logging is set up already; the level is ours either way."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s [%(process)d] %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("outboxq").setLevel(level.upper())
+    label = config.database_label()
+    # The name is no format: a percent sign is doubled.
+    place = "%(process)d" if label is None else f"%(process)d {printable(label).replace('%', '%%')}"
+    handler.setFormatter(
+        JsonFormatter(label)
+        if options.log_format == "json"
+        else LineFormatter(f"%(asctime)s %(levelname)s [{place}] %(message)s")
+    )
+    level = options.log_level.upper()
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("outboxq").setLevel(level)

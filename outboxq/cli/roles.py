@@ -7,7 +7,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, Schema, takes
-from outboxq.cli.output import print_json, print_table
+from outboxq.cli.output import print_json, print_wrapped
 
 if TYPE_CHECKING:
     from outboxq.admin.roles import Part, Rights
@@ -23,6 +23,9 @@ class RolesOptions:
 
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL that makes the roles.")] = False
     producer: Annotated[str | None, _role("--producer", "The role that enqueues.")] = None
+    unique_producer: Annotated[
+        str | None, _role("--unique-producer", "The role that enqueues, also jobs with a unique key.")
+    ] = None
     receiver: Annotated[
         str | None, _role("--receiver", "The role that accepts messages and calls effects outside of handlers.")
     ] = None
@@ -37,12 +40,15 @@ class RolesOptions:
 
 @takes(RolesOptions)
 def roles(options: RolesOptions) -> None:
-    """Show the least rights that each part of a system needs in the database, or print the SQL that grants them.
+    """Show the least database rights of each part, or print SQL that grants them.
 
-    Without names, it covers all parts: outboxq_producer, outboxq_receiver, outboxq_relay, outboxq_reader and
-    outboxq_operator, groups that you grant to the roles which log in. With names, only those. It connects to no
-    database. Run the SQL as the owner of the tables, and again after each migration: it grants what is missing. A
-    producer of an earlier version could insert into every column of a job: it keeps only the columns that it needs.
+    A part is a producer, a producer of unique jobs, a receiver, a relay, a reader or an operator.
+
+    Without names, it covers all parts: outboxq_producer, outboxq_unique_producer, outboxq_receiver, outboxq_relay,
+    outboxq_reader and outboxq_operator, groups that you grant to the roles which log in. With names, only those. It
+    connects to no database. Run the SQL as the owner of the tables, and again after each migration: it grants what is
+    missing. A producer of an earlier version could insert into every column of a job: it keeps only the columns that it
+    needs.
 
     \b
     Examples:
@@ -70,9 +76,13 @@ def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
 
     if as_json:
         print_json({"roles": [_rights_as_json(part, name, RIGHTS[part]) for part, name in names.items()]})
-    else:
-        rows = [(name, RIGHTS[part].purpose, _rights_in_words(RIGHTS[part])) for part, name in names.items()]
-        print_table(("role", "for", "rights"), rows)
+        return
+    for part, name in names.items():
+        typer.echo(name)
+        print_wrapped(RIGHTS[part].purpose, "  for     ", " " * 10)
+        rights = _rights_in_words(RIGHTS[part])
+        for label, right in zip(("rights", *[""] * len(rights)), rights, strict=False):
+            print_wrapped(right, f"  {label:<6}  ", " " * 10)
 
 
 def _rights_as_json(part: "Part", name: str, rights: "Rights") -> dict[str, object]:
@@ -84,12 +94,18 @@ def _rights_as_json(part: "Part", name: str, rights: "Rights") -> dict[str, obje
         "calls_functions": rights.calls_functions,
         "tables": rights.tables,
         "inserts": rights.inserts,
+        "selects": rights.selects,
     }
 
 
-def _rights_in_words(rights: "Rights") -> str:
+def _rights_in_words(rights: "Rights") -> list[str]:
+    """A line for each combination of rights, with all the tables that it is granted on."""
     words = ["SELECT on all tables"] if rights.reads_all else []
     words += [f"INSERT ({', '.join(columns)}) on {table}" for table, columns in rights.inserts.items()]
-    words += [f"{', '.join(wanted)} on {table}" for table, wanted in rights.tables.items()]
+    words += [f"SELECT ({', '.join(columns)}) on {table}" for table, columns in rights.selects.items()]
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for table, wanted in rights.tables.items():
+        tables.setdefault(wanted, []).append(table)
+    words += [f"{', '.join(wanted)} on {', '.join(names)}" for wanted, names in tables.items()]
     words += ["EXECUTE on all functions"] if rights.calls_functions else []
-    return "; ".join(words)
+    return words

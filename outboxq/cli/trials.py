@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outboxq.cli.options import AsJson, takes
-from outboxq.cli.output import notice, print_fields, print_json, print_table
+from outboxq.cli.output import notice, print_fields, print_json
+from outboxq.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
     from outboxq.torture import TortureReport
 
 
 def demo(
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="How many jobs to commit.")] = 1_000,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="NUMBER", help="How many jobs to commit; at least 100.")
+    ] = 1_000,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Repeat an earlier run's customers.", show_default=False)
+        int | None,
+        typer.Option("--seed", metavar="NUMBER", help="Repeat an earlier run's customers.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Kill a relay in the middle of its work, and count that nothing was lost or done twice.
+    """Kill a relay at work, and count that nothing was lost or done twice.
 
     Starts a PostgreSQL server of its own, and leaves nothing behind. Needs outboxq[demo].
 
@@ -37,23 +41,41 @@ def demo(
 class Options:
     """A field per option."""
 
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="How many jobs to commit.")] = 5_000
-    faults: Annotated[int, typer.Option("--faults", min=0, help="How many faults to cause, spread over the run.")] = 50
+    jobs: Annotated[int, typer.Option("--jobs", metavar="NUMBER", help="How many jobs to commit; at least 200.")] = (
+        5_000
+    )
+    faults: Annotated[
+        int,
+        typer.Option(
+            "--faults",
+            metavar="NUMBER",
+            help="How many faults to cause, spread over the run; at most one for ten jobs.",
+        ),
+    ] = 50
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Repeat an earlier run's transactions and faults.", show_default=False),
+        typer.Option(
+            "--seed", metavar="NUMBER", help="Repeat an earlier run's transactions and faults.", show_default=False
+        ),
     ] = None
     mode: Annotated[
-        Literal["transaction", "lease", "mixed"], typer.Option("--mode", help="The mode in which the handlers run.")
+        Literal["transaction", "lease", "mixed", "flow"],
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="How the handlers run: transaction, lease or mixed; flow adds groups, limits and coalesced jobs.",
+        ),
     ] = "transaction"
-    relays: Annotated[int, typer.Option("--relays", min=1, max=16, help="How many relay processes.")] = 3
-    minutes: Annotated[float, typer.Option("--minutes", help="Give up after so long.")] = 30.0
+    relays: Annotated[
+        int, typer.Option("--relays", metavar="NUMBER", min=1, max=16, help="How many relay processes.")
+    ] = 3
+    minutes: Annotated[float, typer.Option("--minutes", metavar="MINUTES", help="Give up after so long.")] = 30.0
     as_json: AsJson = False
 
 
 @takes(Options)
 def torture(options: Options) -> None:
-    """Disturb relays in every way, and check that no job was lost or done twice.
+    """Disturb relays at random, and check that no job was lost or done twice.
 
     Starts a PostgreSQL server of its own, relays and producers; kills them, stops them and cuts their connections at
     random; then reads from the database what became of each job. No other database is used, and nothing is left behind.
@@ -78,31 +100,22 @@ def torture(options: Options) -> None:
     if as_json:
         print_json(report)
     else:
-        _show(report)
+        print_report(report)
     raise typer.Exit(1 if report.problems else 0)
 
 
-def _show(report: "TortureReport") -> None:
-    print_table(("fault", "times"), sorted(report.faults.items()))
-    print_fields(
-        (
-            ("jobs enqueued", report.enqueued),
-            ("rolled back", report.rolled_back),
-            ("effects", report.effects),
-            ("dead letters", report.dead),
-            ("lost", report.lost),
-            ("doubled", report.doubled),
-            ("ran though rolled back", report.ghosts),
-            ("left", report.left),
-            ("unknown to producers", report.unknown),
-            ("of them as their row says", report.unknown_resolved),
-            ("faults that met nothing", report.faults_not_met),
-            ("relays started", report.relays_started),
-            ("longest stall", report.longest_stall_seconds),
-            ("seconds", report.seconds),
-            ("server", report.server),
-            ("seed", str(report.seed)),
-        )
-    )
+def print_report(report: "TortureReport") -> None:
+    """The faults as a table, the figures by the names of their JSON, and what is not as promised."""
+    print_table((Column("fault"), Column("times")), [_Times(*each) for each in sorted(report.faults.items())])
+    figures = {name: value for name, value in asdict(report).items() if name not in ("faults", "problems")}
+    print_fields(figures.items())
     for problem in report.problems:
         notice(f"broken: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """How often a fault was done."""
+
+    fault: str
+    times: int

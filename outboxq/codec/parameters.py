@@ -2,7 +2,8 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -21,6 +22,7 @@ from outboxq.codec.entities import (
     primary_key_of,
     primary_key_type,
 )
+from outboxq.codec.readable import unreadable_in
 from outboxq.codec.signature import declared_signature, resolve_annotation
 from outboxq.codec.values import ENCODER, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
@@ -164,14 +166,37 @@ class Signature:
         try:
             return dict(self._binder.bind(*args, **kwargs).arguments)
         except TypeError as error:
-            raise ArgumentError(f"{self._kind}{self._binder}: {error}") from error
+            # Of a misspelt name Python says that the right one is missing, and no more.
+            unknown = [repr(name) for name in kwargs if name not in self.parameters and repr(name) not in str(error)]
+            also = f", and there is no argument {', '.join(unknown)}" if unknown else ""
+            raise ArgumentError(f"{self._kind}{self._binder}: {error}{also}") from error
+
+    def all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
+        """The arguments by name of a call that `bind` allows, with the defaults of those that it left out."""
+        bound = self._binder.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
 
     def encode(self, name: str, value: object) -> bytes:
-        return self.parameters[name].encode(value)
+        """One argument as JSON text.
+
+        Raises:
+            ArgumentError: it does not fit; the message names the handler.
+        """
+        with self._named():
+            return self.parameters[name].encode(value)
 
     def check_entity(self, name: str, value: object) -> None:
         """Refuse an entity that does not fit, by its class alone: a pending one has no key yet."""
-        self.parameters[name].check_entity(value)
+        with self._named():
+            self.parameters[name].check_entity(value)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ArgumentError as error:
+            raise ArgumentError(f"handler {self._kind!r}, {error}") from error.__cause__
 
     def decode(self, args: str) -> dict[str, object]:
         """The stored JSON object as call arguments, with an `EntityKey` for each entity.
@@ -243,12 +268,23 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
         decoder = json_decoder(stored)
     except TypeError as error:
         raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
+    # One that may be left out can be the handler's own affair: a clock, or a client that tests pass.
+    unreadable = unreadable_in(stored) if entity is None and declared.default is _EMPTY else None
+    if unreadable is not None:
+        raise RegistryError(
+            f"handler {kind!r}, argument {declared.name!r}: JSON cannot hold {_shown(unreadable)}: store what it is "
+            "made of, such as a text or numbers, and make it again in the handler"
+        )
     locked = is_locked(annotation)
     if locked and entity is None:
         raise RegistryError(
             f"handler {kind!r}, argument {declared.name!r}: Locked[...] takes a mapped class, or one of them or None"
         )
     return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, locked, decoder)
+
+
+def _shown(cls: type[object]) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:

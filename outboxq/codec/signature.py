@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import ModuleType
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from outboxq.errors import RegistryError
 
@@ -33,6 +33,27 @@ def resolve_annotation(function: Callable[..., object], parameter: inspect.Param
     """
     what = f"the annotation of argument {parameter.name!r} of {function.__module__}.{function.__qualname__}"
     return _resolve(function, parameter.annotation, what)
+
+
+def resolve_head(function: Callable[..., object], parameter: inspect.Parameter) -> object:
+    """The type that `parameter` is annotated with, as far as its names can be found.
+
+    `Any` stands for a name that cannot be: `Context[State]` is a context, whatever `State` is. `object` stands for the
+    whole of it if that makes no type.
+    """
+    try:
+        return resolve_annotation(function, parameter)
+    except RegistryError:
+        names: dict[str, object] = {**_globals_of(function), **_type_checking_names_of(function)}
+    while True:
+        try:
+            return _hints(_carrier(parameter.annotation), names)
+        except NameError as error:
+            if error.name is None or error.name in names:
+                return object
+            names[error.name] = Any
+        except (AttributeError, SyntaxError, TypeError):
+            return object
 
 
 def resolve_return(call: Callable[..., object]) -> object:
@@ -57,14 +78,11 @@ def resolve_return(call: Callable[..., object]) -> object:
 
 
 def _resolve(function: Callable[..., object], annotation: object, what: str) -> object:
-    globals_ = getattr(inspect.unwrap(function), "__globals__", {})
-    # A carrier with one annotation: a name that only the other annotations use never matters.
-    carrier = type("carrier", (), {"__annotations__": {"value": annotation}})
+    globals_, carrier = _globals_of(function), _carrier(annotation)
     try:
         return _hints(carrier, globals_)
     except (NameError, AttributeError, SyntaxError, TypeError):
-        module = sys.modules.get(function.__module__)
-        type_checking = _type_checking_names(module) if module is not None else {}
+        type_checking = _type_checking_names_of(function)
     try:
         return _hints(carrier, {**globals_, **type_checking})
     except NameError as error:
@@ -75,8 +93,23 @@ def _resolve(function: Callable[..., object], annotation: object, what: str) -> 
         raise RegistryError(f"{what} is not a type ({error}): mend it") from error
 
 
+def _carrier(annotation: object) -> type[object]:
+    """A class with one annotation: a name that only the other annotations of a function use never matters."""
+    return type("carrier", (), {"__annotations__": {"value": annotation}})
+
+
+def _globals_of(function: Callable[..., object]) -> dict[str, object]:
+    found: dict[str, object] = getattr(inspect.unwrap(function), "__globals__", {})
+    return found
+
+
 def _hints(carrier: type[object], globals_: Mapping[str, object]) -> object:
     return get_type_hints(carrier, globalns=dict(globals_), include_extras=True)["value"]
+
+
+def _type_checking_names_of(function: Callable[..., object]) -> Mapping[str, object]:
+    module = sys.modules.get(function.__module__)
+    return _type_checking_names(module) if module is not None else {}
 
 
 @functools.cache

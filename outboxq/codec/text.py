@@ -12,6 +12,18 @@ def printable(text: str) -> str:
     )
 
 
+def escaped_json(json: str) -> str:
+    """The same JSON, with escapes for what a terminal, or a reader of lines, would act on; line breaks stay."""
+    if json.isprintable():
+        return json
+    return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in json)
+
+
+def _json_escape(character: str) -> str:
+    units = character.encode("utf-16-be")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
 def several(number: int, one: str, many: str) -> str:
     """`1 job`, `3,000 jobs`."""
     return f"{number:,} {one if number == 1 else many}"

@@ -9,6 +9,7 @@ from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.errors import ConfigError, SchemaError
+from outboxq.tables import NEEDED_VERSION
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
@@ -16,8 +17,8 @@ _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 LOCK_NOT_AVAILABLE = "55P03"
 # A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
 _TRANSIENT = ("25006", LOCK_NOT_AVAILABLE, "40001", "40P01")
-# What a server, a pooler or libpq says when it lets no connection in. Only these words are repeated: the rest of the
-# text may hold a host, a user or a value.
+# What a server, a pooler or libpq says when it lets no connection in, or when one is lost. Only these words are
+# repeated: the rest of the text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
     "too many connections",
     "too many clients",
@@ -37,6 +38,15 @@ _OUTAGE_REASONS = (
     "No such file or directory",
     "No route to host",
     "Network is unreachable",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "was not answered within",
+    "server login failed",
+    "query_wait_timeout",
+    "the connection is closed",
+    "the connection is lost",
+    "SSL connection has been closed",
 )
 # What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
 # the words are left out.
@@ -53,8 +63,8 @@ _REFUSALS = {
 
 def sqlstate_of(error: BaseException | None) -> str | None:
     """The SQLSTATE of an error of SQLAlchemy's, psycopg's, psycopg2's or asyncpg's; None for any other."""
-    original: object = error.orig if isinstance(error, DBAPIError) else error
     try:
+        original: object = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
     except BaseException:  # noqa: BLE001  # a property of users': its own error must not hide the one that is looked at
         return None
@@ -68,7 +78,7 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
         return None
     return SchemaError(
         "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
-        "`outboxq.migrations.upgrade(op)` in a revision of your Alembic history"
+        f"`outboxq.migrations.upgrade(op, to={NEEDED_VERSION})` in a revision of your Alembic history"
     )
 
 
@@ -126,6 +136,8 @@ def _refusal(error: BaseException) -> str | None:
 
 # query_canceled: by a time-out, or by a call of pg_cancel_backend().
 QUERY_CANCELED = "57014"
+# A right is missing.
+INSUFFICIENT_PRIVILEGE = "42501"
 
 
 def is_database_unavailable(error: BaseException) -> bool:

@@ -69,11 +69,10 @@ class TerminalShow(Show):
         self._bar.update(self._task, completed=done, total=total)
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        from rich import box
         from rich.table import Table
 
         self._bar.stop()
-        table = Table(box=box.SIMPLE)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("counted by SQL")
         table.add_column("", justify="right")
         table.add_column("from")

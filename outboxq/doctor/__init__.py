@@ -4,6 +4,7 @@ It only reads: each check is a short READ ONLY transaction of its own that waits
 not allowed to make is a finding itself, never an error.
 """
 
+import outboxq.libpq  # noqa: F401  # before a module here imports psycopg
 from outboxq.doctor.checks import run_checks as run_checks
 from outboxq.doctor.findings import Finding as Finding
 from outboxq.doctor.findings import Limits as Limits

@@ -10,14 +10,27 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.roles import Part
 from outboxq.database.driver import driver_connection, is_lost, run_script
-from outboxq.doctor import effects, pooler, rights, server, sessions, vacuum, work
+from outboxq.doctor import (
+    cancellation,
+    effects,
+    job_batches,
+    limits,
+    pooler,
+    rights,
+    schedules,
+    server,
+    sessions,
+    vacuum,
+    work,
+)
 from outboxq.doctor import schema as structure
 from outboxq.doctor.findings import Check, CheckContext, Connect, Finding, Limits
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
 from outboxq.statements.doctor import tables as statements
 from outboxq.tables import SCHEMA
 
 _MARKED, _JOB, _EFFECT = frozenset({"migration"}), frozenset({"job"}), frozenset({"effect"})
+_SCHEDULE, _READS_SCHEDULES = frozenset({"schedule"}), "SELECT on the table schedule"
 
 CHECKS: tuple[Check, ...] = (
     Check("the tables", structure.find_missing_tables, _MARKED, needs_current=True),
@@ -28,10 +41,34 @@ CHECKS: tuple[Check, ...] = (
     Check("the size of indexes", vacuum.find_wasted_indexes, _JOB),
     Check("the kinds that wait", work.find_unknown_kinds, _JOB, grant="SELECT on the table job"),
     Check("the queues", work.find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
+    Check("groups", work.find_blocked_groups, _JOB, grant="SELECT on the table job"),
+    Check(
+        "the limits of queues",
+        limits.find_limited_queues,
+        _JOB | {"queue", "rate"},
+        grant="SELECT on the tables job, queue and rate",
+    ),
     Check("suspects", work.find_suspects, _JOB, grant="SELECT on the table job"),
     Check("leases", work.find_orphaned_leases, _JOB | {"relay"}, grant="SELECT on the tables job and relay"),
+    Check(
+        "cancellations",
+        cancellation.find_unanswered_requests,
+        _JOB | {"cancel_request"},
+        grant="SELECT on the tables job and cancel_request",
+    ),
+    Check("paused kinds", cancellation.find_paused_kinds, frozenset({"paused_kind"}), grant="SELECT on paused_kind"),
     Check("unknown effects", effects.find_unknown_effects, _EFFECT, grant="SELECT on the table effect"),
     Check("effects that were started", effects.find_abandoned_effects, _EFFECT, grant="SELECT on the table effect"),
+    Check("late schedules", schedules.find_late_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
+    Check("paused schedules", schedules.find_paused_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
+    Check("the kinds of schedules", schedules.find_unhandled_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
+    Check(
+        "dead letters of schedules",
+        schedules.find_dying_schedules,
+        _SCHEDULE | {"dead_job"},
+        grant="SELECT on the tables schedule and dead_job",
+    ),
+    Check("batches", job_batches.find_unfinished_batches, _JOB | {"batch"}, grant="SELECT on the tables job and batch"),
     Check("which sessions hold jobs", sessions.find_lock_holders, _JOB),
     Check("which session pins the oldest snapshot", sessions.find_pinned_snapshot),
     Check("the age of transactions", sessions.find_hidden_sessions),

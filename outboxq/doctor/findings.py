@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from sqlalchemy import Connection, Executable, Row
 
 from outboxq.admin.roles import Part
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
 
 Severity: TypeAlias = Literal["problem", "warning", "info"]
 Value: TypeAlias = str | int | float | bool | list[str] | None

@@ -14,8 +14,8 @@ from outboxq.doctor.formatting import identifier
 from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.statements.doctor import tables as statements
 from outboxq.statements.render import quote_identifier
-from outboxq.statements.server import NEEDED_VERSION, schema_version
-from outboxq.tables import metadata
+from outboxq.statements.server import schema_version
+from outboxq.tables import NEEDED_VERSION, metadata
 
 _TRIGGER = "wake_relays"
 TABLES_MISSING = "tables-missing"

@@ -86,7 +86,7 @@ def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
                 "warning",
                 f"{row.name} is off: {effect}",
                 {"setting": row.name, "source": row.source},
-                f"Set {row.name} = on ({row.source} says otherwise), and reload the configuration.",
+                f"Set {row.name} = on in the place that sets it now ({row.source}), and reload the configuration.",
             )
 
 

@@ -1,13 +1,14 @@
 """What waits and why: kinds that no relay knows, queues that no relay serves, leases whose relay is gone."""
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import Row
 
 from outboxq.codec.text import several
+from outboxq.doctor.cancellation import paused_kinds
 from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import work as statements
@@ -33,9 +34,10 @@ def _jobs_wait(number: int) -> str:
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
     """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    paused = paused_kinds(context)
     for row in _waiting(context):
         jobs[row.queue, row.kind] += row.jobs
-        parked[row.queue, row.kind] += row.parked
+        parked[row.queue, row.kind] += 0 if (row.queue, row.kind) in paused else row.parked
     for (queue, kind), number in parked.items():
         if number:
             yield Finding(
@@ -87,6 +89,14 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
             "If another service serves that queue too, give each service queues of its own. After a deployment it "
             "passes by itself once no older relay runs.",
         )
+
+
+def oldest_waiting(context: CheckContext) -> dict[str, float]:
+    """For how many seconds the oldest of the next jobs of each queue has waited."""
+    oldest: dict[str, float] = {}
+    for row in _waiting(context):
+        oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
+    return oldest
 
 
 def find_late_queues(context: CheckContext) -> Iterator[Finding]:
@@ -168,4 +178,28 @@ def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
             f"{owner} {since} and still holds {several(row.jobs, 'leased job', 'leased jobs')}: no relay reaps them",
             detail_of(row),
             "Start a relay: each one puts back the jobs of dead ones within seconds.",
+        )
+
+
+def find_blocked_groups(context: CheckContext) -> Iterator[Finding]:
+    """Groups whose first job is put off, because it failed or no relay knows its kind, while others wait behind it."""
+    by_queue: defaultdict[str, list[Row[Any]]] = defaultdict(list)
+    for row in context.rows(statements.blocked_groups(context.schema)):
+        by_queue[row.queue].append(row)
+    for queue, rows in by_queue.items():
+        first, jobs = rows[0], sum(row.jobs for row in rows)
+        why = (
+            f"its kind {first.kind!r} is not known to the relays that saw it, or is paused"
+            if first.parked
+            else f"it failed, or was put off, after {first.attempt} attempts"
+        )
+        yield Finding(
+            "group-blocked",
+            "warning",
+            f"{_jobs_wait(jobs)} in queue {queue!r} behind the first jobs of {len(rows):,} "
+            f"{'group' if len(rows) == 1 else 'groups'}; the most, {first.jobs:,}, behind job {first.id}: {why}; it "
+            f"runs again in {age(max(first.due_in_seconds, 0.0))}",
+            {"queue": queue, "groups": len(rows), "jobs": jobs, "job": first.id},
+            f"Look at its errors: outboxq jobs show {first.id}. Without it its group goes on: "
+            f'outboxq jobs cancel {first.id}. For jobs that need not wait for one that fails: on_failure="pass".',
         )

@@ -16,6 +16,7 @@ from typing import cast
 from sqlalchemy import Connection
 
 from outboxq.clock import clock
+from outboxq.database.errors import describe_error
 from outboxq.effects.protocol import LockExpiry
 from outboxq.statements import effects as statements
 
@@ -89,7 +90,11 @@ class LockKeeper:
             # Returned only if the transaction was committed in time: what a late one extends is not known.
             extended = set(cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or ()))
         except Exception as error:  # noqa: BLE001  # whatever it is: tried again at the next beat, and told by the record
-            logger.warning("a lock on a call could not be extended", extra={"error_type": type(error).__name__})
+            logger.warning(
+                "a lock on a call could not be extended: %s",
+                describe_error(error),
+                extra={"error_type": type(error).__name__},
+            )
         with self._changed:
             for expiry in due:
                 if expiry in extended:

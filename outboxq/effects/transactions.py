@@ -29,7 +29,7 @@ _KEEPER_ANSWER_SECONDS = 30.0
 _READ_ONLY = "25006"
 
 
-class _Pool:
+class SidePool:
     """A pool beside an engine's, with the same settings and the same way to connect: tokens, connectors, events.
 
     `renew` closes its idle connections. One in use is closed when it is returned: SQLAlchemy would leave it open, in
@@ -91,7 +91,7 @@ class EngineTransactions:
 
     def __init__(self, engine: Engine, schema: str | None) -> None:
         self.schema = check_schema(schema or mapped_schema(engine))
-        self.pools = self._claims, self._records, self._keeper = tuple(_Pool(engine, self.schema) for _ in range(3))
+        self.pools = self._claims, self._records, self._keeper = tuple(SidePool(engine, self.schema) for _ in range(3))
         self._used_at: float | None = None
 
     def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:

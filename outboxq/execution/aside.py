@@ -16,8 +16,9 @@ from sqlalchemy import Connection
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.events import JobSetAside
+from outboxq.execution.claim import AnyScript
 from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row
-from outboxq.statements.claim import ClaimScript, clear_marks
+from outboxq.statements.claim import clear_marks
 from outboxq.statements.lease import NEVER
 from outboxq.statements.transaction import READABLE_DATES, UNTIMED
 
@@ -65,8 +66,8 @@ def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crash
 def set_aside_first(
     connection: Connection,
     schema: str,
-    first: tuple[ClaimScript, UUID],
-    others: Iterable[tuple[ClaimScript, UUID]],
+    first: tuple[AnyScript, UUID],
+    others: Iterable[tuple[AnyScript, UUID]],
     error: BaseException,
 ) -> tuple[JobSetAside, ...] | None:
     """Set aside the job of a claim that failed, if that job is to blame.
@@ -100,7 +101,7 @@ def set_aside_first(
     return None
 
 
-def _failure(connection: Connection, schema: str, script: ClaimScript, job_id: UUID) -> psycopg.Error | None:
+def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUID) -> psycopg.Error | None:
     """The error of a claim of this job alone, or None. The claim is undone, and the mark that it leaves is cleared."""
     failure = None
     with connection.begin():

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
@@ -10,6 +12,7 @@ from sqlalchemy.orm import Session
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.errors import HandlerError, HandlerRolledBack
+from outboxq.events import drop_tracebacks
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.handler_session import HandlerSession, nothing
@@ -17,9 +20,11 @@ from outboxq.execution.invoke import Run
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.execution.runtime import Runtime
+from outboxq.execution.surround import Surrounded
 from outboxq.fault_points import fault_point
 from outboxq.handlers.context import BatchItem
 from outboxq.handlers.handler import BatchHandler
+from outboxq.job import Job
 from outboxq.outcomes import Outcome
 
 
@@ -54,11 +59,13 @@ def call_batch_handler(
         batch.together = 1
         return returned
     finally:
-        batch.deadline = None
+        batch.end_call()
         runtime.guard.let_go()
     closed = _close(session, runtime)
     runtime.guard.take_back()
     savepoint.undo_all(failed, closed=closed)
+    # No hook hears of it.
+    drop_tracebacks(failed)
     batch.together = 1
     return None
 
@@ -77,22 +84,19 @@ def _call(
     assert isinstance(handler, BatchHandler)
     # Join the relay's transaction now: a rollback of a session that has not joined would go unnoticed.
     session.connection()
-    keys = entity_keys(arguments)
-    # A reference keeps the entities: the session's identity map is weak.
-    loaded = load_together(session, keys, locks)
-    given = [_given(session, values) for values in arguments] if keys else arguments
-    if keys:
-        watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
-    items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
-    del loaded
+    load = partial(_load_items, handler, jobs, arguments, session, locks)
+    arounds = runtime.registry.arounds.get(handler.kind)
+    args = load() if arounds is None else Surrounded(arounds.all, load, jobs)
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
-    run = Run(jobs[0], runtime.state, nothing, [])
+    run = Run(jobs[0], runtime.state, nothing, [], batch.begin_call(jobs))
     call: Callable[..., object] = runtime.invoker.call
     with runtime.at_rest(connection, jobs[0]):
-        returned = call(handler.together, lambda: session, run, {"items": items})
+        returned = call(handler.together, lambda: session, run, args)
     batch.deadline = None
+    if run.call.is_cancelled:
+        raise HandlerError("a job of the batch was cancelled: the others run by themselves")
     if savepoint.savepoint is None or not savepoint.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
     if transaction_status(connection) == TransactionStatus.INERROR:
@@ -100,8 +104,27 @@ def _call(
     session.commit()
     savepoint.keep_all()
     fault_point("after-handler")
-    assert isinstance(returned, list)
-    return returned
+    # An around that gave an outcome in place of the call gave it for all jobs.
+    return returned if isinstance(returned, list) else [handler.returned.outcome(returned)] * len(jobs)
+
+
+def _load_items(
+    handler: BatchHandler[Any, Any],
+    jobs: Sequence[Job],
+    arguments: Sequence[Mapping[str, object]],
+    session: HandlerSession,
+    locks: Locks,
+) -> dict[str, object]:
+    """What the handler is called with: each job with its arguments, and with its entities loaded."""
+    keys = entity_keys(arguments)
+    # A reference keeps the entities: the session's identity map is weak.
+    loaded = load_together(session, keys, locks)
+    given = [_given(session, values, locks) for values in arguments] if keys else arguments
+    if keys:
+        watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
+    items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
+    del loaded
+    return {"items": items}
 
 
 def _loaded(
@@ -115,9 +138,11 @@ def _loaded(
     ]
 
 
-def _given(session: HandlerSession, arguments: Mapping[str, object]) -> dict[str, object]:
+def _given(session: HandlerSession, arguments: Mapping[str, object], locks: Locks) -> dict[str, object]:
     return {
-        name: load_entity(session, name, value, may_lock=False) if isinstance(value, EntityKey) else value
+        name: load_entity(session, name, value, may_lock=not locks.has(value.entity, value.identity))
+        if isinstance(value, EntityKey)
+        else value
         for name, value in arguments.items()
     }
 

@@ -5,14 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
+from outboxq.events import BatchFinished, Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned
+from outboxq.execution.failure import Failed
 from outboxq.execution.runtime import Result
+from outboxq.handlers.call import HandlerCall
 from outboxq.job import Job
+from outboxq.outbox.unique import UniqueAdds
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
 # How long to wait for the lock, which is held for a moment, except while a cancellation is on its way to the server.
@@ -51,6 +55,7 @@ class DeadLetters:
 
     xid: str
     reason: str
+    failed: Failed
 
 
 @dataclass(slots=True)
@@ -61,16 +66,23 @@ class BatchState:
         transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
         epoch: The run of the server that knows the transaction.
         position: The job that runs, until `deadline` (monotonic) if it has one.
+        call: The call of a handler that runs, or ran last.
         together: How many jobs, from `position` on, one handler runs now.
         runs_together: All jobs run together, to be checked by COMMIT.
         runs_apart: The jobs ran together and were undone: now each runs alone.
         refused: How often COMMIT was refused, and the jobs ran again.
+        expires: When each of the jobs that expire does (monotonic), by id.
         events: The events of the jobs before `position`, if the transaction commits.
         unknown: Jobs of kinds that no handler here can run.
         late_result: The result of a handler that never used the database, until its settlement has begun.
         commit_was_sent: COMMIT was sent, and was not refused.
+        blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
         dead_letters: The dead letters that a recovery of this batch has written.
+        unique_adds: The unique jobs that handlers have added, whose keys are taken at COMMIT.
+        finished: The batches (`jobs.batch`) of its jobs that were over behind its COMMIT.
+        taken_along: The jobs for which others of the batch run; `dropped`: how many of them its claim had taken.
+        coalesced: The events of that, if the transaction commits.
     """
 
     queue: str
@@ -82,16 +94,24 @@ class BatchState:
     position: int = 0
     together: int = 1
     deadline: float | None = None
+    call: HandlerCall | None = None
     runs_together: bool = False
     runs_apart: bool = False
     refused: int = 0
+    expires: dict[UUID, float] = field(default_factory=dict)
     events: list[JobEvent] = field(default_factory=list)
     unknown: list[Job] = field(default_factory=list)
     late_result: Result | None = None
+    blocked: set[str] = field(default_factory=set)
     was_begun: bool = False
     commit_was_sent: bool = False
     has_deadlocked: bool = False
     dead_letters: DeadLetters | None = None
+    unique_adds: UniqueAdds = field(default_factory=UniqueAdds)
+    finished: tuple[BatchFinished, ...] = ()
+    taken_along: tuple[UUID, ...] = ()
+    dropped: int = 0
+    coalesced: tuple[JobsCoalesced, ...] = ()
     _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -110,6 +130,11 @@ class BatchState:
     def running_jobs(self) -> tuple[Job, ...]:
         """The jobs that one handler runs now."""
         return self.jobs[self.position : self.position + self.together]
+
+    @property
+    def claimed_ids(self) -> tuple[UUID, ...]:
+        """The ids of all jobs whose rows the claim has taken."""
+        return (*(job.id for job in self.jobs), *self.taken_along)
 
     @property
     def is_lone(self) -> bool:
@@ -134,6 +159,22 @@ class BatchState:
             self.was_begun = True
             self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
         return self.transaction
+
+    def begin_call(self, jobs: tuple[Job, ...]) -> HandlerCall:
+        """The call of a handler that is about to run these jobs."""
+        call = self.call = HandlerCall(jobs)
+        return call
+
+    def end_call(self) -> None:
+        """Record that the handler has ended: it has no deadline any more, and what is sent is not to be cancelled."""
+        self.deadline = None
+        if self.call is not None:
+            self.call.end()
+
+    def coalesce(self, jobs: tuple[Job, ...], taken_along: tuple[UUID, ...], events: tuple[JobsCoalesced, ...]) -> None:
+        """Have `jobs` run, for themselves and for those that were taken along."""
+        self.dropped = len(self.jobs) - len(jobs)
+        self.jobs, self.taken_along, self.coalesced = jobs, taken_along, events
 
     def begin_commit(self) -> None:
         """Enter COMMITTING: from here on the server alone decides the outcome."""
@@ -180,9 +221,10 @@ class BatchState:
 
     def report(self) -> BatchReport:
         """The report of the batch, once its transaction is known to be committed."""
-        events: list[Event] = list(self.events)
+        events: list[Event] = [*self.events, *self.coalesced]
         if self.unknown:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
+        events += self.finished
         return BatchReport(len(self.jobs), tuple(events))

@@ -4,11 +4,12 @@ In transaction mode the delete and the handlers' rows are one transaction: if th
 gives its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 from uuid import UUID
 
 import psycopg
@@ -18,7 +19,9 @@ from outboxq.database.driver import ScriptResult, is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.job import Job
 from outboxq.statements import claim as statements
+from outboxq.statements import limit as statements_of_limits
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
+from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 PARK_LIMIT = 10_000
@@ -53,19 +56,25 @@ class ClaimTransaction:
         """Back to where the claim ended. Fails if the transaction is not the claim's any more."""
         return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
+    def renew(self) -> str:
+        """Set the savepoints anew, so that all that was written before stands with the claim."""
+        return f"RELEASE SAVEPOINT {self.savepoint}; {_savepoints(self.savepoint)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """What one claim took: jobs in the order in which they should run, their `attempt` counted up to include this one.
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
-    is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later.
+    is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
+    looked for, because as many jobs of the queue run as its limit allows.
     """
 
     request: "ClaimRequest"
     jobs: tuple[Job, ...]
     moved: int
     transaction: ClaimTransaction | None
+    is_full: bool = False
 
 
 class PreparedClaims:
@@ -130,32 +139,72 @@ class PreparedClaims:
         return time.monotonic() < self._plain_until
 
 
+AnyScript: TypeAlias = ClaimScript | GroupScript
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLook:
+    """What a claim of grouped jobs saw of the queue's groups.
+
+    Attributes:
+        taken: The keys of the groups that it had locked, in the order of its walk.
+        seen: How many groups it looked at, and `last` the last of them; None if it did not walk to its end.
+        is_back_due: Whether jobs that were passed over are due, and to be brought back.
+    """
+
+    taken: tuple[str, ...]
+    seen: int | None
+    last: str | None
+    is_back_due: bool
+
+
+class SeesGroups(Protocol):
+    """What is told what each claim of grouped jobs saw."""
+
+    def record(self, look: GroupLook) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
     """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
 
     Args:
+        after: The group behind which a claim of grouped jobs starts; `groups` is told what it saw.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
         prepared: The connection's prepared claims; None if claims are sent as plain text.
     """
 
-    script: ClaimScript
+    script: AnyScript
     limit: int
     cursor: Cursor | None = None
     queue: str = ""
     timeout_seconds: float | None = None
     prepared: PreparedClaims | None = None
+    after: str = ""
+    groups: SeesGroups | None = None
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
         """The statements, for a transaction that has just begun; in lease mode they end with COMMIT."""
-        wanted = self.script, self.limit, self.cursor
-        claim_text = self.script.text(self.limit, self.cursor) if self.prepared is None else self.prepared.text(*wanted)
+        claim_text = self._claim_text()
         if self.script.leased:
             return f"{UNTIMED}{READABLE_DATES}{claim_text}; COMMIT"
         settings = local_timeouts(self.timeout_seconds) or TIMED_AGAIN
         return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
+
+    def _claim_text(self) -> str:
+        if isinstance(self.script, GroupScript):
+            return self.script.text(self.limit, self.after)
+        if self.prepared is None:
+            return self.script.text(self.limit, self.cursor)
+        return self.prepared.text(self.script, self.limit, self.cursor)
+
+    def clearing(self) -> str:
+        """Lock what the claim would pick, and return the ids."""
+        if isinstance(self.script, GroupScript):
+            return self.script.clearing(self.limit, self.after)
+        return self.script.clearing(self.limit, self.cursor)
 
     def text_after_commit(self) -> str:
         """The claim in a transaction of its own, to follow a COMMIT in one string."""
@@ -167,24 +216,50 @@ class ClaimRequest:
 
     def failed(self, error: BaseException) -> bool:
         """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
-        name = self.script.prepared(self.limit, behind=self.cursor is not None).name
-        return self.prepared is not None and self.prepared.failed(error, name)
+        if self.prepared is None or isinstance(self.script, GroupScript):
+            return False
+        return self.prepared.failed(error, self.script.prepared(self.limit, behind=self.cursor is not None).name)
 
     def read(self, results: Sequence[ScriptResult]) -> Claimed:
         """What the claim took, from the results of `text`."""
-        if self.prepared is not None:
+        found = [result.rows for result in results if result.tag.startswith("SELECT")]
+        if self.script.room is not None and self.script.room.lock:
+            # In front of the claim stands the row of its lock.
+            del found[0]
+        has_room = True
+        if isinstance(self.script, GroupScript):
+            has_room = self._read_look(found.pop(0)[0])
+        elif self.prepared is not None:
             self.prepared.succeeded(self.script, self.limit, self.cursor)
-        rows = next(result.rows for result in results if result.tag.startswith("SELECT"))
+        rows = found[0]
         moved = cast("int", rows[0][0]) if rows else 0
+        if moved < 0 or not has_room:
+            return Claimed(self, (), 0, None, is_full=True)
         taken = [row for row in rows if row[1] is not None]
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
         if self.script.leased or not taken:
-            return Claimed(self, _in_order(taken), moved, None)
+            return Claimed(self, self._in_order(taken), moved, None)
         xid, pid = taken[0][_END_OF_JOB:]
         return Claimed(
-            self, _in_order(taken), moved, ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
+            self, self._in_order(taken), moved, ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
         )
+
+    def _read_look(self, row: tuple[Any, ...]) -> bool:
+        """Take note of what the claim saw of the groups; whether it looked, because the queue's limit has room."""
+        groups, seen, last, is_back_due, has_room = row
+        if self.groups is not None and has_room:
+            taken = tuple(str(key) for key, _ in json.loads(groups))
+            self.groups.record(GroupLook(taken, seen, last, bool(is_back_due)))
+        return bool(has_room)
+
+    def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
+        # The columns of RETURNED, in order, and the token.
+        jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]
+        # RETURNING has no order. Within a group priorities do not count.
+        is_grouped = isinstance(self.script, GroupScript)
+        jobs.sort(key=lambda job: (0 if is_grouped else -job.priority, job.seq))
+        return tuple(jobs)
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
@@ -203,6 +278,29 @@ def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
+def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> bool:
+    """Begin a transaction that holds a slot of the limit of the request's queue to its end; False if none is free.
+
+    The server's deadlines are those of a job that is about to run in it.
+    """
+    room = request.script.room
+    assert room is not None
+    slot = statements_of_limits.take_slot(schema, request.queue, room.most)
+    results = run_script(connection, f"{local_timeouts(request.timeout_seconds)}{slot}")
+    return bool(next(result.rows for result in results if result.tag.startswith("SELECT"))[0][0])
+
+
+def return_suspect(connection: Connection, schema: str, job: Job) -> None:
+    """Put a suspect back that was claimed, and has not begun, in the connection's transaction."""
+    assert job.lease_token is not None
+    run_script(
+        connection,
+        statements_of_limits.return_suspect(
+            schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
+        ),
+    )
+
+
 def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
@@ -211,9 +309,9 @@ def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransa
     return ClaimTransaction(savepoint, cast("str", xid), cast("int", pid))
 
 
-def clear_marks(connection: Connection, schema: str, jobs: Iterable[Job]) -> None:
+def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
     """Clear the marks of these jobs, once committed: their claim was rolled back on purpose, and killed no relay."""
-    run_script(connection, statements.clear_marks(schema, [str(job.id) for job in jobs]))
+    run_script(connection, statements.clear_marks(schema, [str(job_id) for job_id in job_ids]))
 
 
 def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
@@ -222,8 +320,9 @@ def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
     No handler ran, and no relay died. Before this commits, another slot may find the marks: then the jobs run one by
     one, once.
     """
-    rows = run_script(connection, UNTIMED + request.script.clearing(request.limit, request.cursor))[-1].rows
-    return [cast("UUID", row[0]) for row in rows]
+    results = run_script(connection, UNTIMED + request.clearing())
+    found = [result.rows for result in results if result.tag.startswith("SELECT")][-1]
+    return [cast("UUID", row[0]) for row in found]
 
 
 def park_unknown(
@@ -253,11 +352,3 @@ def _savepoints(savepoint: str) -> str:
 
 def _inner(savepoint: str) -> str:
     return f"{savepoint}_inner"
-
-
-def _in_order(rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
-    # The columns of RETURNED, in order, and the token.
-    jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]
-    # RETURNING has no order.
-    jobs.sort(key=lambda job: (-job.priority, job.seq))
-    return tuple(jobs)

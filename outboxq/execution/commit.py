@@ -1,7 +1,7 @@
 """Commit: the end of a batch's transaction, and in the same round trip the claim of the next jobs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -12,15 +12,19 @@ from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped
-from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.failure import Failed
+from outboxq.execution.job_batches import batch_ids, read_finished
 from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
 from outboxq.fault_points import fault_point
+from outboxq.statements.job_batches import finish_after_commit
 from outboxq.statements.transaction import xact_status
 
 # The statements of `commit_script`: savepoint, constraints, COMMIT.
 _STATEMENTS = 3
+# How many of them stand before those that take the keys of unique jobs.
+_BEFORE_KEYS = 2
 _NO_SUCH_SAVEPOINT = "3B001"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
@@ -37,7 +41,7 @@ _COMMITTED = Committed()
 
 
 def commit(
-    connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
+    connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None, *, looks: bool = True
 ) -> Committed | None:
     """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
 
@@ -45,6 +49,7 @@ def commit(
     deadlock or a serialization failure; any other refusal is a failed attempt of the lone job, and committed as such.
 
     A leased job whose handler wrote nothing has no transaction: it is left to be removed together with others.
+    With `looks`, the batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
@@ -54,8 +59,9 @@ def commit(
     if batch.transaction is None:
         batch.begin_commit()
         return _COMMITTED
+    behind = _Behind(_look_at_batches(batch, runtime) if looks else "", next_claim)
     try:
-        return Committed(_send_commit(connection, batch, batch.transaction, next_claim))
+        return Committed(_send_commit(connection, batch, batch.transaction, runtime, behind))
     except psycopg.Error as error:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
@@ -73,21 +79,42 @@ def commit(
         batch.refused += 1
         return None
     batch.events.append(settle_result(connection, batch.job, failed, runtime, 0.0))
-    return Committed(_send_commit(connection, batch, batch.transaction, None))
+    return Committed(_send_commit(connection, batch, batch.transaction, runtime, replace(behind, next_claim=None)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """What is sent behind COMMIT in the same string: a look at batches, then the next claim, as far as there are any.
+
+    Each is a transaction of its own: the look must not see the members of before COMMIT, nor may its locks last for as
+    long as the next handlers.
+    """
+
+    look: str
+    next_claim: ClaimRequest | None
+
+    @property
+    def texts(self) -> list[str]:
+        """The parts that there are."""
+        claim = "" if self.next_claim is None else self.next_claim.text_after_commit()
+        return [part for part in (self.look, claim) if part]
+
+
+def _look_at_batches(batch: BatchState, runtime: Runtime) -> str:
+    ids = batch_ids(batch.jobs)
+    return finish_after_commit(runtime.schema, ids) if ids else ""
 
 
 def _send_commit(
-    connection: Connection, batch: BatchState, transaction: ClaimTransaction, next_claim: ClaimRequest | None
+    connection: Connection, batch: BatchState, transaction: ClaimTransaction, runtime: Runtime, behind: _Behind
 ) -> Claimed | None:
     fault_point("before-commit")
     batch.begin_commit()
-    script = commit_script(transaction.inner_savepoint)
-    if next_claim is not None:
-        script += f"; {next_claim.text_after_commit()}"
+    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim
     try:
-        results = run_script(connection, script)
+        results = run_script(connection, "; ".join([commit_script(transaction.inner_savepoint, keys), *texts]))
     except psycopg.Error as error:
-        if next_claim is None or not _failed_after_commit(connection, transaction, error):
+        if not texts or not _failed_after_commit(connection, transaction, error):
             if not is_lost(connection):
                 # The server answered with an error: nothing was committed. Without an answer that would not be known.
                 batch.commit_refused()
@@ -95,21 +122,28 @@ def _send_commit(
         _forgive(connection, next_claim, error)
         fault_point("after-commit")
         return None
+    taken = [results.pop(_BEFORE_KEYS) for _ in keys]
     check_committed(results)
+    batch.unique_adds.record(taken)
     fault_point("after-commit")
+    rest = results[_STATEMENTS:]
+    if behind.look:
+        batch.finished = read_finished(rest)
+        ended = next(place for place, result in enumerate(rest) if result.tag == "COMMIT")
+        rest = rest[ended + 1 :]
     if next_claim is None:
         return None
     fault_point("before-claim")
-    return next_claim.read_after_commit(results[_STATEMENTS:])
+    return next_claim.read_after_commit(rest)
 
 
-def _forgive(connection: Connection, request: ClaimRequest, error: psycopg.Error) -> None:
+def _forgive(connection: Connection, request: ClaimRequest | None, error: psycopg.Error) -> None:
     """Clear the marks of a claim that failed after COMMIT; its error shows when it is sent again, by itself.
 
     ROLLBACK and COMMIT are sent as statements: SQLAlchemy's transaction is over on the server, but not for SQLAlchemy.
     """
     run_script(connection, "ROLLBACK")
-    if request.failed(error):
+    if request is None or request.failed(error):
         return
     try:
         forgive(connection, request)
@@ -143,7 +177,7 @@ def _back_to_claim(
     Raises:
         TransactionEscaped: a handler had ended the transaction.
     """
-    failed = describe_failure(error, batch.job)
+    failed = runtime.describe(error, batch.job)
     batch.unknown.clear()
     try:
         run_script(connection, transaction.reset())
@@ -152,23 +186,29 @@ def _back_to_claim(
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
         batch.blame_all(range(len(batch.jobs)))
         if error.sqlstate in _ESCAPED:
-            failed = describe_failure(TransactionEndedByHandler(), batch.job)
+            failed = runtime.describe(TransactionEndedByHandler(), batch.job)
         raise TransactionEscaped(batch.job, failed) from gone
     batch.events.clear()
+    batch.unique_adds.clear()
     # The rollback also undid the time-outs that were set for a handler alone.
     batch.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed
 
 
-def commit_script(inner_savepoint: str) -> str:
+def commit_script(inner_savepoint: str, keys: Sequence[str] = ()) -> str:
     """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
     (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of the
     relay's own transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed
     transaction; the command tag of the last statement does not.
+
+    Args:
+        keys: Take the keys of the unique jobs that handlers have added. Last, and in the same round trip, so that a
+            producer which adds a job of the same key waits for a COMMIT, and not for a handler.
     """
-    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
+    taking = "".join(f"{statement}; " for statement in keys)
+    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {taking}COMMIT"
 
 
 def commit_checked(connection: Connection, inner_savepoint: str) -> None:

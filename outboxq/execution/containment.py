@@ -14,7 +14,7 @@ from outboxq.database.job_savepoint import Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped
-from outboxq.execution.failure import TRANSIENT, describe_failure
+from outboxq.execution.failure import TRANSIENT, Describing, describe_failure
 from outboxq.execution.settle import check_shared, current_xid
 
 
@@ -196,4 +196,6 @@ class SharedSavepoint(Containment):
             job = self._batch.job
             # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
             reason = TransactionEndedByHandler() if intact else error
-            raise TransactionEscaped(job, describe_failure(reason, job)) from error
+            # Writes of one job may be sent while another runs.
+            args = Describing([each.args for each in self._batch.jobs])
+            raise TransactionEscaped(job, describe_failure(reason, job, args)) from error

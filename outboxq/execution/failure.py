@@ -1,64 +1,45 @@
 """What is remembered of a failed attempt: enough to find the fault, nothing of the payload.
 
-Error texts of drivers quote parameters and row values: these parts are left out. In the rest of a message every value
-of an argument is replaced by the argument's name, as it is stored and in Python's other spellings of it. Values of one
-character stay, because they identify nothing, and so does what a handler makes of a value: a slice of it, its hash.
-No message is kept of a handler with messages="withheld".
+The exception and all that led to it are kept with their types, tracebacks and redacted texts. Of a handler with
+messages="withheld" no texts are kept; of one with messages="whole" they are kept as they are.
 """
 
-import re
-import traceback
-from collections.abc import Iterable, Iterator
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import chain, groupby
-from operator import itemgetter
-from pathlib import PurePath
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import TypeAlias, TypeVar
 
 import msgspec
-import psycopg
-from sqlalchemy.exc import StatementError
 
 from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
 from outboxq.database.errors import sqlstate_of
-from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
+from outboxq.error_record import ErrorRecord, StoredException
+from outboxq.errors import PermanentError
+from outboxq.execution.frames import Frame, frames_of, shortened, stored_frames, where
+from outboxq.execution.redaction import READ_CHARACTERS, Redactor, original_of, text_of
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Retry
 
 R = TypeVar("R")
+_Links: TypeAlias = list[tuple[BaseException, bool]]
 
-# How much of a text is read: replacing values may make it shorter.
-_READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
-_LABEL_CHARACTERS = 63
 KEPT_ERRORS = 25
-_KEPT_FRAMES = 5
-
 # Stands for the text of a handler with messages="withheld".
 WITHHELD = "message withheld"
 
 TRANSIENT = ("40001", "40P01")
-# The SQLSTATE class whose texts quote the offending value.
-_DATA_EXCEPTION = "22"
-_QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|\[SQL:|\[parameters:|Original exception was:")
-# Values of this length and longer are replaced inside other words, too.
-_LONG_VALUE = 8
-_DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
 
-
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
-    """One failed attempt, as stored in `errors`: the exception's type, a redacted message, and where it was raised."""
-
-    attempt: int
-    type: str
-    message: str
-    where: tuple[str, ...] = ()
-
-    def as_json(self) -> str:
-        """The record as JSON text; the database adds `at`."""
-        return msgspec.json.encode(self).decode()
+_CHAIN_BYTES = 8 * 1024
+# Exceptions of a chain that are kept: the last that were raised, and the first.
+_NEWEST, _OLDEST = 6, 4
+_LONGEST_CHAIN = 1_000
+_MEMBERS, _DEPTH, _MOST_EXCEPTIONS = 5, 3, 30
+_FRAMES, _NOTES, _TEXT_CHARACTERS = 20, 5, 500
+# What a chain is cut down to until it fits: frames of each exception, and characters of each text.
+_SHORTER = ((10, 300), (5, 150), (2, 80))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,90 +47,70 @@ class Failed:
     """An attempt that raised.
 
     `transient`: a deadlock or a serialization failure, for which no job is to blame. `permanent`: another attempt
-    cannot help. `sqlstate`: that of a database error.
+    cannot help. `sqlstate`: that of a database error. `error`: the exception itself, for hooks.
     """
 
     record: ErrorRecord
     transient: bool = False
     permanent: bool = False
     sqlstate: str | None = None
+    error: BaseException | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Describing:
+    """How a failure is described.
+
+    Attributes:
+        args: The stored arguments of all jobs of the call that failed; None if texts are kept whole.
+        homes: The paths below which the application's code lies.
+    """
+
+    args: Sequence[str] | None
+    homes: tuple[str, ...] = ()
 
 
 def withheld(result: R) -> R:
     """The result of an attempt without the text that its error or its handler gave; type, place and SQLSTATE stay."""
     if isinstance(result, Failed):
         text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
-        return replace(result, record=replace(result.record, message=text))
+        chain = tuple(map(_without_text, result.record.chain))
+        return replace(result, record=msgspec.structs.replace(result.record, message=text, chain=chain))
     return replace(result, reason=WITHHELD) if isinstance(result, Retry | DeadLetter | Discard) else result
 
 
-def describe_failure(error: BaseException, job: Job, stack: Iterable[traceback.FrameSummary] | None = None) -> Failed:
-    """The redacted record of an exception that ended an attempt of `job`.
+def _without_text(error: StoredException) -> StoredException:
+    members = tuple(tuple(map(_without_text, chain)) for chain in error.members)
+    return msgspec.structs.replace(error, message=WITHHELD, notes=(), members=members)
+
+
+def describe_failure(
+    error: BaseException, job: Job, describing: Describing | None = None, stack: Sequence[Frame] | None = None
+) -> Failed:
+    """The record of an exception that ended an attempt of `job`.
 
     Args:
+        describing: How; by default redacted by the job's own arguments.
         stack: The handler's call stack, if it did not raise the error itself.
     """
-    original = _original(error)
+    how = describing or Describing([job.args])
+    original, texts = original_of(error), _Texts(how.args, error)
+    message = storable_or_withheld(lambda: texts.of(error, READ_CHARACTERS))
+    frames = texts.frames(frames_of(error) if stack is None else stack)
     record = ErrorRecord(
         attempt=job.attempt,
-        type=name_of(original),
-        message=storable_or_withheld(lambda: _message(error, job.args)),
-        where=tuple(_frames(traceback.extract_tb(error.__traceback__) if stack is None else stack)),
+        type=texts.type_of(original),
+        message=message,
+        where=where(frames, how.homes),
+        chain=_stored_chain(error, texts, how.homes, message, frames),
     )
-    sqlstate = sqlstate_of(original)
-    return Failed(record, sqlstate in TRANSIENT, isinstance(original, PermanentError), sqlstate)
+    sqlstate, permanent = sqlstate_of(original), issubclass(type(original), PermanentError)
+    return Failed(record, sqlstate in TRANSIENT, permanent, sqlstate, error)
 
 
-def describe_reason(reason: object, job: Job) -> str:
-    """The redacted reason of a handler that asked for a retry, a dead letter or to discard `job`."""
-    return storable_or_withheld(lambda: redact(_text_of(reason), job.args))
-
-
-def redact(message: str, args: str) -> str:
-    """The beginning of `message`, with every value of the stored arguments replaced by the name of its argument."""
-    return _covered(message, _named_values(args), _READ_CHARACTERS)
-
-
-def _named_values(args: str) -> Iterator[tuple[str, str]]:
-    for value, name in _leaves(args):
-        label = f"<{name[:_LABEL_CHARACTERS]}>"
-        yield from ((spelling, label) for spelling in _spellings(value))
-
-
-def _covered(message: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
-    """The beginning of a message, with a label in the place of each text; if two texts overlap, the longer one's label.
-
-    Texts are looked for in the original message, if they begin in the part that is kept. So none is missed because the
-    cut or another label went through it, and the work grows with the texts' length alone.
-    """
-    cover: list[str | None] = [None] * min(kept_characters, len(message))
-    for text, label in sorted(set(labels), key=lambda pair: (-len(pair[0]), pair)):
-        for start in _places(text, message, cover):
-            for place in range(start, min(start + len(text), len(cover))):
-                cover[place] = cover[place] or label
-    runs = groupby(zip(cover, message, strict=False), key=itemgetter(0))
-    return "".join(label or "".join(character for _, character in run) for label, run in runs)
-
-
-def _places(text: str, message: str, cover: list[str | None]) -> Iterator[int]:
-    """Where a text begins in the part of the message that is kept.
-
-    A short text only as a word of its own: an argument "order" must not be replaced in "ordered".
-    """
-    last = len(cover) - 1 + len(text)
-    start = message.find(text, 0, last)
-    while start >= 0:
-        end = start + len(text)
-        found = len(text) >= _LONG_VALUE or not (_in_word(start - 1, message, cover) or _in_word(end, message, cover))
-        if found:
-            yield start
-        start = message.find(text, end if found else start + 1, last)
-
-
-def _in_word(place: int, message: str, cover: list[str | None]) -> bool:
-    if not 0 <= place < len(message) or (place < len(cover) and cover[place]):
-        return False
-    return message[place].isalnum() or message[place] == "_"
+def describe_reason(reason: object, args: str | None) -> str:
+    """The reason of a handler that asked for a retry, a dead letter or to discard a job; whole if `args` is None."""
+    return storable_or_withheld(lambda: text_of(reason) if args is None else Redactor([args]).redact(text_of(reason)))
 
 
 def kept_errors(stored: str) -> str:
@@ -161,105 +122,163 @@ def kept_errors(stored: str) -> str:
     return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
 
 
-def _message(error: BaseException, args: str) -> str:
-    if isinstance(error, EffectFailed | CallRefused):
-        return str(error).replace(error.reason, redact(error.reason, args)) if error.reason else str(error)
-    kind = type(error)
-    # Our own texts never quote a value. A PermanentError is raised by handlers, as are classes that they derive.
-    is_ours = isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.") and kind is not PermanentError
-    return str(error) if is_ours else _foreign_message(error, args)
+class _Texts:
+    """The texts of a failure, as its handler wants them kept."""
+
+    def __init__(self, args: Sequence[str] | None, error: BaseException) -> None:
+        self._redactor = None if args is None else Redactor(args, _reachable(error))
+
+    def of(self, error: BaseException, characters: int) -> str:
+        """The message of an exception."""
+        if self._redactor is None:
+            return text_of(original_of(error))[:characters]
+        return self._redactor.message(error, characters)
+
+    def type_of(self, error: BaseException) -> str:
+        """The name of an exception's class, which can be made from values."""
+        name, redactor = name_of(error), self._redactor
+        return name if redactor is None or _is_declared(type(error)) else storable(redactor.redact(name))
+
+    def frames(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Frames, without the values that names of generated code can be made from."""
+        redactor = self._redactor
+        if redactor is None or not any(frame.is_made for frame in frames):
+            return frames
+        return [
+            frame._replace(path=redactor.redact(frame.path), name=redactor.redact(frame.name))
+            if frame.is_made
+            else frame
+            for frame in frames
+        ]
+
+    def notes(self, error: BaseException) -> tuple[str, ...]:
+        """What `add_note` added to an exception; anything may stand in that attribute."""
+        kept: list[str] = []
+        with suppress(BaseException):
+            notes = getattr(error, "__notes__", ())
+            for note in notes[:_NOTES] if isinstance(notes, list | tuple) else ():
+                text = text_of(note)
+                redacted = text if self._redactor is None else self._redactor.redact(text, _TEXT_CHARACTERS)
+                kept.append(storable(redacted[:_TEXT_CHARACTERS]))
+        return tuple(kept)
 
 
-def _foreign_message(error: BaseException, args: str) -> str:
-    original = _original(error)
-    sqlstate = sqlstate_of(original)
-    if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
-        return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
-    if isinstance(original, psycopg.Error):
-        return (
-            redact(f"{original.diag.message_primary} (SQLSTATE {sqlstate})", args) if sqlstate else "the driver failed"
-        )
-    return _without_quoted_rows(original, args)
+def _is_declared(kind: type) -> bool:
+    """Whether a class is found in its module under its name, and was not made while a job ran."""
+    with suppress(BaseException):
+        return attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
+    return False
 
 
-def _without_quoted_rows(error: BaseException, args: str) -> str:
-    """The text of an error that may contain the text of a database error.
-
-    DETAIL quotes rows, LINE the statement with what a driver wrote into it, and SQLAlchemy the parameters.
-    """
-    text = _text_of(error)
-    quoted = _QUOTED_ROWS.search(text, 0, _READ_CHARACTERS)
-    labels = chain(_named_values(args), ((primary, "(text withheld)") for primary in _quoting_texts(error)))
-    return _covered(text, labels, quoted.start() if quoted else _READ_CHARACTERS).rstrip()
+def _cause(error: BaseException) -> BaseException | None:
+    # This and the next three are read as Python does: users' classes can give the attributes other meanings.
+    cause: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
+    return cause
 
 
-def _quoting_texts(error: BaseException) -> Iterator[str]:
-    for inner in _chain(error):
-        if (sqlstate_of(inner) or "").startswith(_DATA_EXCEPTION):
-            primary = inner.diag.message_primary if isinstance(inner, psycopg.Error) else _text_of(inner)
-            if primary:
-                yield primary
+def _context(error: BaseException) -> BaseException | None:
+    context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
+    return context
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    inner: BaseException | None = error
-    while inner is not None and id(inner) not in seen:
-        seen.add(id(inner))
-        yield _original(inner)
-        inner = inner.__cause__ or inner.__context__
+def _suppresses_context(error: BaseException) -> bool:
+    suppresses: bool = vars(BaseException)["__suppress_context__"].__get__(error)
+    return suppresses
 
 
-def _original(error: BaseException) -> BaseException:
-    return error.orig if isinstance(error, StatementError) and error.orig is not None else error
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    """The exceptions of a group; none of any other."""
+    if not issubclass(type(error), BaseExceptionGroup):
+        return ()
+    members: tuple[BaseException, ...] = vars(BaseExceptionGroup)["exceptions"].__get__(error)
+    return members
 
 
-def _text_of(value: object) -> str:
-    try:
-        return str(value)
-    except BaseException:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
-        return f"(the text of this {type(value).__name__} cannot be read)"
+def _links(error: BaseException) -> _Links:
+    """The exceptions of a chain, the last that was raised first, and whether each is the context of the one before."""
+    found, seen = [(error, False)], {id(error)}
+    while len(found) < _LONGEST_CHAIN:
+        last = original_of(found[-1][0])
+        seen.add(id(last))
+        cause = _cause(last)
+        before = cause if cause is not None or _suppresses_context(last) else _context(last)
+        if before is None or id(before) in seen:
+            break
+        seen.add(id(before))
+        found.append((before, cause is None))
+    return found
 
 
-def _leaves(args: str) -> Iterator[tuple[str, str]]:
-    """The values in the stored arguments that can identify anything, each with its argument's name."""
-    try:
-        fields = msgspec.json.decode(args.encode(), type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError):
-        return
-    pending = list(fields.items())
+def _reachable(error: BaseException) -> Iterator[BaseException]:
+    """All exceptions that led to an error, up to a number: also those that its chain does not show."""
+    pending, seen = deque([error]), {id(error)}
     while pending:
-        name, value = pending.pop()
-        if isinstance(value, str) and len(value) >= 2:
-            yield value, name
-        elif isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= 2:
-            yield str(value), name
-        elif isinstance(value, dict):
-            pending.extend((name, item) for pair in value.items() for item in pair)
-        elif isinstance(value, list):
-            pending.extend((name, item) for item in value)
+        each = pending.popleft()
+        yield each
+        for before in (original_of(each), _cause(each), _context(each), *_members(each)[:_LONGEST_CHAIN]):
+            if before is not None and id(before) not in seen and len(seen) < _LONGEST_CHAIN:
+                seen.add(id(before))
+                pending.append(before)
 
 
-def _spellings(value: str) -> Iterator[str]:
-    yield value
-    # As repr(), ascii() and JSON write it, with quotes, backslashes and newlines escaped.
-    yield repr(value)[1:-1]
-    yield ascii(value)[1:-1]
-    yield msgspec.json.encode(value).decode()[1:-1]
-    if _DATETIME.fullmatch(value):
-        # A text may look like a time without being one: 30 February.
-        with suppress(ValueError):
-            written = datetime.fromisoformat(value)
-            yield from (str(written), repr(written), written.isoformat())
+def _stored_chain(
+    error: BaseException, texts: _Texts, homes: tuple[str, ...], message: str, frames: Sequence[Frame]
+) -> tuple[StoredException, ...]:
+    try:
+        chain = _Describer(texts, homes).chain(_links(error), _DEPTH)
+        first = msgspec.structs.replace(chain[0], message=message, frames=stored_frames(frames, homes, _FRAMES))
+        return _fitting((first, *chain[1:]))
+    except BaseException:  # noqa: BLE001  # users' classes; the attempt is recorded all the same
+        return ()
 
 
-def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
-    """The innermost frames of users' code, without ours and those of libraries: `app/jobs.py:12 in credit`."""
-    own = str(PurePath(__file__).parent.parent)
-    frames = [
-        frame
-        for frame in stack
-        if not frame.filename.startswith(own) and "site-packages" not in PurePath(frame.filename).parts
-    ]
-    for frame in frames[-_KEPT_FRAMES:]:
-        yield storable(f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")
+class _Describer:
+    """Describes the exceptions of one failure, up to a number of them."""
+
+    def __init__(self, texts: _Texts, homes: tuple[str, ...]) -> None:
+        self._texts = texts
+        self._homes = homes
+        self._left = _MOST_EXCEPTIONS
+
+    def chain(self, links: _Links, depth: int) -> list[StoredException]:
+        """A chain of exceptions, without those in the middle of a long one."""
+        gap = max(0, len(links) - _NEWEST - _OLDEST)
+        kept = links if not gap else links[:_NEWEST] + links[-_OLDEST:]
+        stored = [self._exception(error, is_context, depth) for error, is_context in kept]
+        if gap:
+            stored[_NEWEST] = msgspec.structs.replace(stored[_NEWEST], left_out=gap)
+        return stored
+
+    def _exception(self, error: BaseException, is_context: bool, depth: int) -> StoredException:
+        self._left -= 1
+        members = _members(error)
+        shown = members[: min(_MEMBERS, max(0, self._left))] if depth else ()
+        return StoredException(
+            type=self._texts.type_of(original_of(error)),
+            message=storable_or_withheld(lambda: self._texts.of(error, _TEXT_CHARACTERS)[:_TEXT_CHARACTERS]),
+            notes=self._texts.notes(error),
+            frames=stored_frames(self._texts.frames(frames_of(error)), self._homes, _FRAMES),
+            members=tuple(tuple(self.chain(_links(member), depth - 1)) for member in shown),
+            more_members=len(members) - len(shown),
+            is_context=is_context,
+        )
+
+
+def _fitting(chain: tuple[StoredException, ...]) -> tuple[StoredException, ...]:
+    """The chain, cut down until it fits into what is stored of an attempt."""
+    for most_frames, characters in ((_FRAMES, MAX_MESSAGE_CHARACTERS), *_SHORTER):
+        shorter = tuple(_shorter(error, most_frames, characters) for error in chain)
+        if len(msgspec.json.encode(shorter)) <= _CHAIN_BYTES:
+            return shorter
+    alone = _shorter(msgspec.structs.replace(chain[0], members=(), notes=()), *_SHORTER[-1])
+    return (alone,) if len(msgspec.json.encode(alone)) <= _CHAIN_BYTES else ()
+
+
+def _shorter(error: StoredException, most_frames: int, characters: int) -> StoredException:
+    return msgspec.structs.replace(
+        error,
+        message=error.message[:characters],
+        notes=tuple(note[:characters] for note in error.notes),
+        frames=shortened(error.frames, most_frames),
+        members=tuple(tuple(_shorter(each, most_frames, characters) for each in chain) for chain in error.members),
+    )

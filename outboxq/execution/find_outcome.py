@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import is_lost, run_outside_transaction, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
-from outboxq.events import JobDied, JobLeaseLost
+from outboxq.events import JobLeaseLost
 from outboxq.execution import settle
 from outboxq.execution.batch_state import BatchReport, BatchState, DeadLetters
 from outboxq.execution.errors import ConnectionLost
@@ -138,12 +138,13 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
                 settle.dead_letter(connection, job, reason, failed.record)
             for job in jobs[position + batch.together :]:
                 settle.release(connection, job)
-            dead_letters = batch.dead_letters = DeadLetters(str(settle.current_xid(connection)), reason)
+            dead_letters = batch.dead_letters = DeadLetters(str(settle.current_xid(connection)), reason, failed)
     except LeaseLost:
         return BatchReport(len(jobs), (JobLeaseLost(batch.job),))
     return _report_of(batch, dead_letters)
 
 
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
-    died = (JobDied(job, dead_letters.reason) for job in batch.running_jobs)
-    return BatchReport(len(batch.jobs), (*batch.events, *died))
+    reason, failed = dead_letters.reason, dead_letters.failed
+    died = (settle.died(job, reason, failed.record, failed.error) for job in batch.running_jobs)
+    return BatchReport(len(batch.jobs), (*batch.events, *batch.coalesced, *died))

@@ -11,13 +11,15 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
-from sqlalchemy.util import await_only, memoized_property
+from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
 
 from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import EffectAccess
 from outboxq.errors import HandlerTimedOut
 from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, hand_over
+from outboxq.execution.surround import Surrounded, await_within, call_within
+from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.context import AsyncContext, Context, JobContext
 from outboxq.handlers.deferred import Write
 from outboxq.handlers.handler import AnyHandler, Flavour
@@ -34,12 +36,14 @@ class Run(NamedTuple):
 
     Attributes:
         deferred: The statements that the handler defers before it has a session.
+        call: The call itself, which an operator may cancel.
     """
 
     job: Job
     state: object
     effect_access: Callable[[], EffectAccess | None]
     deferred: list[Write]
+    call: HandlerCall
 
 
 class _Opening(JobContext[Any, Any]):
@@ -50,7 +54,7 @@ class _Opening(JobContext[Any, Any]):
     """
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, _run=run, _session=session)
+        self.__dict__.update(job=run.job, state=run.state, call=run.call, _run=run, _session=session)
 
     def _keep(self, write: Write) -> None:
         if "session" in self.__dict__:
@@ -78,6 +82,8 @@ class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[repo
     """A context that opens an async session."""
 
 
+# The arguments of a call; if there are arounds, what makes them within these.
+Args: TypeAlias = dict[str, object] | Surrounded
 # Runs a function, with its arguments, in a context of its own.
 Apart: TypeAlias = Callable[..., Any]
 
@@ -95,7 +101,7 @@ class Invoker(Protocol):
         """A fresh session that joins the connection's savepoint, which `on_first_use` begins if need be."""
         ...
 
-    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Run the handler to its end; `session` is called when the handler first asks for its session."""
         ...
 
@@ -115,9 +121,12 @@ class SyncInvoker:
         session.on_first_use = on_first_use
         return session
 
-    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Run the handler to its end."""
-        return handler.function(_OpeningContext(run, cast("Callable[[], OutboxSession]", session)), **args)
+        ctx = _OpeningContext(run, cast("Callable[[], OutboxSession]", session))
+        if isinstance(args, Surrounded):
+            return call_within(args.arounds, args.context_of(ctx), lambda: handler.function(ctx, **args.load()))
+        return handler.function(ctx, **args)
 
 
 class AsyncInvoker:
@@ -157,7 +166,7 @@ class AsyncInvoker:
         session.on_first_use = on_first_use
         return session
 
-    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: dict[str, object]) -> object:
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Await the handler to its end, in a task of its own: a later cancellation of that task hits nothing else."""
 
         def opened() -> AsyncOutboxSession:
@@ -169,11 +178,20 @@ class AsyncInvoker:
             return self._session
 
         async def begin() -> object:
-            return await _within(handler.timeout_seconds, handler.function(_OpeningAsyncContext(run, opened), **args))
+            if run.call.is_cancelled:
+                # Cancelled before there was a task.
+                raise asyncio.CancelledError
+            return await _within(handler.timeout_seconds, _awaited(handler, _OpeningAsyncContext(run, opened), args))
 
         ended: list[Callable[[], object]] = []
         await_only(self._in_task(self._note_end(begin, ended), self._greenlet().gr_context, ended))
         return ended[0]()
+
+    def cancel(self, call: HandlerCall) -> None:
+        """Cancel the task of this call, if it runs; called in the event loop."""
+        # The task of an earlier call is done.
+        if not call.is_over and self.task is not None:
+            self.task.cancel()
 
     async def _in_task(
         self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[Callable[[], object]]
@@ -214,6 +232,18 @@ class _Ended:
 
 
 _ENDED = _Ended()
+
+
+def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitable[object]:
+    if not isinstance(args, Surrounded):
+        running: Awaitable[object] = handler.function(ctx, **args)
+        return running
+
+    async def load_and_call() -> object:
+        # In a greenlet, where plain code may wait for the database.
+        return await handler.function(ctx, **await greenlet_spawn(args.load))
+
+    return await_within(args.arounds, args.context_of(ctx), load_and_call)
 
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:

@@ -103,6 +103,8 @@ class LeasedBatch:
     jobs: tuple[Job, ...]
     limits: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     unknown: list[Job] = field(default_factory=list)
+    # How many jobs of the claim were removed before any began, because others of it run for them.
+    dropped: int = 0
     claimed_at: float = field(init=False)
     _waiting: deque[Job] = field(init=False)
     _finished: list[JobEvent] = field(default_factory=list)
@@ -126,6 +128,12 @@ class LeasedBatch:
     def unsettled(self) -> int:
         """How many jobs wait, before their handler or behind it."""
         return len(self._waiting) + len(self._finished)
+
+    def coalesce(self, jobs: tuple[Job, ...]) -> None:
+        """Have `jobs` run for all of the claim, of which none has begun."""
+        with self._lock:
+            self.dropped = len(self.jobs) - len(jobs)
+            self.jobs, self._waiting = jobs, deque(jobs)
 
     def begin(self, *, allowed: bool) -> Job | None:
         """The job whose turn it is: the first one always, others if `allowed` and while the claim is young."""

@@ -1,11 +1,13 @@
 """The plan of a claimed batch: which of its jobs run together, and in which order."""
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.runtime import Runtime
+from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
@@ -37,14 +39,15 @@ def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
     """
     if len(batch.jobs) == 1:
         return _LONE
-    if batch.runs_apart:
+    if batch.runs_apart or _reorders_groups(batch, runtime):
         return (Segment("alone", range(len(batch.jobs))),)
     shared: list[_Given] = []
     by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
     for job in batch.jobs:
         handler = runtime.handler_of(job)
-        if handler is None or not (handler.batchable or isinstance(handler, BatchHandler)):
+        together = handler is not None and (handler.batchable or isinstance(handler, BatchHandler))
+        if handler is None or not together or result_without_run(batch, job, runtime) is not None:
             alone.append(job)
             continue
         arguments = _arguments(handler, job)
@@ -55,6 +58,28 @@ def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
         else:
             shared.append((job, arguments))
     return _spans(batch, shared, by_handler, alone)
+
+
+def _reorders_groups(batch: BatchState, runtime: Runtime) -> bool:
+    """Whether the batch has several jobs of a group, which do not all run in their order if others run together."""
+    keys = [job.group_key for job in batch.jobs if job.group_key is not None]
+    if len(keys) == len(set(keys)):
+        return False
+    # Jobs of batchable kinds run one after the other, as they were claimed; a call of a batch handler gives each its
+    # own outcome.
+    handlers = [runtime.handler_of(job) for job in batch.jobs]
+    return not all(
+        handler is not None and handler.batchable and _arguments(handler, job) is not None
+        for handler, job in zip(handlers, batch.jobs, strict=True)
+    )
+
+
+def result_without_run(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
+    """The result of a job that is not to run any more; None for all others."""
+    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
+        return ExpiredResult()
+    # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
+    return CancelledResult() if job.id in runtime.orders.cancelled else None
 
 
 def _spans(

@@ -17,6 +17,7 @@ from outboxq.errors import EntityGone
 from outboxq.execution.changes import Listeners, is_listened_to
 from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, nothing
 from outboxq.execution.write_buffer import RowId
+from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
 
@@ -104,11 +105,15 @@ class Locks:
         found: list[object] = []
         for _, entities in sorted(tables.items()):
             if len(entities) == 1 and can_load(entities[0]):
-                found += _load(session, _locked_by_keys(entities[0]), wanted[entities[0]])
+                loaded = _load(session, _locked_by_keys(entities[0]), wanted[entities[0]])
+                locked = {_identity_of(entity) for entity in loaded}
+                found += loaded
             else:
                 identities = [identity for entity in entities for identity in wanted[entity]]
-                session.execute(_lock_by_keys(entities[0]), _parameters(identities))
-        self._taken.update((entity, identity) for entity, identities in wanted.items() for identity in identities)
+                rows = session.execute(_lock_by_keys(entities[0]), _parameters(identities))
+                locked = {tuple(row) for row in rows}
+            # No others: a row that is not visible now may be when its job asks for it.
+            self._taken.update((entity, key) for entity in entities for key in wanted[entity] if key in locked)
         return found
 
 
@@ -129,12 +134,14 @@ class PreloadedEntities:
 
     Args:
         facts_of: What is known of tables.
+        own_types: Load classes alone whose columns all have types of SQLAlchemy's own: others run code of the user's.
     """
 
-    def __init__(self, connection: Connection, facts_of: FactsOf, locks: Locks) -> None:
+    def __init__(self, connection: Connection, facts_of: FactsOf, locks: Locks, *, own_types: bool) -> None:
         self._connection = connection
         self._facts_of = facts_of
         self._locks = locks
+        self._own_types = own_types
         self._rows: dict[Identity, object] = {}
         # For each table the class that its rows were loaded as; None if there were several.
         self._classes: dict[int, type[object] | None] = {}
@@ -165,7 +172,7 @@ class PreloadedEntities:
     def _find_oid(self, entity: type[object]) -> int | None:
         mapper = _mapper(entity)
         hooks = mapper.class_manager.dispatch
-        if not _is_plain(mapper) or hooks.load or hooks.refresh:
+        if not _is_plain(mapper) or hooks.load or hooks.refresh or (self._own_types and not _has_own_types(mapper)):
             return None
         facts = self._facts_of(mapper.local_table) if isinstance(mapper.local_table, Table) else None
         return facts.oid if facts is not None and facts.is_plain else None
@@ -275,6 +282,12 @@ def _is_plain(mapper: Mapper[Any]) -> bool:
     is_own = isinstance(table, Table) and mapper.persist_selectable is table
     is_alone = mapper.inherits is None and mapper.polymorphic_on is None
     return is_own and is_alone and all(_is_plain_attribute(attribute, table) for attribute in mapper.attrs)
+
+
+@lru_cache(256)
+def _has_own_types(mapper: Mapper[Any]) -> bool:
+    """Whether no type of a column is the user's, whose code may go by what an around has set."""
+    return all(is_sqlalchemy_type(column.type) for column in mapper.columns)
 
 
 def _is_plain_attribute(attribute: object, table: object) -> bool:

@@ -22,7 +22,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped
-from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.failure import Failed
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
     LeftPrepared,
@@ -31,7 +31,7 @@ from outboxq.execution.find_outcome import (
     was_committed,
     write_dead_letters,
 )
-from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.execution.runtime import CancelledResult, Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.job import Job
 from outboxq.statements.lease import take_back, take_back_locked
@@ -87,7 +87,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         case ConnectionLost() if batch.late_result is not None:
             return Recovered(settle_on_new_connection(connection, batch, runtime, batch.late_result))
         case ConnectionSpoiled() if batch.together == 1:
-            return Recovered(record_failed_attempt(connection, batch.job, error.failed, runtime, batch.jobs))
+            return Recovered(record_failed_attempt(connection, batch.job, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
             return Recovered(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
@@ -100,7 +100,7 @@ def _recover_rolled_back(
     """Recover a batch of which nothing stands: a lone job's attempt has failed, several jobs run one by one next."""
     if not batch.is_leased:
         with connection.begin():
-            clear_marks(connection, runtime.schema, batch.jobs)
+            clear_marks(connection, runtime.schema, batch.claimed_ids)
     if not batch.is_lone:
         # Which job was at fault cannot be known, because the jobs shared a transaction.
         return Recovered(None, run_alone=len(batch.jobs))
@@ -108,7 +108,7 @@ def _recover_rolled_back(
         # A job of an unknown kind, which could not even be parked.
         report = postpone(connection, batch.job, runtime)
     else:
-        report = record_failed_attempt(connection, batch.job, describe_failure(error, batch.job), runtime)
+        report = record_failed_attempt(connection, batch.job, runtime.describe(error, batch.job), runtime)
     return Recovered(report, run_alone=1)
 
 
@@ -129,11 +129,11 @@ def _recover_escaped(
     if batch.together > 1:
         # One handler ran several jobs, and it is not known for which of them it ended the transaction.
         with connection.begin():
-            clear_marks(connection, runtime.schema, batch.jobs)
+            clear_marks(connection, runtime.schema, batch.claimed_ids)
         return Recovered(None, run_alone=len(batch.jobs))
     # Rolled back: every job waits again, and the handler's job is charged.
     try:
-        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.jobs)
+        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.claimed_ids)
     except LeaseLost:
         end_transaction(connection)
         event = None
@@ -153,17 +153,24 @@ def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport
 
 
 def record_failed_attempt(
-    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[Job, ...] = ()
+    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[UUID, ...] = ()
 ) -> BatchReport:
-    """Count an attempt of a job in a transaction of its own: it failed outside its handler, or was cut off.
+    """Count an attempt of a job that failed outside its handler, or was cut off, as `record_result` does."""
+    return record_result(connection, job, failed, runtime, batch)
+
+
+def record_result(
+    connection: Connection, job: Job, result: Result, runtime: Runtime, batch: tuple[UUID, ...] = ()
+) -> BatchReport:
+    """Settle a job in a transaction of its own, because its batch was rolled back.
 
     Another relay may have taken the job meanwhile. If the job cannot even be settled, it is put off instead.
 
     Args:
-        batch: Jobs whose marks are cleared too, because their claim was rolled back on purpose.
+        batch: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, job, failed, runtime, batch)
+        event = _settle_anew(connection, job, result, runtime, batch)
         return BatchReport(1, () if event is None else (event,))
     except LeaseLost:
         end_transaction(connection)
@@ -175,11 +182,11 @@ def record_failed_attempt(
         return postpone(connection, job, runtime, batch)
 
 
-def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[Job, ...] = ()) -> BatchReport:
+def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UUID, ...] = ()) -> BatchReport:
     """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
 
     Args:
-        batch: The jobs whose marks are cleared with it, because their claim was rolled back on purpose.
+        batch: The ids of jobs whose marks are cleared with it, because their claim was rolled back on purpose.
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
@@ -223,7 +230,10 @@ def return_to_suspects(
         with connection.begin():
             return run_script(connection, statement)[0].rows
 
-    rows = take_one(run, lambda most: take_back(schema, job.id, token, most, message), runtime.max_crashes)
+    def taking(most: int) -> str:
+        return take_back(schema, job.id, token, most, message, in_group=job.group_key is not None)
+
+    rows = take_one(run, taking, runtime.max_crashes)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
@@ -233,7 +243,9 @@ def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> Batch
     If the row is still held, nothing is done: the relay's beat takes the job back later.
     """
     assert job.lease_token is not None
-    statement = take_back_locked(runtime.schema, job.id, job.lease_token, job.crashes)
+    statement = take_back_locked(
+        runtime.schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
+    )
     with connection.begin():
         rows = run_script(connection, statement)[0].rows
     return BatchReport(1, tuple(crashed(row) for row in rows))
@@ -262,14 +274,14 @@ def settle_aborted(
     if report is not None:
         return report
     if failed is not None:
-        return record_failed_attempt(connection, batch.job, failed, runtime, batch.jobs)
+        return record_failed_attempt(connection, batch.job, failed, runtime, batch.claimed_ids)
     if is_crash:
         # Without a lease the claim's mark makes the job a suspect.
         if batch.is_leased:
             return return_to_suspects(connection, batch.job, runtime, "the event loop was blocked while the job ran")
     elif not batch.is_leased:
         with connection.begin():
-            clear_marks(connection, runtime.schema, batch.jobs)
+            clear_marks(connection, runtime.schema, batch.claimed_ids)
     else:
         try:
             with connection.begin():
@@ -277,6 +289,25 @@ def settle_aborted(
         except LeaseLost:
             return BatchReport(0, (JobLeaseLost(batch.job),))
     return BatchReport(0, (JobInterrupted(batch.job),))
+
+
+def settle_cancelled(
+    connection: Connection, batch: BatchState, cancelled: tuple[Job, ...], runtime: Runtime
+) -> BatchReport:
+    """End the cancelled jobs of a batch that the relay took away from its slot, and whose transaction it has ended.
+
+    The other jobs of the batch wait again as they were.
+
+    Raises:
+        ConnectionLost: the server has not ended the transaction yet.
+    """
+    report = _find_outcome_soon(connection, batch)
+    if report is not None:
+        return report
+    events: tuple[Event, ...] = ()
+    for job in cancelled:
+        events += record_result(connection, job, CancelledResult(), runtime, batch.claimed_ids).events
+    return BatchReport(len(batch.jobs), events)
 
 
 def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
@@ -287,7 +318,7 @@ def end_other_transaction(connection: Connection, batch: BatchState, *, terminat
 
 
 def _settle_anew(
-    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[Job, ...] = ()
+    connection: Connection, job: Job, result: Result, runtime: Runtime, batch: tuple[UUID, ...] = ()
 ) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
     with connection.begin():
@@ -300,6 +331,6 @@ def _settle_anew(
             job, inner = again.jobs[0], again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
-        event = settle_result(connection, job, failed, runtime, 0.0)
+        event = settle_result(connection, job, result, runtime, 0.0)
         commit_checked(connection, inner)
     return event

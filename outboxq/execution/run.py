@@ -6,28 +6,32 @@ The outcome of each job is written in the batch's transaction; its event becomes
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from uuid import UUID
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_lost, run_script
+from outboxq.database.driver import is_lost, run_outside_transaction, run_script
 from outboxq.errors import TransactionEndedByHandler
+from outboxq.events import JobRetried, JobSnoozed, drop_tracebacks
 from outboxq.execution import settle
-from outboxq.execution.attempt import Attempt
+from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.chain import has_follower
 from outboxq.execution.errors import TransactionEscaped
-from outboxq.execution.failure import Failed, describe_failure
-from outboxq.execution.plan import Segment, plan_segments
+from outboxq.execution.failure import Failed
+from outboxq.execution.plan import Segment, plan_segments, result_without_run
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outcomes import Discard, Done, Outcome
-from outboxq.statements.transaction import local_timeouts, local_timeouts_off
+from outboxq.outbox.unique import collect_unique_adds
+from outboxq.outcomes import Discard, Done
+from outboxq.statements.transaction import clock_seconds, local_timeouts, local_timeouts_off
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
@@ -46,17 +50,25 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     """
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
+    batch.blocked.clear()
+    batch.unique_adds.clear()
+    batch.expires = _expiries(connection, batch, runtime)
     segments = plan_segments(batch, runtime)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
     locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
+    collect_unique_adds(connection, batch.unique_adds)
     try:
         if not batch.runs_together:
             # Jobs that all run together lock rows when they load them.
             _lock_rows(connection, batch, runtime, locks)
         for segment in segments:
-            if segment.kind != "alone" and _run_together(connection, batch, runtime, segment, locks):
+            if _may_run_together(batch, segment) and _run_together(connection, batch, runtime, segment, locks):
                 continue
             for position in segment.places:
+                if batch.jobs[position].group_key in batch.blocked:
+                    # `position` stays with a job that ran: it is what tells, later, whether the batch was committed.
+                    settle.release(connection, batch.jobs[position])
+                    continue
                 batch.position = position
                 began = time.perf_counter()
                 result = _run_alone(connection, batch, runtime, begin, shared=shared)
@@ -64,6 +76,26 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
+        collect_unique_adds(connection, None)
+
+
+def _may_run_together(batch: BatchState, segment: Segment) -> bool:
+    # Jobs that are given back have no events, of which those of a segment are told by their places.
+    return segment.kind != "alone" and not batch.blocked
+
+
+def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
+    """When each of the jobs that expire does, on this process's clock: the database is asked how late it is there."""
+    expiring = {job.id: job.expires_at for job in batch.jobs if job.expires_at is not None}
+    if not expiring:
+        return {}
+    if runtime.guard.transaction_status == TransactionStatus.IDLE:
+        # Under a lease no transaction is to be open while the handler works.
+        rows = run_outside_transaction(connection, clock_seconds())
+    else:
+        rows = run_script(connection, clock_seconds())[0].rows
+    ahead = time.monotonic() - float(str(rows[0][0]))
+    return {job_id: at.timestamp() + ahead for job_id, at in expiring.items()}
 
 
 def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
@@ -103,7 +135,11 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, lock
     if batch.is_lone or batch.is_leased:
         return
     handlers = {kind: runtime.handler_of(job) for kind, job in {job.kind: job for job in batch.jobs}.items()}
-    locking = {kind: found for kind, found in handlers.items() if found is not None and found.signature().locks}
+    locking = {
+        kind: found
+        for kind, found in handlers.items()
+        if found is not None and found.signature().locks and not runtime.registry.loads_late(kind)
+    }
     if not locking:
         return
     keys = [key for job in batch.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job, runtime)]
@@ -132,6 +168,9 @@ def _run_alone(
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
     job = batch.job
+    unrun = result_without_run(batch, job, runtime)
+    if unrun is not None:
+        return unrun
     handler = runtime.handler_of(job)
     if handler is None:
         return UnknownKindResult()
@@ -143,13 +182,16 @@ def _run_alone(
     free_retries = FREE_RETRIES
     try:
         while True:
-            attempt = Attempt(connection, handler, job, runtime, xid, begin)
-            result: Outcome | Failed = runtime.invoker.apart()(attempt.run)
+            attempt = Attempt(connection, handler, job, runtime, xid, begin, batch.begin_call((job,)))
+            result: AttemptResult = runtime.invoker.apart()(attempt.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
             free_retries -= 1
+            if result.error is not None:
+                # No hook hears of it.
+                drop_tracebacks(result.error)
     finally:
-        batch.deadline = None
+        batch.end_call()
 
 
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
@@ -170,13 +212,15 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
     """Write the outcome of the job that ran."""
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
-    if isinstance(result, Done | Discard) and batch.transaction is None and not batch.was_begun and is_idle:
+    adds = isinstance(result, Done) and has_follower(job)
+    is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
+    if isinstance(result, Done | Discard) and not adds and is_unbegun:
         # A leased job whose handler wrote nothing is removed together with others.
-        batch.events.append(event_of_end(job, runtime.kept(job, result), seconds))
+        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
         return
     if batch.is_leased and batch.transaction is not None and is_idle:
         # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
-        raise TransactionEscaped(job, describe_failure(TransactionEndedByHandler(), job))
+        raise TransactionEscaped(job, runtime.describe(TransactionEndedByHandler(), job))
     if not batch.was_begun and is_idle:
         # The handler worked outside the database: its result must outlive a connection that is gone by now.
         batch.late_result = result
@@ -185,5 +229,8 @@ def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, r
     if isinstance(result, UnknownKindResult):
         batch.unknown.append(job)
         settle.park(connection, job)
+        settle.block(batch.blocked, job, runtime)
     else:
         batch.events.append(settle_result(connection, job, result, runtime, seconds))
+        if isinstance(batch.events[-1], JobRetried | JobSnoozed):
+            settle.block(batch.blocked, job, runtime)

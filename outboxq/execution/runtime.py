@@ -1,7 +1,7 @@
 """What running a handler needs besides its job: fixed for as long as a slot has its connection."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,10 +15,12 @@ from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
-from outboxq.execution.failure import Failed, R, describe_failure, withheld
+from outboxq.execution.failure import Describing, Failed, R, describe_failure, describe_reason, withheld
+from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
+from outboxq.execution.orders import Orders
 from outboxq.handlers.handler import AnyHandler
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
 from outboxq.handlers.retention import spoken
 from outboxq.handlers.row_writes import Catalog
 from outboxq.job import Job
@@ -36,10 +38,20 @@ _NOT_AT_REST = (
 
 @dataclass(frozen=True, slots=True)
 class UnknownKindResult:
-    """No handler here can run this kind in this slot."""
+    """No handler here can run this kind in this slot, or the kind is paused."""
 
 
-Result: TypeAlias = Outcome | Failed | UnknownKindResult
+@dataclass(frozen=True, slots=True)
+class CancelledResult:
+    """An operator cancelled the job while it ran, or before its handler was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiredResult:
+    """The job's time was over before its handler was called."""
+
+
+Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class Runtime:
     sharing_queues: frozenset[str]
     is_interruption: Callable[[BaseException], bool]
     catalog: Catalog = field(default_factory=Catalog)
+    orders: Orders = field(default_factory=Orders)
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.
@@ -68,7 +81,8 @@ class Runtime:
         Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
         its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
         """
-        return not (isinstance(error, Abandoned | ConnectionLost) or self.is_interruption(error))
+        # By its type, which a class cannot make say something else, or raise.
+        return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
     def at_rest(self, connection: Connection, job: Job) -> "_AtRest":
         """A context around a handler's call, which checks the state of the driver's connection afterwards.
@@ -102,13 +116,34 @@ class Runtime:
             )
         return retention
 
+    def describe(self, error: BaseException, job: Job, *, stack: Sequence[Frame] | None = None) -> Failed:
+        """The record of an exception that ended an attempt, as the job's handler wants it kept.
+
+        Args:
+            stack: The handler's call stack, if it did not raise the error itself.
+        """
+        handler = self.registry.handlers.get(job.kind)
+        homes = () if handler is None else homes_of(handler.__module__)
+        args = None if self._keeps_whole(job) else [job.args]
+        return describe_failure(error, job, Describing(args, homes), stack)
+
+    def reason(self, reason: object, job: Job) -> str:
+        """The reason that a handler gave for its outcome, as it is kept."""
+        return describe_reason(reason, None if self._keeps_whole(job) else job.args)
+
+    def _keeps_whole(self, job: Job) -> bool:
+        handler = self.registry.handlers.get(job.kind)
+        return handler is not None and handler.messages == "whole"
+
     def kept(self, job: Job, result: R) -> R:
         """The result of an attempt of this job, as it may be stored and reported."""
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
     def handler_of(self, job: Job) -> AnyHandler | None:
-        """The job's handler, if it is one for this slot."""
+        """The job's handler, if it is one for this slot, and its kind is not paused."""
+        if self.orders.paused and (job.queue, job.kind) in self.orders.paused:
+            return None
         handler = self.registry.handlers.get(job.kind)
         return handler if handler is not None and handler.flavour == self.invoker.flavour else None
 
@@ -131,14 +166,14 @@ class _AtRest:
             return
         give_up(self._connection)
         if error is None:
-            raise ConnectionSpoiled(describe_failure(HandlerError(_NOT_AT_REST), self._job))
+            raise ConnectionSpoiled(self._runtime.describe(HandlerError(_NOT_AT_REST), self._job))
         if self._runtime.is_failure(error):
-            raise ConnectionSpoiled(describe_failure(error, self._job)) from error
+            raise ConnectionSpoiled(self._runtime.describe(error, self._job)) from error
 
 
 def is_cancellation(error: BaseException) -> bool:
     """Whether the running task is cancelled, and the error is not one that a handler raised or met in an await."""
-    if not isinstance(error, asyncio.CancelledError):
+    if not issubclass(type(error), asyncio.CancelledError):
         return False
     try:
         task = asyncio.current_task()

@@ -12,14 +12,25 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.driver import run_script
 from outboxq.database.errors import sqlstate_of
+from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
-from outboxq.events import JobDied, JobDiscarded, JobDone, JobEvent, JobRetried, JobSnoozed
-from outboxq.execution.failure import ErrorRecord, Failed, describe_reason, kept_errors
-from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.events import (
+    JobCancelled,
+    JobDied,
+    JobDiscarded,
+    JobDone,
+    JobEvent,
+    JobExpired,
+    JobRetried,
+    JobSnoozed,
+)
+from outboxq.execution.chain import add_follower
+from outboxq.execution.failure import Failed, kept_errors
+from outboxq.execution.runtime import CancelledResult, ExpiredResult, Result, Runtime, UnknownKindResult
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
+from outboxq.statements import cancel, transaction
 from outboxq.statements import settle as statements
-from outboxq.statements import transaction
 from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
 # lock_timeout, statement_timeout or a cancellation, a deadlock.
@@ -32,48 +43,82 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
     match result:
         case Done() | Discard():
             finish(connection, job)
-            return event_of_end(job, result, seconds)
+            if isinstance(result, Done):
+                add_follower(connection, job)
+            return event_of_end(job, result, runtime, seconds)
         case Failed(record) if result.permanent:
-            reason = f"{record.type}: another attempt cannot help"
+            reason = f"another attempt cannot help: {record.type}: {record.message}"
             dead_letter(connection, job, reason, record)
-            return JobDied(job, reason, record.where)
+            return died(job, reason, record, result.error)
         case Failed(record):
-            return _retry_or_dead_letter(connection, job, record, runtime, None)
+            return _retry_or_dead_letter(connection, job, record, runtime, None, result.error)
         case Retry(delay, reason):
-            record = ErrorRecord(job.attempt, "outboxq.Retry", describe_reason(reason, job))
+            record = ErrorRecord(job.attempt, "outboxq.Retry", runtime.reason(reason, job))
             pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_dead_letter(connection, job, record, runtime, pause)
+            return _retry_or_dead_letter(connection, job, record, runtime, pause, None)
         case Snooze(delay):
-            snooze(connection, job, delay)
+            snooze(connection, job, delay, passes=passes(job, runtime))
             return JobSnoozed(job, delay.total_seconds())
         case DeadLetter(reason):
-            described = describe_reason(reason, job)
+            described = runtime.reason(reason, job)
             dead_letter(connection, job, described)
             return JobDied(job, described)
+        case CancelledResult() | ExpiredResult():
+            return _drop(connection, job, result, runtime)
         case UnknownKindResult():
             raise AssertionError("unknown kinds are parked, not settled")
     assert_never(result)
 
 
-def event_of_end(job: Job, result: Done | Discard, seconds: float) -> JobEvent:
+def _drop(connection: Connection, job: Job, result: CancelledResult | ExpiredResult, runtime: Runtime) -> JobEvent:
+    """End a job that has expired, or that was cancelled: as its request wants it, together with the request.
+
+    A request that is gone was answered already, before the job came back from the dead letters: then it runs again.
+    """
+    if isinstance(result, ExpiredResult):
+        finish(connection, job)
+        return JobExpired(job)
+    outcome = connection.execute(cancel.take_request(job.id)).scalar_one_or_none()
+    if outcome is None:
+        runtime.orders.forget(job.id)
+        snooze(connection, job, timedelta(0))
+        return JobSnoozed(job, 0.0)
+    if outcome == "dead":
+        dead_letter(connection, job, cancel.CANCELLED)
+        return JobDied(job, cancel.CANCELLED)
+    finish(connection, job)
+    return JobCancelled(job)
+
+
+def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: float) -> JobEvent:
     """The event of a job that is over."""
     if isinstance(result, Discard):
-        return JobDiscarded(job, describe_reason(result.reason, job))
+        return JobDiscarded(job, runtime.reason(result.reason, job))
     return JobDone(job, seconds)
 
 
 def _retry_or_dead_letter(
-    connection: Connection, job: Job, record: ErrorRecord, runtime: Runtime, pause_seconds: float | None
+    connection: Connection,
+    job: Job,
+    record: ErrorRecord,
+    runtime: Runtime,
+    pause_seconds: float | None,
+    error: BaseException | None,
 ) -> JobEvent:
     policy = runtime.registry.find(job.kind).retry
     limit = job.max_attempts or policy.max_attempts
     if job.attempt >= limit:
         reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
         dead_letter(connection, job, reason, record)
-        return JobDied(job, reason, record.where)
+        return died(job, reason, record, error)
     delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
-    retry(connection, job, record, timedelta(seconds=delay_seconds))
-    return JobRetried(job, record.type, record.message, record.where, delay_seconds)
+    retry(connection, job, record, timedelta(seconds=delay_seconds), passes=passes(job, runtime))
+    return JobRetried(job, record.type, record.message, record.where, delay_seconds, error, record)
+
+
+def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None) -> JobDied:
+    """The event of a job that moves to the dead letters because of a failed attempt."""
+    return JobDied(job, reason, record.where, record.type, record.message, error, record)
 
 
 def finish(connection: Connection, job: Job) -> None:
@@ -86,15 +131,36 @@ def finish(connection: Connection, job: Job) -> None:
         _write(connection, job, remove(job))
 
 
-def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta) -> None:
-    """Put the job back to run after `delay`, with this attempt counted and its error recorded."""
+def passes(job: Job, runtime: Runtime) -> bool:
+    """Whether the jobs behind this one in its group go on while it is put off. One of an unknown kind holds them up."""
+    if job.group_key is None:
+        return False
+    # Where several jobs of a group run at a time, there is no order to keep. An operator's setting is in the table.
+    declared = runtime.registry.limits.get(job.queue)
+    several = declared is not None and (declared.per_group or 1) > 1
+    handler = runtime.handler_of(job)
+    return handler is not None and (several or handler.on_failure == "pass")
+
+
+def block(blocked: set[str], job: Job, runtime: Runtime) -> None:
+    """Record that a job was put off, and holds up those behind it in its group."""
+    if job.group_key is not None and not passes(job, runtime):
+        blocked.add(job.group_key)
+
+
+def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta, *, passes: bool = False) -> None:
+    """Put the job back to run after `delay`, with this attempt counted and its error recorded.
+
+    Args:
+        passes: Whether the jobs behind it in its group go on meanwhile.
+    """
     errors = errors_with(kept_errors(job.errors), record.as_json())
-    _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay))
+    _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay, passes=passes))
 
 
-def snooze(connection: Connection, job: Job, delay: timedelta) -> None:
+def snooze(connection: Connection, job: Job, delay: timedelta, *, passes: bool = False) -> None:
     """Put the job back to run after `delay`, without counting the attempt."""
-    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay))
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay, passes=passes))
 
 
 def release(connection: Connection, job: Job) -> None:

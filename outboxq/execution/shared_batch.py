@@ -9,7 +9,7 @@ failure is its own.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from sqlalchemy import Connection, Table
@@ -20,8 +20,9 @@ from sqlalchemy.orm.attributes import instance_state
 from outboxq.codec.entities import EntityKey
 from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
-from outboxq.events import JobDone
+from outboxq.events import JobDone, drop_tracebacks
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.chain import follower_of
 from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import TransactionEscaped
@@ -31,6 +32,7 @@ from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
+from outboxq.execution.surround import Surrounded
 from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
@@ -61,9 +63,11 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     else:
         return True
     finally:
-        batch.deadline = None
+        batch.end_call()
         runtime.guard.let_go()
     run.undo(failed)
+    # No hook hears of it.
+    drop_tracebacks(failed)
     del batch.events[events:]
     return False
 
@@ -97,21 +101,30 @@ class _SharedRun:
         self._ahead = len(segment.places)
         self._facts: dict[Table, TableFacts | None] = {}
         self._buffer = WriteBuffer(self._facts_of, locks.has)
-        self._rows = PreloadedEntities(connection, self._facts_of, locks)
+        kinds = [job.kind for job in batch.jobs[segment.places.start : segment.places.stop]]
+        registry = runtime.registry
+        # What is loaded ahead is loaded outside of the arounds of its job.
+        own_types = any(kind in registry.arounds for kind in kinds)
+        self._rows = PreloadedEntities(connection, self._facts_of, locks, own_types=own_types)
+        self._loaded_ahead = [
+            {} if registry.loads_late(kind) else given for kind, given in zip(kinds, segment.arguments, strict=True)
+        ]
         self._savepoint = SharedSavepoint(connection, runtime.guard, batch, segment.places.start)
 
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
         self._batch.position = self._places.start
+        self._call = self._batch.begin_call(self._batch.jobs[self._places.start : self._places.stop])
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
-        if any(key.locked for key in entity_keys(self._arguments)):
+        if any(key.locked for key in entity_keys(self._loaded_ahead)):
             # All rows are locked in one order, before a handler can lock some of them.
             self._load_ahead()
         for position, arguments in zip(self._places, self._arguments, strict=True):
             self._batch.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
+        self._call.end()
         # Last: once the savepoint is released the jobs must not run again.
         self._is_over = True
         self._savepoint.keep_all()
@@ -160,15 +173,18 @@ class _SharedRun:
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
         opened = AttemptSession(self._open_session)
-        run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [])
+        run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [], self._call)
+        arounds, load = runtime.registry.arounds.get(job.kind), partial(self._given, opened, handler, arguments)
         try:
-            given = self._given(opened, handler, arguments)
+            given = load() if arounds is None else Surrounded.of(arounds, opened, load)
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.deadline = None if seconds is None else time.monotonic() + seconds
             with runtime.at_rest(self._connection, job):
                 returned = runtime.invoker.call(handler, opened.session, run, given)
             self._batch.deadline = None
+            if self._call.is_cancelled:
+                raise HandlerError("a job of the batch was cancelled: each runs by itself")
             outcome = handler.returned.outcome(returned)
             if not isinstance(outcome, Done):
                 raise HandlerError(f"the handler returned a {type(outcome).__name__}")
@@ -180,6 +196,8 @@ class _SharedRun:
                 # A task or thread that the job left behind must not reach the next job's rows.
                 runtime.guard.take_back()
         self._check()
+        if follower := follower_of(job):
+            self._buffer.add_jobs(follower)
         self._seconds.append(time.perf_counter() - began)
         if not self._buffer:
             self._mark_sent()
@@ -192,16 +210,24 @@ class _SharedRun:
         """The arguments of one job, with its entities in its own session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
+        find = self._finder(opened)
         for name, key in arguments.items():
             if type(key) is EntityKey:
                 identity = key.entity, key.identity
                 if identity not in found:
-                    found[identity] = self._entity(opened.session(), name, key)
+                    found[identity] = find(opened.session(), name, key)
                 given[name] = found[identity]
                 loaded.append((key, given[name]))
         if loaded:
             watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
         return given
+
+    def _finder(self, opened: AttemptSession) -> Callable[[Session, str, EntityKey], object]:
+        """What finds a job's entities: rows that were loaded ahead are not for a session that its arounds have used.
+
+        They may have loaded these rows, have put listeners on the session, or have set what is visible.
+        """
+        return self._entity if opened.made is None else load_entity
 
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
@@ -224,7 +250,7 @@ class _SharedRun:
         self._send()
         first = self._batch.position - self._places.start
         with self._runtime.guard.aside():
-            self._rows.load(entity_keys(self._arguments[first : first + self._ahead]))
+            self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]))
         self._ahead *= 2
 
     def _keep(self, opened: AttemptSession, run: Run) -> None:

@@ -9,12 +9,15 @@ from typing import Any, Generic
 import msgspec
 from typing_extensions import TypeVar
 
+from outboxq.codec.traceparent import trace_id_of
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
 from outboxq.errors import EffectRefused
+from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.row_writes import Statement
-from outboxq.job import Job
+from outboxq.job import OWN_HEADERS, Job
+from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch_of, finished_batch
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 S = TypeVar("S", default=Any)
@@ -23,7 +26,7 @@ SessionType = TypeVar("SessionType", bound=OutboxSession | AsyncOutboxSession)
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
-    """Adds the job's id, kind, queue and attempt to the `extra` of each record."""
+    """Adds the job's id, kind, queue and attempt to the `extra` of each record, and its `traceparent`'s trace id."""
 
     def __init__(self, job: Job) -> None:
         extra: dict[str, object] = {
@@ -32,6 +35,9 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
             "job_queue": job.queue,
             "job_attempt": job.attempt,
         }
+        trace_id = trace_id_of(job.headers)
+        if trace_id is not None:
+            extra["trace_id"] = trace_id
         super().__init__(logging.getLogger("outboxq.handler"), extra)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -48,6 +54,21 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
     state: S
     session: SessionType = field(repr=False)
     effect_access: EffectAccess | None = field(default=None, repr=False)
+    call: HandlerCall | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the job was cancelled while it runs; cheap enough for every turn of a loop.
+
+        Return or raise soon: whichever it is, the handler's rows are undone, and two seconds later the relay ends the
+        handler's connection.
+        """
+        return self.call is not None and self.call.is_cancelled
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """The job, as a batch handler's context names all of its jobs: for what is wrapped around both."""
+        return (self.job,)
 
     @functools.cached_property
     def log(self) -> JobLogger:
@@ -56,8 +77,22 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The strings that the producer stored next to the arguments."""
-        return msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
+        """The strings that the producer stored next to the arguments, without those of outboxq's own.
+
+        So they can be given to other jobs: `options(headers=ctx.headers)`.
+        """
+        stored = msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
+        return {name: value for name, value in stored.items() if name not in OWN_HEADERS}
+
+    @property
+    def batch(self) -> JobBatch | None:
+        """The batch that the job is a member of, to add more members to; None if it is in none."""
+        return batch_of(self.session, self.job)
+
+    @property
+    def finished_batch(self) -> FinishedBatch | None:
+        """The batch whose callback the job is (`on_done` of `jobs.batch`); None if it is none."""
+        return finished_batch(self.job)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
         """Have a Core statement sent after the handler's flush and before COMMIT, together with equal statements.
@@ -115,10 +150,18 @@ class BatchContext(Generic[S]):
     """What a sync batch handler receives first.
 
     `session` writes in the transaction that removed the jobs: its rows commit with their disappearance, or not at all.
+    `jobs` are those of the items, in their order.
     """
 
     state: S
     session: OutboxSession
+    jobs: tuple[Job, ...] = ()
+    call: HandlerCall | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether one of the jobs was cancelled: return or raise soon; the others run again, each by itself."""
+        return self.call is not None and self.call.is_cancelled
 
 
 @dataclass(frozen=True)
@@ -127,3 +170,10 @@ class AsyncBatchContext(Generic[S]):
 
     state: S
     session: AsyncOutboxSession
+    jobs: tuple[Job, ...] = ()
+    call: HandlerCall | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether one of the jobs was cancelled, as in `BatchContext`; the handler's task is cancelled besides."""
+        return self.call is not None and self.call.is_cancelled

@@ -8,14 +8,15 @@ from datetime import timedelta
 from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, get_type_hints, overload
 
 from outboxq.codec.parameters import Signature, build_signature
-from outboxq.codec.signature import declared_signature
 from outboxq.errors import RegistryError
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
+from outboxq.handlers.function import PLAIN, check_context, check_function, naming, receives_batches
 from outboxq.handlers.returned import Returned
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
 from outboxq.names import check_name
 from outboxq.outbox.kinds import JobKind, P
+from outboxq.outbox.options import PLAIN_OPTIONS, JobOptions
 from outboxq.outcomes import Backoff, Outcome
 
 C = TypeVar("C")
@@ -26,7 +27,8 @@ R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 Flavour: TypeAlias = Literal["sync", "async"]
 Outcomes: TypeAlias = Sequence[Outcome | None] | None
 ClaimMode: TypeAlias = Literal["transaction", "lease"]
-Messages: TypeAlias = Literal["redacted", "withheld"]
+OnFailure: TypeAlias = Literal["block", "pass"]
+Messages: TypeAlias = Literal["redacted", "withheld", "whole"]
 DEFAULT_TIMEOUT_SECONDS = 300.0
 MAX_TIMEOUT_SECONDS = 7 * 86_400.0
 DEFAULT_MAX_SIZE = 100
@@ -51,11 +53,14 @@ class HandlerOptions:
     messages: Messages
     batchable: bool = False
     max_size: int = DEFAULT_MAX_SIZE
+    # How its jobs are enqueued, unless `kind.options(...)` says otherwise.
+    enqueued: JobOptions = PLAIN_OPTIONS
+    on_failure: OnFailure = "block"
 
     def __post_init__(self) -> None:
-        if isinstance(self.aliases, str):
-            raise RegistryError(f"aliases takes a tuple or a list of names, got the text {self.aliases!r}")
-        object.__setattr__(self, "aliases", tuple(self.aliases))
+        _check_text("queue", self.queue, "mail")
+        object.__setattr__(self, "aliases", _checked_aliases(self.aliases))
+        _check_retry(self.retry)
         check_choice("claim", self.claim, ClaimMode)
         object.__setattr__(self, "timeout_seconds", _checked_timeout(self.timeout_seconds))
         if not isinstance(self.batchable, bool):
@@ -66,6 +71,7 @@ class HandlerOptions:
                 "leave one of the two out"
             )
         check_choice("messages", self.messages, Messages)
+        check_choice("on_failure", self.on_failure, OnFailure)
         size = self.max_size
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_MAX_SIZE:
             raise RegistryError(f"max_size takes 1 to {LARGEST_MAX_SIZE:,}, got {size!r}")
@@ -75,13 +81,14 @@ class Handler(JobKind[P], Generic[P, C, R]):
     """A registered handler. Name it in `add_job`; call it like the plain function that it wraps."""
 
     def __init__(self, function: Callable[Concatenate[C, P], R], kind: str, options: HandlerOptions) -> None:
-        super().__init__(kind, options.queue)
+        super().__init__(kind, options.queue, options.enqueued)
         self.function = function
         self.aliases = tuple(check_name("kind", alias) for alias in options.aliases)
         self.retry = options.retry
         self.claim: ClaimMode = options.claim
         self.timeout_seconds = options.timeout_seconds
         self.batchable = options.batchable
+        self.on_failure = options.on_failure
         self.messages: Messages = options.messages
         self.returned = Returned(kind)
         self.unlocked_changes = UnlockedChanges(kind, function)
@@ -95,11 +102,36 @@ class Handler(JobKind[P], Generic[P, C, R]):
 
     @functools.cached_property
     def _signature(self) -> Signature:
-        return build_signature(self.kind, self.function)
+        with naming(self.function):
+            return build_signature(self.kind, self.function)
 
     def signature(self) -> Signature:
         """How arguments are checked, stored and read; built when first needed, after circular imports are over."""
         return self._signature
+
+    def check(self) -> None:
+        """Check what can only be checked when imports are over: the context, and the types of the arguments.
+
+        Raises:
+            RegistryError: one does not fit; the message ends with the file and the line of the function.
+        """
+        with naming(self.function):
+            check_context(self.function, PLAIN)
+            self.check_keys()
+
+    def check_keys(self) -> None:
+        """Refuse a function that makes a key of arguments that the handler does not have.
+
+        Raises:
+            RegistryError: it needs one; the message names it.
+        """
+        rules, arguments = self._key_rules, self.signature().parameters
+        for name, needed in ({} if rules is None else rules.needs()).items():
+            for missing in sorted(needed - arguments.keys()):
+                raise RegistryError(
+                    f"{name}= of handler {self.kind!r} takes an argument {missing!r}, which the handler does not have: "
+                    f"it has {', '.join(arguments) or 'none'}"
+                )
 
     def retry_horizon(self, max_attempts: int | None = None) -> timedelta:
         """How long after the start of its first attempt a job may still run, at most."""
@@ -118,9 +150,11 @@ class Arguments(Generic[P, T]):
 
     def __init__(self, arguments: Callable[P, T]) -> None:
         if not isinstance(arguments, type):
-            raise RegistryError(
-                f"a batch handler names the class of its arguments, such as a dataclass, got {arguments!r}"
-            )
+            with naming(arguments):
+                raise RegistryError(
+                    "a batch handler names the class of its arguments, such as a dataclass: "
+                    f"@jobs.batch_handler(Credit), got {arguments!r}"
+                )
         hints = _hints(arguments)
         try:
             declared = inspect.signature(arguments)
@@ -152,6 +186,11 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         kind: str,
         options: HandlerOptions,
     ) -> None:
+        if options.claim == "lease":
+            raise RegistryError(
+                'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
+                "jobs one by one to a handler of their own"
+            )
         outcomes = Returned(kind).outcomes
         one = _called_as(
             function,
@@ -173,16 +212,26 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
 
     @functools.cached_property
     def _signature(self) -> Signature:
-        return build_signature(self.kind, self._declared)
+        with naming(self._called):
+            return build_signature(self.kind, self._declared)
+
+    def check(self) -> None:
+        """Check what can only be checked when imports are over, as `Handler.check` does."""
+        with naming(self._called):
+            check_context(self._called, receives_batches(self.arguments))
+            self.check_keys()
 
 
 @dataclass(frozen=True)
 class HandlerDecorator:
-    """What `jobs.handler(...)` returns: it makes a handler of a function, and hands it to `add`."""
+    """What `jobs.handler(...)` returns: it makes a handler of a function, and hands it to `add`.
+
+    `options` is called with the function at hand, so that an error of theirs can name it.
+    """
 
     add: Callable[[AnyHandler], None]
     kind: str | None
-    options: HandlerOptions
+    options: Callable[[], HandlerOptions]
 
     @overload
     def __call__(
@@ -196,8 +245,10 @@ class HandlerDecorator:
 
     def __call__(self, function: Callable[..., Any], /) -> AnyHandler:
         """Register `function` and return it as a `Handler`."""
-        _check_function(function)
-        handler: AnyHandler = Handler(function, self.kind or function.__name__, self.options)
+        with naming(function):
+            check_function(function, PLAIN, self.kind)
+        with naming(function, function.__name__):
+            handler: AnyHandler = Handler(function, _kind_of(function, self.kind), self.options())
         self.add(handler)
         return handler
 
@@ -208,7 +259,7 @@ class BatchHandlerDecorator(Generic[P, T]):
 
     add: Callable[[AnyHandler], None]
     kind: str | None
-    options: HandlerOptions
+    options: Callable[[], HandlerOptions]
     arguments: Arguments[P, T]
 
     @overload
@@ -223,8 +274,10 @@ class BatchHandlerDecorator(Generic[P, T]):
 
     def __call__(self, function: Callable[..., Any], /) -> BatchHandler[P, T]:
         """Register `function` and return it as a `BatchHandler`."""
-        _check_function(function)
-        handler = BatchHandler(function, self.arguments, self.kind or function.__name__, self.options)
+        with naming(function):
+            check_function(function, receives_batches(self.arguments.type), self.kind)
+        with naming(function, function.__name__):
+            handler = BatchHandler(function, self.arguments, _kind_of(function, self.kind), self.options())
         self.add(handler)
         return handler
 
@@ -240,14 +293,16 @@ def _called_as(
         @functools.wraps(function)
         async def run_async(ctx: AsyncContext[Any], /, **values: Any) -> object:
             items = items_of(ctx.job, values)
-            return outcome_of(await function(AsyncBatchContext(ctx.state, ctx.session), items), len(items))
+            given = AsyncBatchContext(ctx.state, ctx.session, tuple(item.job for item in items), ctx.call)
+            return outcome_of(await function(given, items), len(items))
 
         return run_async
 
     @functools.wraps(function)
     def run(ctx: Context[Any], /, **values: Any) -> object:
         items = items_of(ctx.job, values)
-        return outcome_of(function(BatchContext(ctx.state, ctx.session), items), len(items))
+        given = BatchContext(ctx.state, ctx.session, tuple(item.job for item in items), ctx.call)
+        return outcome_of(function(given, items), len(items))
 
     return run
 
@@ -274,14 +329,32 @@ def _checked_timeout(seconds: float | None) -> float | None:
     return float(seconds)
 
 
-def _check_function(function: Callable[..., Any]) -> None:
-    if not inspect.isfunction(function):
-        raise RegistryError(f"a handler is a function whose first argument is its context, got {function!r}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise RegistryError(f"handler {function.__qualname__} yields: a handler returns when its work is done")
-    first = next(iter(declared_signature(function).parameters.values()), None)
-    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-        raise RegistryError(f"handler {function.__qualname__} takes no context: its first argument is `ctx: Context`")
+def _check_text(option: str, given: str, example: str) -> None:
+    if not isinstance(given, str):
+        raise RegistryError(f'{option} takes a name, such as {option}="{example}", got {given!r}')
+
+
+def _kind_of(function: Callable[..., Any], given: str | None) -> str:
+    if given is None:
+        return function.__name__
+    _check_text("kind", given, function.__name__)
+    return given
+
+
+def _checked_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(aliases, str):
+        raise RegistryError(
+            f"aliases takes a tuple or a list of names, got the text {aliases!r}: aliases=({aliases!r},)"
+        )
+    if not isinstance(aliases, Iterable):
+        raise RegistryError(f'aliases takes a tuple or a list of names, such as aliases=("old",), got {aliases!r}')
+    return tuple(aliases)
+
+
+def _check_retry(retry: object) -> None:
+    if not isinstance(retry, Backoff):
+        attempts = retry if isinstance(retry, int) and not isinstance(retry, bool) and retry > 0 else 5
+        raise RegistryError(f"retry takes a Backoff: Backoff(max_attempts={attempts})")
 
 
 def _hints(arguments: type[Any]) -> dict[str, object]:

@@ -3,16 +3,21 @@
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from outboxq.errors import ConfigError
+from outboxq.errors import ConfigError, OutboxqError
 
 if TYPE_CHECKING:
     from outboxq.handlers.registry import Jobs
 
 _MAX_MESSAGE_CHARACTERS = 300
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 class StoppedEarly(SystemExit):
@@ -64,18 +69,28 @@ def _import(name: str) -> ModuleType:
 
 
 def _failed(name: str, error: BaseException) -> ConfigError:
-    message = (str(error).splitlines() or [""])[0][:_MAX_MESSAGE_CHARACTERS]
-    return ConfigError(
-        f"module {name!r} failed while it was imported: {type(error).__name__}: {message} ({_at(error)})"
-    )
+    message, place = (str(error).splitlines() or [""])[0], _at(error)
+    if isinstance(error, OutboxqError):
+        # In words of ours, which are shown whole, and may end with the place.
+        said = message if message.endswith(place) else f"{message} ({place})"
+    else:
+        said = f"{type(error).__name__}: {message[:_MAX_MESSAGE_CHARACTERS]} ({place})"
+    return ConfigError(f"module {name!r} failed while it was imported: {said}")
 
 
 def _at(error: BaseException) -> str:
-    """The innermost file and line of the error's traceback outside of the import machinery."""
+    """The innermost file and line of the error's traceback outside of outboxq and of the standard library."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if _is_theirs(Path(frame.filename))]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "outside any file"
+
+
+def _is_theirs(file: Path) -> bool:
+    if _PACKAGE in file.parents or "importlib" in str(file):
+        return False
+    return _STANDARD.isdisjoint(file.parents) or not _INSTALLED.isdisjoint(file.parts)
 
 
 def _offer(module: ModuleType, name: str) -> str:

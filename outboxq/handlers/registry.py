@@ -1,60 +1,89 @@
 """The registry: an application's handlers, lifespan, scopes and inboxes, and their checks at the relay's start."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import Any, Concatenate, TypeVar, overload
 
-from outboxq.config import DEFAULT_RETENTION, check_retention
-from outboxq.errors import RegistryError, UnknownKind
+from outboxq.errors import ArgumentError, InvalidKey, RegistryError
+from outboxq.events import Event
+from outboxq.handlers.around import Around, Arounds, F, checked_around
+from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.handler import (
     DEFAULT_MAX_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
     AnyHandler,
     Arguments,
-    BatchHandler,
     BatchHandlerDecorator,
     ClaimMode,
     Flavour,
+    Handler,
     HandlerDecorator,
     HandlerOptions,
     Messages,
+    OnFailure,
+    R_outcome,
     check_choice,
 )
-from outboxq.handlers.retention import Owner, Window, check_kinds, check_same, check_windows, default_retention
-from outboxq.inbox import Inbox
-from outboxq.names import MAX_SCOPE_BYTES, check_key
+from outboxq.handlers.hooks import EventHook, On, checked_events, checked_hook
+from outboxq.handlers.limited import Limited
+from outboxq.handlers.resolved import Lifespan, Registry
+from outboxq.handlers.retention import Retained, check_windows, default_retention
+from outboxq.handlers.schedules import Scheduled, checked_schedules
+from outboxq.outbox.job_batch import batch as open_batch
+from outboxq.outbox.keys import Key, Unique
 from outboxq.outbox.kinds import P
+from outboxq.outbox.options import JobOptions
 from outboxq.outcomes import Backoff
 
 T = TypeVar("T")
+E1 = TypeVar("E1")
+E2 = TypeVar("E2")
+E3 = TypeVar("E3")
+E4 = TypeVar("E4")
 
-Lifespan: TypeAlias = Callable[
-    [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
-]
 
-
-class Jobs:
+class Jobs(Retained, Scheduled, Limited):
     """A registry of handlers, given to the relay.
 
     Args:
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
             process before the first job; what it yields is `ctx.state`.
         messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
+        hooks: Functions, sync or async, that are told every event of `outboxq.events` in each relay process; `on`
+            registers a hook for some of them.
 
     Raises:
-        RegistryError: `messages` is neither "redacted" nor "withheld".
+        RegistryError: `messages` is not "redacted", "withheld" or "whole", or a hook cannot be called with an event.
     """
 
-    def __init__(self, *, lifespan: Lifespan | None = None, messages: Messages = "redacted") -> None:
+    def __init__(
+        self,
+        *,
+        lifespan: Lifespan | None = None,
+        messages: Messages = "redacted",
+        hooks: Iterable[Callable[[Event], object]] = (),
+    ) -> None:
+        super().__init__()
         self.lifespan = lifespan
+        self._hooks: list[EventHook] = [checked_hook(hook) for hook in hooks]
+        self._arounds: list[Around] = []
+        self._included: list[Jobs] = []
         check_choice("messages", messages, Messages)
         self._messages: Messages = messages
         self._handlers: dict[str, AnyHandler] = {}
-        self._windows: dict[tuple[Owner, str], Window] = {}
 
+    @overload
+    def handler(
+        self, function: Callable[Concatenate[Context[Any], P], R_outcome], /
+    ) -> Handler[P, Context[Any], R_outcome]: ...
+
+    @overload
+    def handler(
+        self, function: Callable[Concatenate[AsyncContext[Any], P], Awaitable[R_outcome]], /
+    ) -> Handler[P, AsyncContext[Any], Awaitable[R_outcome]]: ...
+
+    @overload
     def handler(
         self,
         *,
@@ -66,8 +95,34 @@ class Jobs:
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         batchable: bool = False,
         messages: Messages | None = None,
-    ) -> HandlerDecorator:
-        """Register a handler.
+        coalesce: Key | None = None,
+        every: timedelta | None = None,
+        group: Key | None = None,
+        unique: Key | Unique | None = None,
+        expires: timedelta | None = None,
+        on_failure: OnFailure = "block",
+    ) -> HandlerDecorator: ...
+
+    def handler(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        kind: str | None = None,
+        queue: str = "default",
+        aliases: Iterable[str] = (),
+        retry: Backoff | None = None,
+        claim: ClaimMode = "transaction",
+        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+        batchable: bool = False,
+        messages: Messages | None = None,
+        coalesce: Key | None = None,
+        every: timedelta | None = None,
+        group: Key | None = None,
+        unique: Key | Unique | None = None,
+        expires: timedelta | None = None,
+        on_failure: OnFailure = "block",
+    ) -> HandlerDecorator | AnyHandler:
+        """Register a handler: `@jobs.handler`, or `@jobs.handler(queue="mail")` with options.
 
         Args:
             kind: The stored name, by default the function's. Give one before you rename the function.
@@ -84,15 +139,52 @@ class Jobs:
             messages: What is stored and logged of the text of an error or of an outcome's reason; by default as the
                 registry says. "redacted": the text, with each argument's value replaced by its name; what the handler
                 makes of a value, such as a slice of it, stays. "withheld": the error's type, place and SQLSTATE alone.
+                "whole": the text as it is.
+            coalesce: A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this
+                kind and key that wait run as one, with the newest arguments. This option and those behind it are what
+                `options` of the handler takes, for all of its jobs.
+            every: With `coalesce`: run at most once in this time, after it.
+            group: A key, or a function: jobs of this queue and key run one at a time, in the order in which they were
+                added.
+            unique: A key, a function, or `Unique(...)`: a job is not added while one of its kind and key waits, runs or
+                retries.
+            on_failure: What a failed job of a group does to those behind it: they wait for its retry ("block"), or they
+                go on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case.
+            expires: A job is discarded if it has not begun this long after it was added.
 
         Raises:
-            RegistryError: the kind or an alias is taken, or an option is out of its range.
+            RegistryError: the function cannot be a handler, the kind or an alias is taken, or an option does not fit.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        options = HandlerOptions(
-            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, batchable
+        flow = {"coalesce": coalesce, "every": every, "group": group, "unique": unique, "expires": expires}
+        options = self._options(
+            queue, aliases, retry, claim, timeout_seconds, messages, flow, batchable=batchable, on_failure=on_failure
         )
-        return HandlerDecorator(self.add, kind, options)
+        decorator = HandlerDecorator(self.add, kind, options)
+        return decorator if function is None else decorator(function)
+
+    def _options(
+        self,
+        queue: str,
+        aliases: Iterable[str],
+        retry: Backoff | None,
+        claim: ClaimMode,
+        timeout_seconds: float | None,
+        messages: Messages | None,
+        flow: dict[str, Any],
+        **others: Any,
+    ) -> Callable[[], HandlerOptions]:
+        kept = self._messages if messages is None else messages
+        retries = Backoff() if retry is None else retry
+
+        def make() -> HandlerOptions:
+            try:
+                enqueued = JobOptions(**flow)
+            except (ArgumentError, InvalidKey) as error:
+                raise RegistryError(str(error)) from error
+            return HandlerOptions(queue, aliases, retries, claim, timeout_seconds, kept, enqueued=enqueued, **others)
+
+        return make
 
     def batch_handler(
         self,
@@ -106,6 +198,12 @@ class Jobs:
         claim: ClaimMode = "transaction",
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         messages: Messages | None = None,
+        coalesce: Key | None = None,
+        every: timedelta | None = None,
+        group: Key | None = None,
+        unique: Key | Unique | None = None,
+        expires: timedelta | None = None,
+        on_failure: OnFailure = "block",
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that is given many jobs at a time: for set-based SQL.
 
@@ -117,59 +215,81 @@ class Jobs:
             max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
             kind: This option and the others mean what they mean for `handler`.
             claim: "transaction", the only one so far.
+            coalesce: This option and those behind it are those of `handler`.
 
         Raises:
             RegistryError: the kind or an alias is taken, an option is out of its range, or the arguments of the class
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        if claim == "lease":
-            raise RegistryError(
-                'a batch handler runs in the transaction that removed its jobs: leave out claim="lease", or give the '
-                "jobs one by one to a handler of their own"
-            )
         declared = Arguments(arguments)
-        options = HandlerOptions(
-            queue, aliases, retry or Backoff(), claim, timeout_seconds, messages or self._messages, max_size=max_size
+        flow = {"coalesce": coalesce, "every": every, "group": group, "unique": unique, "expires": expires}
+        options = self._options(
+            queue, aliases, retry, claim, timeout_seconds, messages, flow, max_size=max_size, on_failure=on_failure
         )
         return BatchHandlerDecorator(self.add, kind, options, declared)
 
-    def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
-        """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
+    batch = staticmethod(open_batch)
 
-        A relay refuses to start if a handler may still retry when its effects are forgotten. A scope that is not
-        declared is remembered for 30 days, or a day longer than any handler of the registry may retry.
+    @overload
+    def on(self, event: type[E1], /) -> On[E1]: ...
 
-        Args:
-            retention: From the moment that a result is recorded, 1 second to 10 years.
-            kinds: Whose handlers call it; no other handler may. Without any, all handlers of the registry may.
+    @overload
+    def on(self, event: type[E1], second: type[E2], /) -> On[E1 | E2]: ...
 
-        Raises:
-            RegistryError: it was declared before, with another window or other kinds.
-            InvalidKey, ArgumentError, ConfigError: such a scope, such a kind or such a retention cannot be.
-        """
-        checked = check_key("scope", name, MAX_SCOPE_BYTES)
-        self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
-        return name
+    @overload
+    def on(self, event: type[E1], second: type[E2], third: type[E3], /) -> On[E1 | E2 | E3]: ...
 
-    def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
-        """Make an inbox that a relay checks as it checks a `scope`: no retry may outlive what it remembers.
+    @overload
+    def on(self, event: type[E1], second: type[E2], third: type[E3], fourth: type[E4], /) -> On[E1 | E2 | E3 | E4]: ...
 
-        Args:
-            consumer: A name that never changes, of 1 to 63 bytes.
-            retention: How long a message id is remembered, from 1 second to 10 years.
-            kinds: Whose handlers accept with it: only their retries count. Without any, those of all handlers do.
+    @overload
+    def on(self, *events: type[object]) -> On[Any]: ...
+
+    def on(self, *events: type[object]) -> On[Any]:
+        """Register a hook: a function, sync or async, that is told the events of these classes.
+
+        In each relay process one thread of their own runs all hooks of the registry, one after the other. A hook that
+        raises is logged and counted, and disturbs nothing; one that is slow may miss events, which is counted too.
 
         Raises:
-            RegistryError: it was declared before, with another window or other kinds.
-            InvalidKey, ArgumentError, ConfigError: such a consumer, such a kind or such a retention cannot be.
+            RegistryError: no event, something that is no class of `outboxq.events`, or an event that only the
+                supervisor of several processes has.
         """
-        made = Inbox(consumer, retention)
-        self._declare(Window("consumer", consumer, retention, check_kinds(kinds)))
-        return made
+        return On(self._hooks.append, checked_events(events))
 
-    def _declare(self, window: Window) -> None:
-        check_same(self._windows.setdefault((window.owner, window.name), window), window)
+    @overload
+    def around(self, function: F, /, *, flavour: Flavour | None = None) -> F: ...
+
+    @overload
+    def around(self, function: None = None, /, *, flavour: Flavour | None = None) -> Callable[[F], F]: ...
+
+    def around(self, function: Any = None, /, *, flavour: Flavour | None = None) -> Any:
+        """Wrap something around each call of this registry's handlers, and of those that it includes.
+
+        The function takes the call's context, before the handler's rows are loaded, and returns what is wrapped around
+        the loading and the call: a context manager, sync or for async handlers async; or an outcome, in place of the
+        call; or None, for nothing. A generator function that yields once is made a context manager. For async handlers
+        it may be async itself.
+
+        The first one is the outermost; those of an including registry are outside of those of the included one. It is
+        part of the attempt: its rows are committed with the handler's, an error of it fails the attempt, the time-out
+        covers it. An error that a context manager swallows fails the attempt all the same.
+
+        Args:
+            flavour: "sync" or "async": wrap handlers of this flavour alone.
+
+        Raises:
+            RegistryError: it cannot be called with a context, or there is no such flavour.
+        """
+        if flavour is not None:
+            check_choice("flavour", flavour, Flavour)
+
+        def register(function: F) -> F:
+            self._arounds.append(checked_around(function, flavour))
+            return function
+
+        return register if function is None else register(function)
 
     def add(self, handler: AnyHandler) -> None:
         """Register a handler that was made elsewhere.
@@ -189,11 +309,14 @@ class Jobs:
             self._handlers[name] = handler
 
     def include(self, other: "Jobs") -> None:
-        """Register every handler of another registry here too, and its scopes and inboxes.
+        """Register every handler of another registry here too, and its scopes, inboxes and limits of queues.
+
+        Its hooks are told the events of this relay, and its arounds wrap its own handlers, also those that are
+        registered there later.
 
         Raises:
-            RegistryError: a kind is taken, a scope or an inbox is declared otherwise, or `other` has a lifespan of its
-                own, which would never be entered.
+            RegistryError: a kind is taken, a scope, an inbox or a limit is declared otherwise, or `other` has a
+                lifespan of its own, which would never be entered.
         """
         if other.lifespan is not None:
             raise RegistryError(
@@ -203,20 +326,50 @@ class Jobs:
             self.add(handler)
         for window in tuple(other._windows.values()):  # noqa: SLF001  # the same class
             self._declare(window)
+        for queue, limits in other._limits.items():  # noqa: SLF001  # the same class
+            self._declare_limits(queue, limits)
+        self._included.append(other)
+
+    def _with_included(self) -> list["Jobs"]:
+        """This registry and all that it includes, each once, and before those that it includes itself."""
+        found: dict[Jobs, None] = {}
+        entered = set[Jobs]()
+
+        def enter(jobs: Jobs) -> None:
+            if jobs not in entered:
+                entered.add(jobs)
+                for other in reversed(jobs._included):
+                    enter(other)
+                found[jobs] = None
+
+        enter(self)
+        return list(reversed(found))
+
+    def _arounds_by_kind(self) -> dict[str, Arounds]:
+        """The arounds of each kind and alias that has some, the outermost first."""
+        wrapping: dict[AnyHandler, list[Around]] = {}
+        for each in self._with_included():
+            for handler in dict.fromkeys(each._handlers.values()):  # noqa: SLF001  # the same class
+                found = [around for around in each._arounds if around.wraps(handler)]  # noqa: SLF001  # the same class
+                wrapping.setdefault(handler, []).extend(found)
+        arounds = {handler: Arounds(tuple(found)) for handler, found in wrapping.items() if found}
+        return {name: arounds[handler] for name, handler in self._handlers.items() if handler in arounds}
 
     def resolve(self) -> "Registry":
         """Check everything that can only be checked when all handlers are known.
 
         Raises:
-            RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, or a scope
-                or an inbox that forgets while a handler may still retry.
+            RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, an async
+                around of a sync handler, a scope or an inbox that forgets while a handler may still retry, or a
+                schedule whose job cannot be made.
         """
         if not self._handlers:
             raise RegistryError("this registry has no handlers: is the module that defines them imported?")
         firsts: dict[str, AnyHandler] = {}
         for handler in dict.fromkeys(self._handlers.values()):
-            handler.signature()
+            handler.check()
             _check_same_queue(firsts.setdefault(handler.queue, handler), handler)
+        self._check_limits(set(firsts))
         horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
         check_windows(self._windows.values(), horizons)
         return Registry(
@@ -226,59 +379,14 @@ class Jobs:
             self.lifespan,
             MappingProxyType({name: window for (owner, name), window in self._windows.items() if owner == "scope"}),
             default_retention(horizons.values()),
+            tuple(hook for each in self._with_included() for hook in each._hooks),  # noqa: SLF001  # the same class
+            MappingProxyType(self._arounds_by_kind()),
+            MappingProxyType(dict(self._limits)),
+            checked_schedules(
+                [schedule for each in self._with_included() for schedule in each._schedules],  # noqa: SLF001  # the same class
+                self._handlers.values(),
+            ),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Registry:
-    """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes."""
-
-    handlers: Mapping[str, AnyHandler]
-    flavours: Mapping[str, Flavour]
-    claims: Mapping[str, ClaimMode]
-    lifespan: Lifespan | None
-    scopes: Mapping[str, Window]
-    default_retention: timedelta
-
-    def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
-        """The kinds, aliases included, whose handlers have this flavour."""
-        return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
-
-    def timeout_seconds(self, queue: str) -> float | None:
-        """The longest deadline of a queue's handlers; None if one has none."""
-        timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
-        finite = [seconds for seconds in timeouts if seconds is not None]
-        return max(finite) if len(finite) == len(timeouts) else None
-
-    def batch_size(self, queue: str, configured: int) -> int:
-        """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
-        batched = (handler for handler in self.handlers.values() if isinstance(handler, BatchHandler))
-        return max(configured, 1, *(handler.max_size for handler in batched if handler.queue == queue))
-
-    def find(self, kind: str) -> AnyHandler:
-        """The handler of a kind.
-
-        Raises:
-            UnknownKind: none is registered.
-        """
-        try:
-            return self.handlers[kind]
-        except KeyError:
-            raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
-
-    def effect_retention(self, scope: str) -> timedelta:
-        """How long the effects of a scope are remembered: as declared, else longer than any handler may retry."""
-        declared = self.scopes.get(scope)
-        return self.default_retention if declared is None else declared.retention
-
-    def may_call(self, scope: str, kind: str) -> bool:
-        """Whether the handler of this kind may use the scope: its declaration names this kind, or no kinds at all.
-
-        Raises:
-            UnknownKind: none is registered.
-        """
-        declared, handler = self.scopes.get(scope), self.find(kind)
-        return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)
 
 
 def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
-from outboxq.config import DEFAULT_RETENTION
+from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError
-from outboxq.names import check_name
+from outboxq.inbox import Inbox
+from outboxq.names import MAX_SCOPE_BYTES, check_key, check_name
 from outboxq.outcomes import MAX_DELAY
 
 Owner: TypeAlias = Literal["scope", "consumer"]
@@ -110,3 +111,50 @@ def _too_short(window: Window, kind: str, horizon: timedelta) -> str:
         f"it at least that long with {declared}, or let the handler give up sooner with a smaller "
         f"Backoff(max_attempts=..., cap_seconds=...) or timeout_seconds{others}"
     )
+
+
+class Retained:
+    """The scopes and inboxes of a registry: how long each remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[Owner, str], Window] = {}
+
+    def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
+        """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
+
+        A relay refuses to start if a handler may still retry when its effects are forgotten. A scope that is not
+        declared is remembered for 30 days, or a day longer than any handler of the registry may retry.
+
+        Args:
+            retention: From the moment that a result is recorded, 1 second to 10 years.
+            kinds: Whose handlers call it; no other handler may. Without any, all handlers of the registry may.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a scope, such a kind or such a retention cannot be.
+        """
+        checked = check_key("scope", name, MAX_SCOPE_BYTES)
+        self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
+        return name
+
+    def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
+        """Make an inbox, and have a relay check it at its start, as a `scope`: no retry may outlive what it remembers.
+
+        The way to make one if there is a registry; `Inbox(...)` is for a receiver that has none.
+
+        Args:
+            consumer: A name that never changes, of 1 to 63 bytes.
+            retention: How long a message id is remembered, from 1 second to 10 years.
+            kinds: Whose handlers accept with it: only their retries count. Without any, those of all handlers do.
+
+        Raises:
+            RegistryError: it was declared before, with another window or other kinds.
+            InvalidKey, ArgumentError, ConfigError: such a consumer, such a kind or such a retention cannot be.
+        """
+        made = Inbox(consumer, retention)
+        self._declare(Window("consumer", consumer, retention, check_kinds(kinds)))
+        return made
+
+    def _declare(self, window: Window) -> None:
+        check_same(self._windows.setdefault((window.owner, window.name), window), window)

@@ -158,13 +158,14 @@ def only_writes(statement: Insert | Update | Delete) -> bool:
 def _is_settled(column: Column[Any]) -> bool:
     """Whether the process computes no value of a column: by a default, or by a type that is not SQLAlchemy's own."""
     given: tuple[Any, ...] = (column.default, column.onupdate)
-    return all(default is None or default.is_scalar for default in given) and _is_sqlalchemy_type(column.type)
+    return all(default is None or default.is_scalar for default in given) and is_sqlalchemy_type(column.type)
 
 
-def _is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
+def is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
+    """Whether a type, and that of its elements, is SQLAlchemy's own: it runs nothing of the user's."""
     of_values = getattr(sql_type, "item_type", None)
     is_own = type(sql_type).__module__.startswith("sqlalchemy.") and not sql_type._variant_mapping  # noqa: SLF001  # a variant shows nowhere else
-    return is_own and (of_values is None or _is_sqlalchemy_type(of_values))
+    return is_own and (of_values is None or is_sqlalchemy_type(of_values))
 
 
 def _writes_or_computes(element: Any) -> bool:
@@ -173,7 +174,7 @@ def _writes_or_computes(element: Any) -> bool:
     if isinstance(element, elements.BinaryExpression | elements.UnaryExpression):
         return not isinstance(element.operator, operators.custom_op)
     if isinstance(element, elements.BindParameter):
-        return _is_sqlalchemy_type(element.type)
+        return is_sqlalchemy_type(element.type)
     return isinstance(element, (*_WRITING, *COMPUTING, *_CONFLICTS, Table, Column))
 
 

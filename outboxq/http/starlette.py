@@ -1,6 +1,11 @@
 """For Starlette and FastAPI: the request's idempotency, called in an endpoint or given as a dependency."""
 
-from starlette.requests import Request
+try:
+    from starlette.requests import Request
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "outboxq.http.starlette needs Starlette, which FastAPI brings along: pip install starlette", name=error.name
+    ) from error
 
 from outboxq.http.endpoint import Idempotency, idempotency_of
 

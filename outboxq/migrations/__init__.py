@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=8)
+        migrations.upgrade(op, to=10)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -30,7 +30,10 @@ from outboxq.migrations import (
     step_06_headers,
     step_07_checks,
     step_08_validated,
+    step_09_flow,
+    step_10_flow_validated,
 )
+from outboxq.migrations.refusals import refusals_in_short
 from outboxq.statements.render import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
 
@@ -44,10 +47,12 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_06_headers.UP, step_06_headers.DOWN),
     (step_07_checks.UP, step_07_checks.DOWN),
     (step_08_validated.UP, step_08_validated.DOWN),
+    (step_09_flow.UP, step_09_flow.DOWN),
+    (step_10_flow_validated.UP, step_10_flow_validated.DOWN),
 )
 LATEST = len(STEPS)
 # Steps that take a lock for which all other work waits; the steps behind them may take long.
-COMMIT_BEHIND = (7,)
+COMMIT_BEHIND = (7, 9)
 
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
@@ -234,8 +239,8 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
     A revision of yours should name its step, so that it does the same thing for ever. The step fails on a server older
     than PostgreSQL 15, and in a database whose encoding is not UTF8.
 
-    Bring tables that are in use from below step 7 to step 8 in two transactions, a revision each: step 8 reads the
-    whole table, and step 7's lock is released only when its transaction is committed.
+    Bring tables that are in use past steps 7 and 9 by revisions of their own, each in a transaction of its own: the
+    step behind each of them reads the whole table, and their locks are released only when they are committed.
 
     Args:
         op: Alembic's `op`, online or offline.
@@ -244,11 +249,13 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
 
     Raises:
         ConfigError: no such step, or a name that cannot be a schema.
+        MigrationRefused: a server or a database that is not supported.
     """
     last = check_step(LATEST if to is None else to, lowest=1)
-    op.execute(_clause(_fill(_CHECK_SERVER, schema, oldest=OLDEST_MAJOR)))
-    for step in range(1, last + 1):
-        op.execute(step_clause(step, schema))
+    with refusals_in_short():
+        op.execute(_clause(_fill(_CHECK_SERVER, schema, oldest=OLDEST_MAJOR)))
+        for step in range(1, last + 1):
+            op.execute(step_clause(step, schema))
 
 
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
@@ -259,13 +266,15 @@ def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> N
 
     Raises:
         ConfigError: no such step, or a name that cannot be a schema.
+        MigrationRefused: it would drop what still counts; nothing was changed. The message says what to do.
     """
     check_step(to, lowest=0)
-    op.execute(_clause(check_downgrade_sql(to, schema)))
-    for number in range(LATEST, to, -1):
-        op.execute(_clause(downgrade_sql(number, schema)))
-    if to == 0:
-        op.execute(_clause(_fill(_REMOVE, schema)))
+    with refusals_in_short():
+        op.execute(_clause(check_downgrade_sql(to, schema)))
+        for number in range(LATEST, to, -1):
+            op.execute(_clause(downgrade_sql(number, schema)))
+        if to == 0:
+            op.execute(_clause(_fill(_REMOVE, schema)))
 
 
 def include_name(

@@ -105,11 +105,13 @@ def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
         opts={"as_sql": True, "output_buffer": output},
     )
     last = migrations.check_step(migrations.LATEST if to is None else to, lowest=1)
-    operations, first = Operations(context), min(last, *migrations.COMMIT_BEHIND)
-    with context.begin_transaction():
-        migrations.upgrade(operations, to=first, schema=schema)
-    if first < last:
+    operations, done = Operations(context), 0
+    for stop in (*(step for step in migrations.COMMIT_BEHIND if step < last), last):
         with context.begin_transaction():
-            for step in range(first + 1, last + 1):
-                operations.execute(migrations.step_clause(step, schema))
+            if done == 0:
+                migrations.upgrade(operations, to=stop, schema=schema)
+            else:
+                for step in range(done + 1, stop + 1):
+                    operations.execute(migrations.step_clause(step, schema))
+        done = stop
     return output.getvalue()

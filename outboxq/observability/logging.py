@@ -1,13 +1,21 @@
-"""The default logging of events: a constant message each, fields in `extra` and behind the message, no payload."""
+"""The default logging of events: a constant message each, fields in `extra` and behind the message, no payload.
+
+Two formatters print it, and the application's own records: `LineFormatter` for people, `JsonFormatter` for programs.
+"""
 
 import logging
 import re
 from dataclasses import fields
+from datetime import UTC, datetime
+from textwrap import dedent
 from types import TracebackType
 from typing import TypeAlias
 
+import msgspec
+
 from outboxq import events
-from outboxq.codec.text import printable
+from outboxq.codec.text import escaped_json, printable
+from outboxq.codec.traceparent import trace_id_of
 from outboxq.events import Event
 from outboxq.job import Job
 
@@ -16,15 +24,23 @@ logger = logging.getLogger("outboxq.relay")
 _ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 _BARE = re.compile(r"[\w.:/@%+-]+")
+# Attributes that every record has; what a record has besides was given as `extra`.
+_OF_EVERY_RECORD = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
+_EVENT, _TRACE = "outboxq_event", "trace_id"
+_EVENT_MESSAGE = "%s: %s"
+_INDENT = "  "
 _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobDone: (logging.DEBUG, "job done"),
     events.JobRetried: (logging.WARNING, "job failed and will run again"),
     events.JobDied: (logging.ERROR, "job moved to the dead letters"),
     events.JobSnoozed: (logging.INFO, "job snoozed"),
     events.JobDiscarded: (logging.INFO, "job discarded"),
-    events.JobsParked: (logging.WARNING, "jobs of unknown kinds were put off"),
+    events.JobCancelled: (logging.INFO, "job cancelled"),
+    events.JobExpired: (logging.INFO, "job expired"),
+    events.JobsCoalesced: (logging.DEBUG, "jobs with the same key were run as one"),
+    events.JobsParked: (logging.WARNING, "jobs of unknown or paused kinds were put off"),
     events.JobsSuspected: (logging.WARNING, "jobs whose claim died will run alone"),
-    events.JobCrashed: (logging.ERROR, "job was taken from a relay that died or stalled"),
+    events.JobCrashed: (logging.ERROR, "a relay died, stalled or lost its connection while it ran this job"),
     events.JobSetAside: (logging.ERROR, "job could not be claimed and was moved to the dead letters"),
     events.JobLeaseLost: (logging.ERROR, "lease was lost while the job ran, its rows were rolled back"),
     events.JobInterrupted: (logging.WARNING, "job did not end in time and was rolled back, it waits again"),
@@ -35,8 +51,10 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.DatabaseLost: (logging.WARNING, "database cannot be reached, trying again"),
     events.DatabaseBack: (logging.INFO, "database is back"),
     events.BatchRolledBack: (logging.ERROR, "batch was rolled back, its jobs wait again"),
-    events.Pruned: (logging.DEBUG, "expired messages and effects were deleted"),
+    events.BatchFinished: (logging.INFO, "batch is over, its callback was added"),
+    events.Pruned: (logging.DEBUG, "expired messages, effects and unique keys were deleted"),
     events.IndexRebuilt: (logging.INFO, "index of the queue was built again"),
+    events.ScheduleFired: (logging.INFO, "schedule was due and its job was added"),
     events.ChildDied: (logging.ERROR, "relay process died, starting another"),
     events.ChildStuck: (logging.ERROR, "relay process had a handler that could not be freed, starting another"),
     events.ChildUnresponsive: (logging.ERROR, "relay process shows no life, killing it"),
@@ -44,18 +62,51 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
 }
 
 
-def log_event(event: Event) -> None:
-    """A hook: one log record per event, on the logger `outboxq.relay`."""
+def log_event(event: Event, *, tracebacks: bool = True) -> None:
+    """A hook: one log record per event, on the logger `outboxq.relay`.
+
+    Args:
+        tracebacks: Whether the record of a failed attempt has its traceback, redacted as it is stored.
+    """
     level, message = _MESSAGES[type(event)]
     if not logger.isEnabledFor(level):
         return
     values = event_fields(event)
-    detail = " ".join(f"{name}={_shown(value)}" for name, value in values.items() if value not in ("", ()))
-    logger.log(level, "%s: %s", message, detail, extra={f"outboxq_{name}": value for name, value in values.items()})
+    detail = " ".join(f"{name}={_shown(value)}" for name, value in values.items() if not _says_nothing(name, value))
+    extra: dict[str, object] = {f"outboxq_{name}": value for name, value in values.items()}
+    extra[_EVENT] = type(event).__name__
+    trace_id = _trace_id_of(event)
+    if trace_id is not None:
+        extra[_TRACE] = trace_id
+    record = logger.makeRecord(
+        logger.name, level, __file__, 0, _EVENT_MESSAGE, (message, detail), None, "log_event", extra
+    )
+    if tracebacks and isinstance(event, events.JobRetried | events.JobDied) and event.record is not None:
+        # Formatters print this behind the message, as they would the exception's own traceback. Indented, no line of an
+        # error's text can pass for a line of the log.
+        lines = event.record.traceback().split("\n") if event.record.chain else ()
+        record.exc_text = "\n".join(f"{_INDENT}{printable(line)}".rstrip() for line in lines) or None
+    logger.handle(record)
+
+
+def _trace_id_of(event: Event) -> str | None:
+    """The trace to which the job belongs by its `traceparent` header."""
+    job = getattr(event, "job", None)
+    return trace_id_of(job.headers) if isinstance(job, Job) else None
+
+
+def _in_utc(record: logging.LogRecord) -> str:
+    """When it was logged, as RFC 3339 writes it: 2026-01-31T08:00:00.123Z."""
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class LineFormatter(logging.Formatter):
     """Formats a record of ours in one line, apart from a traceback, without anything that a terminal would act on."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  # the name that logging calls
+        """The time in UTC."""
+        return super().formatTime(record, datefmt) if datefmt else _in_utc(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
         """Make a message of ours printable; those of other loggers stay as they are."""
@@ -67,16 +118,90 @@ class LineFormatter(logging.Formatter):
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
+class JsonFormatter(logging.Formatter):
+    """Formats every record, of whichever logger, as one JSON object in one line.
+
+    Its keys: `timestamp`, `level`, `logger`, `process`, `message`; `event`, the name of the class, if one of outboxq's
+    events is logged; `fields`, with their types, if the record has an `extra`; `trace_id` and `traceback`, if it has
+    them. A value that JSON does not know is its text.
+
+    Args:
+        database: Added as `database`, if there are several.
+    """
+
+    def __init__(self, database: str | None = None) -> None:
+        super().__init__()
+        self._database = database
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        extra = {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
+        event, trace = extra.pop(_EVENT, None), extra.pop(_TRACE, None)
+        fields = {name.removeprefix("outboxq_") if event else name: value for name, value in extra.items()}
+        said = {
+            "timestamp": _in_utc(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "database": self._database,
+            "event": event,
+            "message": _message_of(record),
+            "fields": {name: _as_json(value) for name, value in fields.items()},
+            "trace_id": trace,
+            "traceback": self._traceback_of(record),
+        }
+        shown = {name: _as_json(value) for name, value in said.items() if value not in (None, {})}
+        return escaped_json(msgspec.json.encode(shown).decode())
+
+    def _traceback_of(self, record: logging.LogRecord) -> str | None:
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        stack = self.formatStack(record.stack_info) if record.stack_info else None
+        # Indented for lines of text, which a message could pass for.
+        return dedent("\n".join(filter(None, (record.exc_text, stack)))) or None
+
+
+def _message_of(record: logging.LogRecord) -> str:
+    if hasattr(record, _EVENT) and record.msg == _EVENT_MESSAGE and isinstance(record.args, tuple):
+        # The detail behind it is in the fields.
+        return str(record.args[0])
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001  # users' objects, and texts that their arguments do not fit
+        return str(record.msg)
+
+
+def _as_json(value: object) -> msgspec.Raw:
+    """JSON of a value, or of its text if JSON cannot hold it."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(value, enc_hook=_text_of))
+    except Exception:  # noqa: BLE001  # lone surrogates, keys and depths that JSON does not know, users' objects
+        return msgspec.Raw(msgspec.json.encode(_text_of(value)))
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001  # a record is written whatever users' objects do
+        return f"({type(value).__name__}, which has no text)"
+
+
 def event_fields(event: Event) -> dict[str, object]:
-    """The event's fields, its job replaced by the job's name, queue, id and attempt."""
+    """The event's fields, its job replaced by the job's name, queue, id and attempt; without what it raised."""
     found: dict[str, object] = {}
     for field in fields(event):
+        if field.name in ("exception", "record"):
+            continue
         value = getattr(event, field.name)
         if isinstance(value, Job):
             found |= {"kind": value.kind, "queue": value.queue, "id": str(value.id), "attempt": value.attempt}
         else:
             found[field.name] = value
     return found
+
+
+def _says_nothing(name: str, value: object) -> bool:
+    return value in ("", ()) or (value == 0 and name.startswith("hook_"))
 
 
 def _shown(value: object) -> str:

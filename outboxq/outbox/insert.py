@@ -1,15 +1,19 @@
 """Insert: jobs become rows in the caller's transaction, and sleeping relays are told of them."""
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Literal, TypeAlias
+from uuid import UUID
 
+import msgspec
 from sqlalchemy import Connection, Insert, event
 from sqlalchemy.engine import ExceptionContext, ExecutionContext
 
 from outboxq.database.errors import explain_missing_tables
-from outboxq.new_job import NewJob
-from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
+from outboxq.new_job import JobKeys, NewJob, UniqueJob, has_unique_key, with_answer
+from outboxq.outbox.stored_job import dump, fold_chain
+from outboxq.outbox.unique import insert_unique, parts
+from outboxq.statements.enqueue import insert_jobs
+from outboxq.statements.job_batches import open_batch
 from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import job, mapped_schema
 
@@ -21,7 +25,7 @@ Wakes: TypeAlias = Literal["by queue", "all", "none"]
 
 
 def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
-    """Insert jobs by their ids, in their order.
+    """Insert jobs by their ids, in their order, those with unique keys behind the others.
 
     Args:
         wakes: Which sleeping relays are woken: those of the jobs' queues; all of them, which takes no locks; or
@@ -39,9 +43,30 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
 
 
 def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    rest = iter(jobs.items())
-    while some := dict(islice(rest, JOBS_PER_INSERT)):
+    unique: dict[str, UniqueJob] = {}
+    if any(new.keys is not None or new.followers for new in jobs.values()):
+        jobs = _without_callbacks(connection, jobs)
+        unique = {job_id: with_answer(new) for job_id, new in jobs.items() if has_unique_key(new)}
+        jobs = {job_id: new for job_id, new in jobs.items() if job_id not in unique}
+    for some in parts(jobs):
         connection.execute(*insert_jobs(some))
+    # Last: from here on other producers of these keys wait for this transaction.
+    insert_unique(connection, unique)
+
+
+def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
+    """Open the batches of callbacks among these jobs; returns the other jobs, with their chains in their headers."""
+    others: dict[str, NewJob] = {}
+    for job_id, new in jobs.items():
+        keys = new.keys
+        if isinstance(keys, JobKeys) and keys.opens_batch:
+            parent_id = None if keys.batch is None else UUID(keys.batch)
+            callback = msgspec.json.encode(dump(new)).decode()
+            # Before its members, in their transaction: they are never seen without it.
+            connection.execute(*open_batch(UUID(job_id), callback, parent_id))
+        else:
+            others[job_id] = fold_chain(new)
+    return others
 
 
 def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:

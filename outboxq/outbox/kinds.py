@@ -1,8 +1,8 @@
 """Kinds: what a producer names when it enqueues a job, with or without the handler's code at hand."""
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Generic, ParamSpec
 
@@ -10,46 +10,16 @@ from outboxq.codec.entities import is_pending
 from outboxq.codec.parameters import Signature
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, encode_value, join_object
 from outboxq.errors import ArgumentError
+from outboxq.job import OWN_HEADERS
 from outboxq.names import check_name
-from outboxq.new_job import JobEnvelope, NewJob, check_size
-from outboxq.outcomes import MAX_DELAY
+from outboxq.new_job import JobEnvelope, JobKeys, NewJob, check_size
+from outboxq.outbox.keys import Key, KeyRules, Unique
+from outboxq.outbox.options import PLAIN_OPTIONS, JobOptions
 
 P = ParamSpec("P")
 
-MAX_PRIORITY = 32_767
 # A character of UTF-8 has up to 4 bytes.
 _SURELY_SMALL = MAX_ARGS_BYTES // 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """How a job is enqueued, apart from its arguments."""
-
-    delay: timedelta | None = None
-    run_at: datetime | None = None
-    priority: int = 0
-    max_attempts: int | None = None
-    headers: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.delay is not None and self.run_at is not None:
-            raise ArgumentError("options take delay= or run_at=, not both")
-        if self.delay is not None and not isinstance(self.delay, timedelta):
-            raise ArgumentError(f"delay takes a timedelta, got {type(self.delay).__name__}")
-        if self.delay is not None and not timedelta(0) <= self.delay <= MAX_DELAY:
-            raise ArgumentError(f"delay takes 0 to {MAX_DELAY.days:,} days, got {self.delay}")
-        if self.run_at is not None and (not isinstance(self.run_at, datetime) or self.run_at.utcoffset() is None):
-            raise ArgumentError("run_at takes a datetime with a time zone, for example datetime.now(UTC)")
-        if self.run_at is not None and not 2 <= self.run_at.year <= 9998:
-            raise ArgumentError(f"run_at takes the years 2 to 9998, got {self.run_at}")
-        if not _is_int(self.priority) or abs(self.priority) > MAX_PRIORITY:
-            raise ArgumentError(f"priority takes an int from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {self.priority!r}")
-        if self.max_attempts is not None and not (_is_int(self.max_attempts) and 1 <= self.max_attempts <= 32_767):
-            raise ArgumentError(f"max_attempts takes an int from 1 to 32767, got {self.max_attempts!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class JobKind(Generic[P]):
@@ -58,7 +28,7 @@ class JobKind(Generic[P]):
     def __init__(self, kind: str, queue: str, options: JobOptions | None = None) -> None:
         self.kind = check_name("kind", kind)
         self.queue = check_name("queue", queue)
-        self.job_options = options or JobOptions()
+        self.job_options = options or PLAIN_OPTIONS
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind!r} in queue {self.queue!r}>"
@@ -75,6 +45,11 @@ class JobKind(Generic[P]):
         priority: int | None = None,
         max_attempts: int | None = None,
         headers: Mapping[str, str] | None = None,
+        coalesce: Key | None = None,
+        every: timedelta | None = None,
+        group: Key | None = None,
+        unique: Key | Unique | None = None,
+        expires: timedelta | None = None,
     ) -> "JobKind[P]":
         """The same kind with other options; what is not given stays as it was.
 
@@ -86,11 +61,29 @@ class JobKind(Generic[P]):
             max_attempts: Overrides the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.
+            coalesce: A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this
+                kind and key that wait run as one, with the newest arguments.
+            every: With `coalesce`: run at most once in this time, after it.
+            group: A key, or a function: jobs of this queue and key run one at a time, in the order in which they were
+                added.
+            unique: A key, a function, or `Unique(...)`: the job is not added while one of its kind and key waits,
+                runs or retries.
+            expires: The job is discarded if it has not begun this long after it was added.
 
         Raises:
-            ArgumentError: a value out of its range, or both `delay` and `run_at`.
+            ArgumentError: a value out of its range, or two that exclude each other, such as `delay` and `run_at`.
+            InvalidKey: a key that cannot be stored.
         """
-        given = {"priority": priority, "max_attempts": max_attempts, "headers": headers}
+        given = {
+            "priority": priority,
+            "max_attempts": max_attempts,
+            "headers": headers,
+            "coalesce": coalesce,
+            "every": every,
+            "group": group,
+            "unique": unique,
+            "expires": expires,
+        }
         changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
         if delay is not None or run_at is not None:
             changes |= {"delay": delay, "run_at": run_at}
@@ -106,21 +99,42 @@ class JobKind(Generic[P]):
         signature = self.signature()
         args_text = None if signature is None else signature.encode_call(args, kwargs)
         if args_text is not None:
-            return self._new(args_text)
+            return self._new(args_text, self._keys(args, kwargs))
         values = self._bind_by_name(args, kwargs) if signature is None else signature.bind(args, kwargs)
         pending = {name: value for name, value in values.items() if is_pending(value)}
         if signature is not None:
             for name, entity in pending.items():
                 signature.check_entity(name, entity)
         encode = encode_value if signature is None else signature.encode
-        return self._new(join_object({n: encode(n, v) for n, v in values.items() if n not in pending}), pending or None)
+        ready = join_object({n: encode(n, v) for n, v in values.items() if n not in pending})
+        return self._new(ready, self._keys(args, kwargs, pending), pending or None)
 
-    def _new(self, args: str, pending: Mapping[str, object] | None = None) -> NewJob:
+    def _new(
+        self, args: str, keys: JobKeys | Callable[[], JobKeys] | None, pending: Mapping[str, object] | None = None
+    ) -> NewJob:
         # The caller may change the headers' mapping, so it is read anew for each job.
         envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)
-        return NewJob(envelope, args, pending)
+        return NewJob(envelope, args, pending, keys)
+
+    def _keys(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], pending: Mapping[str, object] | None = None
+    ) -> JobKeys | Callable[[], JobKeys] | None:
+        """The job's keys; a function of the flush if entities that have no primary key yet are among the arguments."""
+        rules = self._key_rules
+        if rules is None:
+            return None
+        if rules.constant is not None:
+            return rules.constant
+        signature = self.signature()
+        values = self._bind_by_name(args, kwargs) if signature is None else signature.all_values(args, kwargs)
+        return functools.partial(rules.of, values) if pending else rules.of(values)
+
+    @functools.cached_property
+    def _key_rules(self) -> KeyRules | None:
+        options = self.job_options
+        return KeyRules(self.kind, options.coalesce, options.group, options.unique) if options.has_keys else None
 
     @functools.cached_property
     def _envelope(self) -> JobEnvelope:
@@ -128,9 +142,20 @@ class JobKind(Generic[P]):
 
     def _new_envelope(self) -> JobEnvelope:
         options = self.job_options
+        if options.headers and not OWN_HEADERS.isdisjoint(options.headers):
+            own = ", ".join(sorted(OWN_HEADERS.intersection(options.headers)))
+            raise ArgumentError(f"headers take no {own}, which outboxq writes itself: pass ctx.headers on without it")
         headers = encode_headers(options.headers) if options.headers else "{}"
         return JobEnvelope(
-            self.kind, self.queue, headers, options.priority, options.max_attempts, options.run_at, options.delay
+            self.kind,
+            self.queue,
+            headers,
+            options.priority,
+            options.max_attempts,
+            options.run_at,
+            options.delay,
+            options.every,
+            options.expires,
         )
 
     def _bind_by_name(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:

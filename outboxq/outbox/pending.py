@@ -125,6 +125,30 @@ def holds_only_jobs(session: Session) -> bool:
     return is_whole and not vars(session).get(_WAITING) and new == (batch is not None)
 
 
+def current_transaction(session: Session) -> SessionTransaction | None:
+    """The session's innermost savepoint, or its transaction; None if it has not begun."""
+    return session.get_nested_transaction() or session.get_transaction()
+
+
+def is_within(session: Session, transaction: SessionTransaction) -> bool:
+    """Whether this transaction or savepoint of the session is open."""
+    return any(each is transaction for each in _transactions(session))
+
+
+def replace_pending(session: Session, job_id: str, new: NewJob) -> bool:
+    """Put another job into the place of one that the next flush would insert; False if that is written already."""
+    batch = pending_batch(session)
+    if batch is not None and batch.jobs is not None and job_id in batch.jobs:
+        batch.jobs[job_id] = new
+        return True
+    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
+    for place, item in enumerate(waiting):
+        if item.id == job_id:
+            waiting[place] = _Waiting(job_id, new, item.transaction)
+            return True
+    return False
+
+
 def take_jobs(session: Session) -> Mapping[str, NewJob]:
     """Take the jobs of the session's next flush out of it, to be inserted by `insert_all` in the same transaction."""
     batch = pending_batch(session)

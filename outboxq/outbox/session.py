@@ -16,7 +16,7 @@ from outboxq.database.sessions import (
     refuse_autocommit,
 )
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.new_job import JobHandle, NewJob
+from outboxq.new_job import JobHandle, NewJob, UniqueJob, UniqueJobHandle, has_unique_key, with_answer
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.pending import add_pending, pending_batch
 
@@ -28,7 +28,8 @@ def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P
     savepoint around it, rolls back. Not a coroutine, also for async sessions.
 
     Returns:
-        A handle whose `id` is final already.
+        A handle whose `id` is final already. Of a job with a unique key, `handle.added` says after the flush whether
+        it was added.
 
     Raises:
         ArgumentError: the arguments do not fit the handler, or JSON cannot hold them.
@@ -38,7 +39,7 @@ def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P
     plain = plain_session(session, "add_job")
     if not isinstance(kind, JobKind):
         raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type(kind).__name__}")
-    return _add(plain, [kind.job(*args, **kwargs)])[0]
+    return add_new(plain, [kind.job(*args, **kwargs)])[0]
 
 
 def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
@@ -48,7 +49,7 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
         ArgumentError, JobTooLarge, EnqueueError: for the same reasons as in `add_job`.
     """
     # The iterable is read to its end first: a generator that fails half-way adds nothing.
-    return _add(plain_session(session, "add_job"), list(jobs))
+    return add_new(plain_session(session, "add_job"), list(jobs))
 
 
 class OutboxSession(Session):
@@ -66,16 +67,28 @@ class AsyncOutboxSession(AsyncSession):
     add_jobs = add_jobs
 
 
-def _add(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
+def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
+    """Add jobs to a plain session, all of them or, if one is refused, none."""
     batch = pending_batch(session)
     if batch is None:
         _refuse_autocommit(session)
     for new in jobs:
         if not isinstance(new, NewJob) or new.pending:
             _check(session, new)
+    is_keyed = any(new.keys is not None for new in jobs)
+    if is_keyed:
+        jobs = [with_answer(new) if has_unique_key(new) else new for new in jobs]
     named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))
     add_pending(session, batch, named)
+    if is_keyed:
+        return [_handle(job_id, new) for job_id, new in named.items()]
     return [JobHandle(job_id, new.envelope.kind, new.envelope.queue) for job_id, new in named.items()]
+
+
+def _handle(job_id: str, new: NewJob) -> JobHandle:
+    if isinstance(new, UniqueJob):
+        return UniqueJobHandle(job_id, new.envelope.kind, new.envelope.queue, new.answer)
+    return JobHandle(job_id, new.envelope.kind, new.envelope.queue)
 
 
 def _check(session: Session, new: NewJob) -> None:
@@ -84,8 +97,8 @@ def _check(session: Session, new: NewJob) -> None:
     for entity in new.pending_entities():
         if object_session(entity) is not session:
             raise EnqueueError(
-                f"{new.kind!r} takes a {type(entity).__name__} that has no primary key yet and is not in this session: "
-                "session.add() it before add_job"
+                f"{new.kind!r} was given a new {type(entity).__name__}, which has no primary key yet and is not in "
+                "this session: session.add() it before add_job"
             )
 
 

@@ -5,6 +5,7 @@ process that started it: by `close()`, by its normal end, or killed. On a server
 in databases with random names, which `close()` drops.
 """
 
+import outboxq.libpq  # noqa: F401  # before a module here imports psycopg
 from outboxq.postgres.binaries import PostgresUnavailable
 from outboxq.postgres.server import Database, Server
 from outboxq.postgres.sources import find_server, start_embedded

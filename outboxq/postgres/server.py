@@ -57,10 +57,11 @@ class Server:
         self._owner_process_id = os.getpid()
         self._is_closed = False
         self._database_names: set[str] = set()
+        # Each process's connection to the maintenance database: a suite makes and drops thousands of databases.
+        self._kept: dict[int, psycopg.Connection] = {}
         self.url = url.render_as_string(hide_password=False)
         self.source = source
-        with self._connect() as connection:
-            self.version = connection.info.parameter_status("server_version") or ""
+        self.version = self._maintenance().info.parameter_status("server_version") or ""
         atexit.register(self.close)
 
     @property
@@ -108,7 +109,9 @@ class Server:
         Raises:
             PostgresUnavailable: it was not started here, or it did not stop.
         """
-        self._own_cluster().stop_immediately()
+        cluster = self._own_cluster()
+        self._let_go()
+        cluster.stop_immediately()
 
     def start_again(self) -> None:
         """Start the stopped server on its port and data.
@@ -127,11 +130,15 @@ class Server:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        if self._stop is not None:
+        if self._stop is None:
+            try:
+                self._drop_all()
+            finally:
+                self._let_go()
+        else:
+            self._let_go()
             # The databases go with it.
             self._stop()
-        else:
-            self._drop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -192,14 +199,33 @@ class Server:
 
     def _seal(self, name: str) -> None:
         # A template cannot be copied while it has a session.
-        with self._connect() as connection:
-            connection.execute(SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(Identifier(name)))
-            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND usename = user"
-            connection.execute(query, [name])
+        connection = self._maintenance()
+        connection.execute(SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(Identifier(name)))
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND usename = user"
+        connection.execute(query, [name])
 
     def _execute(self, statement: Composed) -> None:
-        with self._connect() as connection:
-            connection.execute(statement)
+        self._maintenance().execute(statement)
+
+    def _maintenance(self) -> psycopg.Connection:
+        """The kept connection of this process, or a new one if the server has ended that."""
+        kept = self._kept.get(os.getpid())
+        if kept is not None:
+            try:
+                kept.execute("SELECT")
+            except psycopg.Error:
+                self._let_go()
+            else:
+                return kept
+        kept = self._kept[os.getpid()] = self._connect()
+        # Behind a transaction pooler no statement stays prepared.
+        kept.prepare_threshold = None
+        return kept
+
+    def _let_go(self) -> None:
+        kept = self._kept.pop(os.getpid(), None)
+        if kept is not None:
+            kept.close()
 
     def _connect(self, database: str | None = None) -> psycopg.Connection:
         url = self._url if database is None else self._url.set(database=database)

@@ -7,17 +7,16 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import give_up, is_listened_to, is_lost
-from outboxq.database.errors import describe_error
+from outboxq.database.driver import give_up, is_listened_to, is_lost, run_script
+from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
 from outboxq.execution import lease_mode, recovery
 from outboxq.execution.aside import is_of_a_row
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import Claimed, ClaimRequest, claim, park_unknown
-from outboxq.execution.commit import commit
+from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, park_unknown, return_suspect, take_slot
+from outboxq.execution.coalesce import coalesce, coalesce_leased
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
-from outboxq.execution.failure import describe_failure
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime
@@ -25,13 +24,16 @@ from outboxq.execution.settle import JobRowHeld
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
+from outboxq.relay.batch_looks import BatchLooks
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.state import RelayState
-from outboxq.statements.claim import ClaimScript
+from outboxq.statements.group_claim import GroupScript, bring_back
 
 logger = logging.getLogger("outboxq.relay")
+
+_LOCK_NOT_AVAILABLE = "55P03"
 
 
 class BatchLoop:
@@ -54,6 +56,9 @@ class BatchLoop:
         self._planner = planner
         self._sleep = sleep
         self._failed_claims = FailedClaims(state.config.schema, planner)
+        self._looks = BatchLooks(state.config.schema, state.emit)
+        # The last claim found its queue at its limit.
+        self.is_full = False
 
     @property
     def running(self) -> int:
@@ -66,45 +71,72 @@ class BatchLoop:
         """Whether the relay has taken the batch away."""
         return self.batch is not None and self.batch.is_seized
 
-    def run_claims(self, connection: Connection, name: str, script: ClaimScript, runtime: Runtime) -> bool:
-        """Run batches of one sort of jobs for as long as each COMMIT claims the next; False if none waits."""
+    def run_claims(self, connection: Connection, name: str, script: AnyScript, runtime: Runtime) -> bool:
+        """Run batches of one sort of jobs for as long as each COMMIT claims the next; False if none waits.
+
+        False also if the queue's rate lets no job begin now.
+        """
         self.claim_failed = False
-        while True:
-            request = self._planner.ask(name, script)
+        # A claim that found nothing has left its tokens to this one.
+        size, has_tokens = self._planner.batch_size(name), self._planner.holds_tokens(name)
+        if not (has_tokens or self._state.admission.admits(connection, name, size)):
+            return False
+        while (request := self._planner.ask(name, script)) is not None:
             try:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
             except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
                 if self._failed_to_be_sent(connection, error):
                     continue
+                if self._gave_way(connection, request, error):
+                    return False
                 report = self._recovered(connection, error, runtime)
             self.release_waiting(connection)
             self.batch = None
+            self._looks.make(connection)
             if report is not None:
                 self._after(connection, report, runtime)
+                if not self.is_full:
+                    self._state.admission.ended(name)
                 return True
-            self._planner.found_nothing(name, script)
-            if request.cursor is None:
+            if self.is_full:
                 return False
-            # No job is left behind the cursor: claim once more, from the start of the queue.
+            self._state.admission.found_room(name)
+            if self._planner.found_nothing(name, script):
+                return False
+            if isinstance(script, GroupScript):
+                self._bring_back(connection, name)
+            # Nothing is left behind the cursor: claim once more, from the start, or from the next groups.
+        return False
+
+    def _bring_back(self, connection: Connection, name: str) -> None:
+        """Let jobs that were passed over by their groups wait there again, if a claim has seen that they are due."""
+        if self._planner.take_back_due(name):
+            with connection.begin():
+                run_script(connection, bring_back(self._state.config.schema, name))
 
     def _run_batches(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
         """Run batches in transaction mode: publish all but the last, and return its report; None if nothing waited."""
         fault_point("before-claim")
         with connection.begin():
             # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
-            claimed = claim(connection, request)
+            claimed = self._look_at(claim(connection, request))
             while claimed.jobs:
                 batch = self.batch = BatchState.of(claimed, runtime.epoch)
-                self._has_claimed(batch.queue, batch.jobs, batch.moved)
+                coalesce(connection, batch, self._state.config.schema)
+                self._has_claimed(batch.queue, claimed.jobs, batch.moved)
                 fault_point("after-claim")
                 committed = None
                 # None: COMMIT was refused, and all is undone.
                 while committed is None:
                     run(connection, batch, runtime, shared=not batch.is_lone)
-                    committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
+                    committed = self._looks.commit(
+                        connection, batch, runtime, self._next_claim(connection, batch, runtime)
+                    )
                 following = committed.claimed
-                if following is None or not (following.jobs or following.moved):
+                if following is None or following.request.queue != batch.queue:
+                    self._state.admission.ended(batch.queue)
+                if following is None or not (self._look_at(following).jobs or following.moved):
                     return batch.report()
                 self._ended(batch.report())
                 claimed = following
@@ -118,17 +150,14 @@ class BatchLoop:
         """
         fault_point("before-claim")
         with connection.begin():
-            claimed: Claimed | None = claim(connection, request)
-        report, limits = None, self._state.limits.lease_mode
+            claimed: Claimed | None = self._look_at(claim(connection, request))
+        report, leased, holds = None, self._hold(connection, claimed), claimed
         # BEGIN is sent with the first statement, so no transaction is open while handlers work outside the database.
         with connection.begin():
-            while claimed is not None and claimed.jobs:
-                if report is not None:
-                    self._ended(report)
-                # The claim is committed. If COMMIT's answer is lost, the lease's beats find jobs that no slot runs.
-                leased = self.leased_batch = LeasedBatch(claimed.request.queue, claimed.jobs, limits)
-                self._has_claimed(leased.queue, leased.jobs, 0)
-                fault_point("after-claim")
+            if holds is not None and not self._has_slot(connection, holds):
+                self.leased_batch = None
+                return None
+            while leased is not None:
                 claimed, term = None, self._planner.lease_term
                 # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
@@ -136,17 +165,74 @@ class BatchLoop:
                     committed = None
                     while committed is None:
                         run(connection, batch, runtime, shared=False)
-                        committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
-                    claimed = committed.claimed
+                        committed = self._looks.commit(
+                            connection, batch, runtime, self._next_claim(connection, batch, runtime)
+                        )
+                    claimed = committed.claimed and self._look_at(committed.claimed)
                     self._leased_job_ended(leased, batch)
                 self.batch = None
                 events = leased.parked()
                 if not leased.is_worked_off:
                     settled, claimed = self._settle_leased(connection, leased, runtime)
                     events += settled
+                events += self._looks.behind(connection, leased.jobs)
                 report = BatchReport(len(leased.jobs), events)
                 self.leased_batch = None
+                if claimed is not None and claimed.jobs:
+                    self._ended(report)
+                leased = self._hold(connection, claimed)
         return report
+
+    def _hold(self, connection: Connection, claimed: Claimed | None) -> LeasedBatch | None:
+        """Hold the jobs of a claim that is committed, with those that it takes along; None without any.
+
+        If COMMIT's answer is lost, the lease's beats find jobs that no slot runs.
+        """
+        if claimed is None or not claimed.jobs:
+            return None
+        leased = LeasedBatch(claimed.request.queue, claimed.jobs, self._state.limits.lease_mode)
+        self.leased_batch = leased
+        events = coalesce_leased(connection, leased, self._state.config.schema)
+        if events:
+            self.publish(BatchReport(0, events))
+        self._has_claimed(leased.queue, claimed.jobs, 0)
+        fault_point("after-claim")
+        return leased
+
+    def _look_at(self, claimed: Claimed) -> Claimed:
+        """Take note of whether a claim found its queue at its limit."""
+        self.is_full = claimed.is_full
+        if claimed.is_full:
+            self._state.admission.found_full(claimed.request.queue)
+        elif claimed.jobs:
+            self._state.admission.found_room(claimed.request.queue)
+        return claimed
+
+    def _gave_way(self, connection: Connection, request: ClaimRequest, error: BaseException) -> bool:
+        """Whether a claim gave up because another claim of the queue hangs: then slots claim elsewhere for a moment."""
+        room = request.script.room
+        if self.batch is not None or room is None or not room.lock or sqlstate_of(error) != _LOCK_NOT_AVAILABLE:
+            return False
+        if is_lost(connection):
+            return False
+        self.release_waiting(connection)
+        self.is_full = True
+        self._state.admission.found_full(request.queue)
+        return True
+
+    def _has_slot(self, connection: Connection, claimed: Claimed) -> bool:
+        """Take a slot of the limit again for a suspect of a queue in transaction mode; without one it goes back.
+
+        Its claim had a slot, which went with the claim's COMMIT. Here the transaction of the job itself begins, and
+        holds the slot to its end.
+        """
+        request, room = claimed.request, claimed.request.script.room
+        if room is None or room.lock or not claimed.jobs or take_slot(connection, self._state.config.schema, request):
+            return True
+        return_suspect(connection, self._state.config.schema, claimed.jobs[0])
+        self.is_full = True
+        self._state.admission.found_full(request.queue)
+        return False
 
     def _settle_leased(
         self, connection: Connection, leased: LeasedBatch, runtime: Runtime
@@ -162,8 +248,10 @@ class BatchLoop:
         return not self._state.stopping.is_set() and lease.want() and lease.term == term
 
     def _has_claimed(self, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
+        # Without a listener no slot sleeps for long, and to be called would cost it claims in vain.
+        is_called = self._sleep.is_asleep or (self._planner.is_called and self._state.listener is not None)
         self._planner.took(queue, jobs, moved)
-        calls_another = self._sleep.is_asleep and self._planner.is_more(jobs, moved)
+        calls_another = is_called and self._planner.is_more(jobs, moved)
         self._sleep.end()
         if calls_another:
             self._state.wake_another(queue)
@@ -185,7 +273,7 @@ class BatchLoop:
             # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:
-            self._ended(BatchReport(0, tuple(batch.events)))
+            self._ended(BatchReport(0, (*batch.events, *batch.finished)))
 
     def _ended(self, report: BatchReport) -> None:
         """Publish a committed batch before the slot goes on, because the connection may be lost after this."""
@@ -206,7 +294,7 @@ class BatchLoop:
             self.publish(report, parked)
 
     def _park_unknown(self, connection: Connection, queue: str, runtime: Runtime) -> int:
-        kinds = runtime.registry.known_kinds(self._flavour)
+        kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self._flavour))
         try:
             with connection.begin():
                 return park_unknown(connection, self._state.config.schema, queue, kinds)
@@ -224,8 +312,8 @@ class BatchLoop:
         with self._state.lock:
             self._state.counters.add(report)
         for event in report.events:
-            if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.died):
-                self._state.quarantine.queues.add(event.queue)
+            if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.dead_letter):
+                self._state.suspect(event.queue)
             self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
 
     def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
@@ -253,7 +341,7 @@ class BatchLoop:
         else:
             # The cause is something that a handler left on the connection: a listener, or a type that it registered.
             give_up(connection)
-            raise ConnectionSpoiled(describe_failure(error, self.batch.job)) from error
+            raise ConnectionSpoiled(runtime.describe(error, self.batch.job)) from error
         if self.leased_batch is None:
             return report
         # Published now: settling the other jobs of the claim may fail.
@@ -298,6 +386,7 @@ class BatchLoop:
         """What became of the batch that ended in `error`; None if all of its jobs wait again as they were."""
         recovered = recovery.recover(connection, batch, error, runtime)
         self.batch = None
+        self._looks.add(batch.jobs)
         if recovered.run_alone:
             self._planner.alone_for = recovered.run_alone
         return recovered.report
@@ -306,5 +395,6 @@ class BatchLoop:
         """Settle the jobs that the slot still holds from a claim that did not end in order."""
         if self.leased_batch is not None:
             report = lease_mode.release_waiting(connection, self.leased_batch, self._state.config.schema)
+            self._looks.add(self.leased_batch.jobs)
             self.leased_batch = None
             self.publish(report)

@@ -5,15 +5,18 @@ No I/O: the slot sends the claims that the planner asks for, and tells it the re
 
 import random
 import time
+from dataclasses import replace
 
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest, PreparedClaims
+from outboxq.execution.claim import AnyScript, ClaimRequest, PreparedClaims
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.job import Job
-from outboxq.relay.cursors import QueueCursor
+from outboxq.relay.cursors import GroupCursor, QueueCursor
 from outboxq.relay.poller import Order, Sort
+from outboxq.relay.rates import Taken
 from outboxq.relay.state import RelayState
-from outboxq.statements.claim import ClaimScript, ClaimStatements
+from outboxq.statements.claim import ClaimStatements
+from outboxq.statements.group_claim import GroupScript
 
 # The part of the time that polls of all queues may take: if one takes long (a slow network), they come less often.
 _WALK_SHARE = 0.05
@@ -35,6 +38,9 @@ class ClaimPlanner:
         # The last claim that was asked for. `_claimed` took the jobs that run: a later request, to go with their
         # COMMIT, may not have been sent.
         self.request: ClaimRequest | None = None
+        # Whether the slot took a queue in which something was known to wait, and has claimed no jobs since. No other
+        # slot goes there on account of the same poll or call.
+        self.is_called = False
         # The lease's term when `request` was made.
         self.lease_term = 0
         self._claimed: ClaimRequest | None = None
@@ -44,12 +50,18 @@ class ClaimPlanner:
         self._order = order
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
-        self._statements = {name: ClaimStatements(state.config.schema, name, state.lease.owner) for name in queues}
+        self._statements = {name: self._statements_of(name) for name in queues}
+        # The queue whose tokens the last request has taken, until its claim is known to have taken jobs or not.
+        self._tokens: tuple[str, Taken] | None = None
+        # That claim has found nothing, a moment ago: the next one has its tokens.
+        self._has_left_tokens = False
         self._timeouts = {name: state.registry.timeout_seconds(name) for name in queues}
         # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # Whether due jobs are next: for a single queue, which is claimed from without a poll, and for several queues.
-        self._due_first, self._due_next = False, set[str]()
+        self._due_first, self._due_next, self._grouped_next = False, set[str](), set[str]()
+        self._group_scripts = {name: _group_scripts(state, name) for name in queues}
+        self._groups = {name: GroupCursor() for name in queues}
         self._batch_sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
@@ -70,66 +82,158 @@ class ClaimPlanner:
 
     def begin_walk(self) -> None:
         """Begin a round of the slot's queues, outside of a transaction."""
+        self._return_tokens()
         self._walks_since = _now()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
+        self._see_limits()
+
+    def _see_limits(self) -> None:
+        """Make the claims of queues whose limits have changed anew."""
+        for name in self._statements:
+            if self._has_other_limit(name):
+                self._statements[name] = self._statements_of(name)
+                self._group_scripts[name] = _group_scripts(self._state, name)
+
+    def _has_other_limit(self, name: str) -> bool:
+        limits = self._state.flow.limits_of(name)
+        return self._group_scripts[name][0].limits != (limits.running, limits.per_group or 1)
+
+    def _statements_of(self, name: str) -> ClaimStatements:
+        state = self._state
+        most, is_leasing = state.flow.limits_of(name).running, state.registry.claims[name] == "lease"
+        return ClaimStatements(state.config.schema, name, state.lease.owner, most=most, counts_leases=is_leasing)
+
+    def batch_size(self, name: str) -> int:
+        """How many jobs a claim of this queue may take."""
+        return 1 if self.alone_for else self._batch_sizes[name]
 
     def wants_poll(self) -> bool:
         """Whether the last poll is too old to be trusted."""
         polled_at = self._state.poller.polled_at(self._order.queues[0])
         return _now() > polled_at + self._follow_seconds(self.poll_took_seconds)
 
-    def take_turn(self) -> tuple[str, ClaimScript] | None:
+    def take_turn(self) -> tuple[str, AnyScript] | None:
         """The queue and the claim that are next, of those known to wait; None if other slots have taken all of them."""
-        turn = self._state.poller.take_turn(self._order, self._last, self._due_next)
+        turn = self._state.poller.take_turn(self._order, self._last, self._due_next, self._grouped_next)
         if turn is None:
             return None
         self._last, sort = turn
+        self.is_called = True
+        # The sorts take turns: ready, due, grouped.
         (self._due_next.add if sort == "ready" else self._due_next.discard)(self._last)
+        (self._grouped_next.add if sort == "due" else self._grouped_next.discard)(self._last)
         return self._last, self._script(self._last, sort)
 
-    def _script(self, name: str, sort: Sort) -> ClaimScript:
+    def take_queue(self, name: str) -> bool:
+        """Record that the slot claims from its only queue, which tells as much as a poll; False if it must not now."""
+        is_known = self._state.poller.take_queue(name)
+        if is_known is not None:
+            self.is_called = is_known
+        return is_known is not None
+
+    def _script(self, name: str, sort: Sort) -> AnyScript:
+        if sort == "grouped":
+            return self._group_scripts[name][0]
         statements = self._statements[name]
         if self._state.registry.claims[name] == "lease":
             return statements.lease_ready if sort == "ready" else statements.lease_due
         return statements.ready if sort == "ready" else statements.due
 
-    def taking_alike(self, script: ClaimScript, name: str) -> tuple[ClaimScript, ...]:
+    def taking_alike(self, script: AnyScript, name: str) -> tuple[AnyScript, ...]:
         """The claims that take jobs of this queue in the same way as `script`; none if `script` takes suspects."""
+        if isinstance(script, GroupScript):
+            return () if script.suspects else (script,)
         is_suspect = script is self._statements[name].lease_suspect
         return () if is_suspect else (self._script(name, "ready"), self._script(name, "due"))
 
-    def sorts(self, name: str) -> tuple[ClaimScript, ...]:
-        """The claims of ready and due jobs, alternating, so that neither backlog starves the other."""
+    def sorts(self, name: str) -> tuple[AnyScript, ...]:
+        """The claims of ready and due jobs, alternating, so that neither backlog starves the other.
+
+        Those of jobs of groups are between them, or before them, if the queue is known to have any.
+        """
         ready, due = self._script(name, "ready"), self._script(name, "due")
         self._due_first = not self._due_first
-        return (due, ready) if self._due_first else (ready, due)
+        scripts = (due, ready) if self._due_first else (ready, due)
+        if not self._state.has_groups(name):
+            return scripts
+        grouped = self._script(name, "grouped")
+        return (grouped, *scripts) if self._due_first else (scripts[0], grouped, scripts[1])
 
     def expect_ready(self) -> None:
         """Ask for ready jobs first in the next round: it is ready jobs that wake a slot."""
         self._due_first = True
         self._due_next.clear()
 
-    def suspects(self, name: str) -> ClaimScript:
+    def suspects(self, name: str) -> AnyScript:
         """The claim of the suspects of a queue, which run one by one under the lease."""
         return self._statements[name].lease_suspect
 
-    def ask(self, name: str, script: ClaimScript) -> ClaimRequest:
-        """The next claim."""
+    def in_groups(self, name: str) -> AnyScript:
+        """The claim of the suspects of a queue's groups: of the first jobs of their groups only."""
+        return self._group_scripts[name][1]
+
+    def ask(self, name: str, script: AnyScript) -> ClaimRequest | None:
+        """The next claim; None if the queue has a rate and no tokens are in hand, or if it has another limit by now."""
+        if self._has_other_limit(name):
+            return None
+        limit = self._with_tokens(name, self._limit(name, script))
+        if not limit:
+            return None
+        if isinstance(script, GroupScript):
+            return self._ask_groups(name, script, limit)
         cursor = self._positions[name].start() if script.is_keyed else None
-        limit = self._limit(name, script)
         self.lease_term = self._state.lease.term
         self.request = ClaimRequest(script, limit, cursor, name, self._timeouts[name], self.prepared)
         return self.request
 
-    def _limit(self, name: str, script: ClaimScript) -> int:
-        if self.alone_for or script is self._statements[name].lease_suspect:
+    def _ask_groups(self, name: str, script: GroupScript, limit: int) -> ClaimRequest:
+        groups = None if script.suspects else self._groups[name]
+        after = "" if groups is None else groups.after
+        self.lease_term = self._state.lease.term
+        self.request = ClaimRequest(script, limit, None, name, self._timeouts[name], None, after, groups)
+        return self.request
+
+    def _with_tokens(self, name: str, limit: int) -> int:
+        """Take tokens for up to `limit` jobs, if the queue has a rate; how many jobs may be claimed."""
+        admission, held = self._state.admission, self._tokens
+        if held is not None and self.holds_tokens(name) and held[1].tokens <= limit:
+            self._has_left_tokens = False
+            return held[1].tokens
+        self._return_tokens()
+        if not admission.has_rate(name):
+            return limit
+        taken = admission.hands.take(name, limit)
+        self._tokens = (name, taken) if taken.tokens else None
+        return taken.tokens
+
+    def holds_tokens(self, name: str) -> bool:
+        """Whether a claim of this queue, in this round, has left its tokens to the next one."""
+        return self._has_left_tokens and self._tokens is not None and self._tokens[0] == name
+
+    def _return_tokens(self, used: int = 0) -> None:
+        """Give the tokens of the last request back that no job has used."""
+        if self._tokens is not None:
+            name, taken = self._tokens
+            self._tokens, self._has_left_tokens = None, False
+            if used < taken.tokens:
+                self._state.admission.hands.give_back(name, replace(taken, tokens=taken.tokens - used))
+
+    def _limit(self, name: str, script: AnyScript) -> int:
+        # Under a lease each claimed job counts for the limit of its queue, and the jobs of a claim run one by one.
+        counts_each = script.leased and self._state.flow.limits_of(name).running is not None
+        if self.alone_for or counts_each or self._takes_suspects(name, script):
             return 1
         return min(self._batch_sizes[name], self._most_leased[name] if script.leased else self._most)
+
+    def _takes_suspects(self, name: str, script: AnyScript) -> bool:
+        return script is self._statements[name].lease_suspect or script is self._group_scripts[name][1]
 
     def took(self, name: str, jobs: tuple[Job, ...], moved: int) -> None:
         """Record that the last claim took these jobs, and moved so many others to the suspects."""
         assert self.request is not None
         self._claimed = self.request
+        self.is_called = False
+        self._return_tokens(len(jobs))
         if self._walks_since is not None:
             # In a round each queue that takes turns has its share of the time, and one claim at least.
             shares = 1 + self._order.count_peers(name, self._state.poller.waiting())
@@ -137,7 +241,10 @@ class ClaimPlanner:
             # If the share is very small, the next claim goes to another queue: here it would mostly find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
             self._walks_since = None
-        if self.request.script.is_keyed:
+        if isinstance(self.request.script, GroupScript):
+            self._state.poller.record_groups(name)
+            self._groups[name].found()
+        elif self.request.script.is_keyed:
             self._positions[name].move(self.request, jobs, moved)
 
     def _follow_seconds(self, walk_seconds: float) -> float:
@@ -148,13 +255,22 @@ class ClaimPlanner:
     def is_more(self, jobs: tuple[Job, ...], moved: int) -> bool:
         """Whether the last claim may have left jobs to other slots."""
         assert self.request is not None
-        is_suspect = self.request.script is self._statements[self.request.queue].lease_suspect
-        return len(jobs) + moved >= self.request.limit and not is_suspect
+        is_suspect = self._takes_suspects(self.request.queue, self.request.script)
+        return _may_be_more(self.request, len(jobs) + moved) and not is_suspect
 
-    def found_nothing(self, name: str, script: ClaimScript) -> None:
-        """Record that no such job waits behind the place from which the claim started."""
+    def found_nothing(self, name: str, script: AnyScript) -> bool:
+        """Record that no such job waits behind the place from which the claim started; whether none waits at all."""
+        assert self.request is not None
+        self._has_left_tokens = True
+        if isinstance(script, GroupScript):
+            return script.suspects or self._groups[name].end_round()
         if script.is_keyed:
             self._positions[name].move_to_start()
+        return self.request.cursor is None
+
+    def take_back_due(self, name: str) -> bool:
+        """Whether jobs that were passed over by their groups are due, and the caller is to bring them back."""
+        return self._groups[name].take_back_due()
 
     def cancelled(self) -> None:
         """Halve the number of jobs of the next claim: the last one was cancelled because it took too long."""
@@ -177,7 +293,7 @@ class ClaimPlanner:
         self._most = _power_of_two(half) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
         if self.alone_for or batch.unknown or self._state.stopping.is_set() or _now() > self._counts_due_at:
             return None
-        is_full = len(batch.jobs) >= request.limit
+        is_full = _may_be_more(request, len(batch.jobs) + batch.dropped)
         following = self.ask(batch.queue, request.script) if is_full and _now() <= self._follow_until else None
         return following or self._ask_elsewhere()
 
@@ -198,12 +314,29 @@ class ClaimPlanner:
         assert request is not None
         most = max(1, min(2 * request.limit, leased.fitting()))
         self._most_leased[leased.queue] = _power_of_two(most)
-        is_suspect = request.script is self._statements[leased.queue].lease_suspect
-        is_full = len(leased.jobs) >= request.limit and not (self.alone_for or is_suspect or leased.unknown)
+        is_suspect = self._takes_suspects(leased.queue, request.script)
+        is_full = _may_be_more(request, len(leased.jobs) + leased.dropped) and not (
+            self.alone_for or is_suspect or leased.unknown
+        )
         may_follow = (
             is_full and not self._state.stopping.is_set() and _now() <= min(self._counts_due_at, self._follow_until)
         )
         return self.ask(leased.queue, request.script) if may_follow else None
+
+
+def _group_scripts(state: RelayState, name: str) -> tuple[GroupScript, GroupScript]:
+    """The claim of jobs of a queue's groups, and that of suspects among them."""
+    schema, owner, limits = state.config.schema, state.lease.owner, state.flow.limits_of(name)
+    is_leased = state.registry.claims[name] == "lease"
+    ordinary = GroupScript(
+        schema, name, owner if is_leased else None, limits.running, is_leased, per_group=limits.per_group or 1
+    )
+    return ordinary, replace(ordinary, owner=owner, suspects=True)
+
+
+def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
+    """Whether more jobs may wait behind those of a claim: behind the first jobs of groups always."""
+    return claimed > 0 if isinstance(request.script, GroupScript) else claimed >= request.limit
 
 
 def _power_of_two(limit: int) -> int:

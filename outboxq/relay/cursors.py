@@ -5,12 +5,14 @@ starts behind the last job that its slot claimed. Jobs that were committed late,
 before that place: one slot of a relay sweeps for them, by claiming from the start.
 """
 
+import random
 import threading
 import time
 
-from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.claim import ClaimRequest, GroupLook
 from outboxq.job import Job
 from outboxq.statements.claim import Cursor
+from outboxq.statements.group_claim import GROUPS_SEEN
 
 # While claims go on, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
@@ -79,3 +81,54 @@ class QueueCursor:
     def move_to_start(self) -> None:
         """Move to the start of the queue: nothing was found behind the cursor."""
         self._cursor = None
+
+
+class GroupCursor:
+    """The group behind which a slot's next claim looks, and whether the slot has looked at all groups in vain.
+
+    Each claim goes on where the last one ended, so that every group has its turn. Keys are compared as PostgreSQL's
+    collation "C" does, by their bytes.
+    """
+
+    def __init__(self) -> None:
+        # At random, so that slots and processes begin with different groups.
+        self.after = chr(random.randint(33, 126))
+        # Where a round without a job has begun, and whether it is over.
+        self._round_from: str | None = None
+        self._is_round_over = False
+        self._is_back_due = False
+
+    def record(self, look: GroupLook) -> None:
+        """Move behind the last group that a claim took, or, if it did not find enough of them, that it looked at."""
+        before, is_whole = self.after, look.seen is None or look.seen < GROUPS_SEEN
+        self._is_back_due |= look.is_back_due
+        last = look.taken[-1] if look.seen is None and look.taken else look.last
+        if last is not None:
+            self.after = last
+        if self._round_from is None:
+            self._round_from, self._is_round_over = before, look.seen is not None and is_whole
+        else:
+            passes = _is_between(before, self._round_from, self.after)
+            self._is_round_over = passes or (look.seen is not None and is_whole)
+
+    def found(self) -> None:
+        """Record that the last claim took jobs."""
+        self._round_from = None
+
+    def end_round(self) -> bool:
+        """Whether all groups were looked at since jobs were found; if so, the next round begins."""
+        if self._is_round_over and not self._is_back_due:
+            self._round_from = None
+            return True
+        return False
+
+    def take_back_due(self) -> bool:
+        """Whether jobs that were passed over are due, and the caller is to bring them back."""
+        is_due, self._is_back_due = self._is_back_due, False
+        return is_due
+
+
+def _is_between(first: str, key: str, last: str) -> bool:
+    """Whether a walk in circles, from behind `first` up to `last`, comes to `key`."""
+    start, place, end = first.encode(), key.encode(), last.encode()
+    return start < place <= end if start < end else place > start or place <= end

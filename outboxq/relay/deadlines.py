@@ -1,5 +1,7 @@
 """Deadlines: what happens to a handler that does not end within its deadline, or within the time to drain.
 
+A handler whose job was cancelled is ended in the same way, with another outcome.
+
 In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
 that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
 not free a little later, the relay ends, so that the process is replaced.
@@ -12,7 +14,6 @@ import asyncio
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -20,12 +21,16 @@ from typing import Protocol, TypeAlias
 from sqlalchemy import Connection
 
 from outboxq.database.engines import Engines
+from outboxq.database.errors import describe_error
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.failure import Failed, describe_failure
+from outboxq.execution.frames import Frame
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
-from outboxq.execution.recovery import end_other_transaction, settle_aborted
+from outboxq.execution.orders import Orders
+from outboxq.execution.recovery import end_other_transaction, settle_aborted, settle_cancelled
+from outboxq.handlers.call import HandlerCall
+from outboxq.job import Job
 from outboxq.relay.connections import connection_options, make_slot_connection
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import Slot
@@ -62,6 +67,10 @@ class Runner(Protocol):
         """Ask the event loop, which the handler shares with others, for a sign of life."""
         ...
 
+    def cancel(self, call: HandlerCall) -> None:
+        """Tell a handler that it was cancelled, if it has to be told by its own event loop."""
+        ...
+
     def is_held_up(self) -> bool:
         """Whether the sign of life did not come, and this handler is not the one that has the loop."""
         ...
@@ -70,7 +79,7 @@ class Runner(Protocol):
         """Whether the slot's handler has the event loop at this moment."""
         ...
 
-    def stack(self) -> list[traceback.FrameSummary]:
+    def stack(self) -> list[Frame]:
         """The call stack of the slot's handler."""
         ...
 
@@ -83,6 +92,7 @@ class DeadlineEnforcer:
     Args:
         replace: Starts another runner in the place of one that was cut off.
         stuck: Ends the relay.
+        orders: The jobs that were cancelled.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class DeadlineEnforcer:
         replace: Callable[[Runner], None],
         stuck: Callable[[BaseException], None],
         limits: RelayLimits,
+        orders: Orders,
     ) -> None:
         self._engines = engines
         self._schema = schema
@@ -100,6 +111,7 @@ class DeadlineEnforcer:
         self._replace = replace
         self._stuck = stuck
         self._limits = limits
+        self._orders = orders
         self._acting: dict[Runner, threading.Thread] = {}
         self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
@@ -115,9 +127,13 @@ class DeadlineEnforcer:
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
             batch = runner.slot.batch
-            deadline = None if batch is None else batch.deadline
-            if batch is not None and deadline is not None and now >= deadline and runner not in self._acting:
+            if batch is None or runner in self._acting:
+                continue
+            deadline = batch.deadline
+            if deadline is not None and now >= deadline:
                 self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
+            elif self._orders.cancelled:
+                self._check_cancelled(runner, batch)
         self._check_leased(runners)
         while self._ended:
             self._replace_cut(self._ended.pop(), now)
@@ -125,6 +141,15 @@ class DeadlineEnforcer:
         if any(now > until for _, until in self._cut):
             self._cut.clear()
             self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
+
+    def _check_cancelled(self, runner: Runner, batch: BatchState) -> None:
+        call, cancelled = batch.call, self._orders.cancelled
+        if call is None or call.is_over or not any(job.id in cancelled for job in call.jobs):
+            return
+        # First: from here on the handler's end is not taken for a success.
+        call.is_cancelled = True
+        runner.cancel(call)
+        self._start(self._acting, runner, partial(self._end_cancelled, runner, batch, call))
 
     def _check_leased(self, runners: list[Runner]) -> None:
         self._releasing = {runner: thread for runner, thread in self._releasing.items() if thread.is_alive()}
@@ -201,12 +226,12 @@ class DeadlineEnforcer:
         # `together` is read before the deadline, which a call that returns takes down first.
         is_several = batch.together > 1
         is_over = batch.deadline == deadline and not runner.is_held_up()
-        failed = _timed_out(runner, batch) if is_over and not is_several else None
         try:
+            stack = runner.stack() if is_over and not is_several else None
             # The loop is blocked, but by no handler: perhaps by a task that this very handler started.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
             # Which of several jobs of one call hangs cannot be known. As suspects they run alone, and then it shows.
-            self._end(runner, batch, failed, is_crash=is_blocked or (is_over and is_several))
+            self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append(runner)
 
@@ -226,11 +251,34 @@ class DeadlineEnforcer:
 
         self._on_connection(cancel)
 
-    def _end(self, runner: Runner, batch: BatchState, failed: Failed | None, *, is_crash: bool) -> None:
-        slot = runner.slot
-
+    def _end_cancelled(self, runner: Runner, batch: BatchState, call: HandlerCall) -> None:
+        """Cancel what a handler sends, then cut it off, unless it ends by itself."""
+        until = time.monotonic() + self._limits.cut_after_seconds
+        # An async handler is cancelled by its own loop, together with the query that it awaits.
+        if runner.slot.flavour == "sync":
+            self._on_connection(partial(_cancel_statement, batch, call))
+        while time.monotonic() < until:
+            time.sleep(min(_STEP_SECONDS, self._limits.cut_after_seconds))
+            if call.is_over or batch.is_seized:
+                return
+        if not batch.seize():
+            return
+        self.cuts += 1
+        # Whichever way its call ended since, nothing of the batch was committed, and its cancelled jobs end here.
+        cancelled = tuple(job for job in call.jobs if job.id in self._orders.cancelled)
         try:
-            report = self._on_connection(partial(_settle, slot, batch, failed, is_crash))
+            self._settle(runner, partial(_settle_cancelled, runner.slot, batch, cancelled))
+        finally:
+            self._ended.append(runner)
+
+    def _end(self, runner: Runner, batch: BatchState, stack: list[Frame] | None, *, is_crash: bool) -> None:
+        self._settle(runner, partial(_settle, runner.slot, batch, stack, is_crash))
+
+    def _settle(self, runner: Runner, settle: Action) -> None:
+        """Settle a batch that was taken away from its slot, and free what the slot holds."""
+        slot = runner.slot
+        try:
+            report = self._on_connection(settle)
         finally:
             slot.state.quarantine.end_turn(slot)
             runner.abandon()
@@ -254,7 +302,8 @@ class DeadlineEnforcer:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like
             logger.warning(
-                "leased jobs, or those of a handler past its time, were not settled",
+                "leased jobs, or those of a handler past its time, were not settled: %s",
+                describe_error(error),
                 extra={"error_type": type(error).__name__},
             )
             return None
@@ -285,11 +334,13 @@ class DeadlineEnforcer:
 
 
 def _settle(
-    slot: Slot, batch: BatchState, failed: Failed | None, is_crash: bool, connection: Connection
+    slot: Slot, batch: BatchState, stack: list[Frame] | None, is_crash: bool, connection: Connection
 ) -> BatchReport:
-    """End the transaction of a seized batch, and settle its jobs."""
+    """End the transaction of a seized batch, and settle its jobs; `stack` is that of a handler that was cut off."""
     # The runtime first: once that transaction has ended, other relays find its marks.
     runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
+    timed_out = HandlerTimedOut(batch.timeout_seconds or 0.0)
+    failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
     try:
         end_other_transaction(connection, batch, terminate=True)
         return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
@@ -297,6 +348,22 @@ def _settle(
         runtime.guard.remove()
 
 
-def _timed_out(runner: Runner, batch: BatchState) -> Failed:
-    """The record of a handler that was cut off, with its call stack."""
-    return describe_failure(HandlerTimedOut(batch.timeout_seconds or 0.0), batch.job, runner.stack())
+def _settle_cancelled(slot: Slot, batch: BatchState, cancelled: tuple[Job, ...], connection: Connection) -> BatchReport:
+    """End the transaction of a seized batch, and end its cancelled jobs; the others wait again."""
+    runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
+    try:
+        end_other_transaction(connection, batch, terminate=True)
+        return settle_cancelled(connection, batch, cancelled, runtime)
+    finally:
+        runtime.guard.remove()
+
+
+def _cancel_statement(batch: BatchState, call: HandlerCall, connection: Connection) -> None:
+    """Cancel what the backend of a handler runs, whatever the company of its job.
+
+    The call is kept from ending until the server has answered. The backend meets the cancellation before it reads
+    anything that comes later, so it cannot hit a statement of the relay's, or of the next job's.
+    """
+    with call.while_running() as runs:
+        if runs:
+            end_other_transaction(connection, batch, terminate=False)

@@ -11,9 +11,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
 from outboxq.execution.aside import is_of_a_row, set_aside_first
 from outboxq.execution.batch_state import BatchReport
-from outboxq.execution.claim import ClaimRequest, forgive
+from outboxq.execution.claim import AnyScript, ClaimRequest, forgive
 from outboxq.relay.claim_planner import ClaimPlanner
-from outboxq.statements.claim import ClaimScript
 
 # How many jobs of each sort are compared with one that cannot be claimed.
 _COMPARED = 10
@@ -46,7 +45,7 @@ class FailedClaims:
                 return None if events is None else BatchReport(0, events)
         return None
 
-    def _alike(self, connection: Connection, request: ClaimRequest) -> Iterator[tuple[ClaimScript, UUID]]:
+    def _alike(self, connection: Connection, request: ClaimRequest) -> Iterator[tuple[AnyScript, UUID]]:
         """Jobs that could be claimed in the same way as those of this claim, each with its claim."""
         for script in self._planner.taking_alike(request.script, request.queue):
             for job_id in self._forgive(connection, ClaimRequest(script, _COMPARED)):

@@ -39,15 +39,24 @@ class SlotSleep:
 
     def has_work(self) -> bool:
         """Whether something is known to wait in the slot's queues."""
-        has_jobs = not self._poller.waiting().isdisjoint(self.idle_slot.queues)
-        return has_jobs or self._has_suspects()
+        return self._has_jobs() or self._has_suspects()
+
+    def _has_jobs(self) -> bool:
+        return not self._poller.waiting().isdisjoint(self.idle_slot.queues)
 
     def _has_suspects(self) -> bool:
-        return self._state.quarantine.wait_in(self.idle_slot.queues)
+        quarantine, queues = self._state.quarantine, self.idle_slot.queues
+        return quarantine.wait_in(queues) and any(
+            quarantine.wait_in((name,)) and not self._poller.is_held(name) for name in queues
+        )
 
     def needs_connection(self) -> bool:
         """Whether a connection is needed: to claim, or to poll."""
-        return self.has_work() or (self._wants_poll() and not self._poller.is_under_way())
+        return self._has_suspects() or self.is_behind()
+
+    def is_behind(self) -> bool:
+        """Whether jobs are known to wait, or a poll is due that no other slot makes."""
+        return self._has_jobs() or (self._wants_poll() and not self._poller.is_under_way())
 
     def _wants_poll(self) -> bool:
         if self._is_poll_due and self._poller.has_polled(self._first, self._poll_after):
@@ -64,7 +73,7 @@ class SlotSleep:
             self._poller.record(begun, rows)
         finally:
             self._poller.end_shared(begun)
-        self._state.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        self._state.quarantine.record_poll(rows)
         self._is_poll_due = False
 
     def want_poll(self) -> None:
@@ -75,9 +84,10 @@ class SlotSleep:
     def is_flagged(self, since: float | None) -> bool:
         """Whether notifications wake this slot; asks for a poll if none has begun since its flags are up.
 
-        The poll must also be younger than the slot's last claim, which may have led to jobs that are due later.
+        The poll must also be younger than the slot's last claim, which may have led to jobs that are due later, and
+        than the last call: another slot may have answered that call, and left jobs when this one did not sleep yet.
         """
-        if since is not None and self._poller.polled_at(self._first) <= max(since, self._claimed_at):
+        if since is not None and self._poller.uncalled_since(self.idle_slot.queues) <= max(since, self._claimed_at):
             # A poll sees the jobs that were committed before the flags were up.
             self.want_poll()
         return since is not None
@@ -102,8 +112,8 @@ class SlotSleep:
     def pause_seconds(self, *, flagged: bool) -> float:
         """How long to sleep: up to the next scheduled job, and growing up to the poll interval since the last poll."""
         poll_seconds = self._state.config.poll_seconds
-        if self._wants_poll() and self._poller.is_under_way():
-            # Another slot polls, and may have begun too early.
+        # In this order: a poll that comes back meanwhile is either waited for, or what it found is known.
+        if self._wants_poll() or self._has_jobs():
             return FIRST_PAUSE_SECONDS
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, poll_seconds)

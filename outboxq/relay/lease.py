@@ -1,6 +1,7 @@
 """The lease: one connection and one thread per relay, which show other relays that it lives.
 
-The thread extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects. It works on
+The thread extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects and for what
+operators have set. It works on
 libpq below psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
 """
 
@@ -22,10 +23,12 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.errors import describe_error
 from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, take_one
 from outboxq.execution.recovery import crashed
 from outboxq.job import Job
+from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements import lease as statements
 
@@ -49,9 +52,11 @@ class RelayLease:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
         owner: Fresh for each run of a relay, so that no restarted relay is taken for its predecessor.
         queues: The queues in which to look for suspects.
+        flow: What operators have set, looked at with each beat.
         running: The ids and tokens of the jobs that this relay's slots run under the lease.
         on_reaped: Called for each job that was taken from a dead relay.
         wake: Called when suspects wait: nothing else wakes a slot for them.
+        expect_schedule: Told with each beat in how many seconds the next schedule is due.
     """
 
     connect: Callable[[], DriverConnection]
@@ -59,10 +64,12 @@ class RelayLease:
     owner: UUID
     queues: tuple[str, ...]
     quarantine: QuarantineTurns
+    flow: FlowSettings
     running: Callable[[], set[tuple[str, int]]]
     emit: Emitter
     on_reaped: Callable[[JobCrashed], None]
     wake: Callable[[], None]
+    expect_schedule: Callable[[float], None]
 
     def __post_init__(self) -> None:
         self._schema = self.config.schema
@@ -77,6 +84,7 @@ class RelayLease:
         self._reap_from_beat = 0
         self._changed = threading.Condition()
         self._stopping = False
+        self._looks_soon = False
         self._thread = threading.Thread(target=self._run, name="outboxq-lease", daemon=True)
 
     def start(self) -> None:
@@ -94,6 +102,12 @@ class RelayLease:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(_STOP_SECONDS)
+
+    def look_soon(self) -> None:
+        """Look soon, before the next beat, at what operators have set. Returns at once."""
+        with self._changed:
+            self._looks_soon = True
+            self._changed.notify_all()
 
     def want(self) -> bool:
         """Ask for the lease; whether it is held. Never waits; the claim's statement checks the lease once more."""
@@ -131,7 +145,7 @@ class RelayLease:
         except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
             logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
             if self._wanted and not self._stopping:
-                self.emit(LeaseExtensionFailed(type(error).__name__))
+                self.emit(LeaseExtensionFailed(describe_error(error)))
             self._pause()
         finally:
             connection.pgconn.finish()
@@ -143,8 +157,8 @@ class RelayLease:
             while more and not self._stopping:
                 if self._wanted:
                     self._extend(connection)
-                more = self._reap(connection) == REAP_LIMIT
-            self._wait(self.config.beat_seconds)
+                more = self._reap(connection)
+            self._wait(connection, self.config.beat_seconds)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
@@ -154,15 +168,20 @@ class RelayLease:
             self._extend(connection)
             self._take_back_orphans(connection)
         # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
-        reaped = self._reap(connection) if self._beats >= self._reap_from_beat else 0
-        found = run_on_libpq(connection, statements.suspect_queues(self._schema, self.queues))
-        self.quarantine.queues.update(str(row[0]) for row in found)
-        if found:
-            self.wake()
+        has_more = self._beats >= self._reap_from_beat and self._reap(connection)
+        self._look_around(connection)
         if self._beats % _FORGET_EVERY_BEATS == 0:
             run_on_libpq(connection, statements.forget_relays(self._schema))
         self._beats += 1
-        return reaped == REAP_LIMIT
+        return has_more
+
+    def _look_around(self, connection: PGconn) -> None:
+        seen = self.flow.record(run_on_libpq(connection, statements.look_around(self._schema, self.queues)))
+        self.quarantine.queues.update(seen.suspects)
+        self.quarantine.groups.update(seen.group_suspects)
+        if seen.suspects or seen.group_suspects:
+            self.wake()
+        self.expect_schedule(seen.schedule_seconds)
 
     def _extend(self, connection: PGconn) -> None:
         # Measured from before the statement, so that the lease ends here before it ends on the server.
@@ -177,47 +196,56 @@ class RelayLease:
             self._held_until = until
             self._changed.notify_all()
 
-    def _reap(self, connection: PGconn) -> int:
-        """Take the jobs that dead relays left; how many they were."""
+    def _reap(self, connection: PGconn) -> bool:
+        """Take the jobs that dead relays left; whether there may be more."""
+        taken = [self._reap_some(connection, in_group=False)]
+        if self.flow.seen.group_leases:
+            taken.append(self._reap_some(connection, in_group=True))
+        return REAP_LIMIT in taken
+
+    def _reap_some(self, connection: PGconn, *, in_group: bool) -> int:
         rows: Rows
+        max_crashes = self.config.max_crashes
         try:
-            rows = run_on_libpq(connection, statements.reap(self._schema, self.config.max_crashes, REAP_LIMIT))
+            rows = run_on_libpq(connection, statements.reap(self._schema, max_crashes, REAP_LIMIT, in_group=in_group))
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK:
                 raise
             # A job that cannot become a dead letter must not keep others from coming back: this time none becomes one.
             logger.warning("jobs could not be moved to the dead letters: %s", describe(error))
-            rows = self._reap_without_dead_letters(connection)
-        self._publish(rows)
+            rows = self._reap_without_dead_letters(connection, in_group=in_group)
+        self._publish(rows, in_group=in_group)
         return len(rows)
 
-    def _reap_without_dead_letters(self, connection: PGconn) -> Rows:
+    def _reap_without_dead_letters(self, connection: PGconn, *, in_group: bool) -> Rows:
         try:
-            return run_on_libpq(connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT))
+            return run_on_libpq(
+                connection, statements.reap(self._schema, statements.NEVER, REAP_LIMIT, in_group=in_group)
+            )
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
             logger.warning("jobs of dead relays are taken back one by one: %s", describe(error))
-            return self._reap_one_by_one(connection)
+            return self._reap_one_by_one(connection, in_group=in_group)
 
-    def _reap_one_by_one(self, connection: PGconn) -> Rows:
+    def _reap_one_by_one(self, connection: PGconn, *, in_group: bool) -> Rows:
         """Take back one by one the jobs of a sweep that failed because of one row.
 
         The job of that row becomes a dead letter, if others come back.
         """
-        lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT))
-        came = {UUID(found): self._reap_one(connection, UUID(found)) for (found,) in lost}
+        lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT, in_group=in_group))
+        came = {UUID(found): self._reap_one(connection, UUID(found), in_group=in_group) for (found,) in lost}
         rows = [row for found in came.values() for row in found or ()]
         # If none comes back, the cause is not a row.
         for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
             # Once more: the cause may have been mended before the others were tried.
-            found = self._reap_one(connection, job_id)
+            found = self._reap_one(connection, job_id, in_group=in_group)
             rows += self._dead_letter(connection, job_id) if found is None else found
         return rows
 
-    def _reap_one(self, connection: PGconn, job_id: UUID) -> Rows | None:
+    def _reap_one(self, connection: PGconn, job_id: UUID, *, in_group: bool) -> Rows | None:
         """Take back one job; None if its row makes the statement fail."""
         try:
-            return run_on_libpq(connection, statements.reap_one(self._schema, job_id))
+            return run_on_libpq(connection, statements.reap_one(self._schema, job_id, in_group=in_group))
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
             return None
@@ -246,39 +274,53 @@ class RelayLease:
         """
         before, excused = self.running(), set(self._excused)
         rows = run_on_libpq(connection, statements.leased_jobs(self._schema, self.owner))
-        leased = {(str(job_id), int(str(token))) for job_id, token in rows}
-        orphans = leased - self.running() - before
+        leased = {(str(job_id), int(str(token))): str(in_group) in ("t", "True") for job_id, token, in_group in rows}
+        orphans = leased.keys() - self.running() - before
         for job_id, token in orphans & self._orphans:
-            self._publish(self._take_back(connection, UUID(job_id), token))
+            in_group = leased[job_id, token]
+            self._publish(self._take_back(connection, UUID(job_id), token, in_group=in_group), in_group=in_group)
         self._orphans = orphans
-        for settled in excused - leased:
+        for settled in excused - leased.keys():
             self._excused.pop(settled, None)
 
-    def _take_back(self, connection: PGconn, job_id: UUID, token: int) -> Rows:
+    def _take_back(self, connection: PGconn, job_id: UUID, token: int, *, in_group: bool) -> Rows:
         schema, crashes = self._schema, self._excused.get((str(job_id), token))
 
         def taking(max_crashes: int) -> str:
             if crashes is not None:
-                return statements.take_back_locked(schema, job_id, token, crashes)
-            return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED)
+                return statements.take_back_locked(schema, job_id, token, crashes, in_group=in_group)
+            return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED, in_group=in_group)
 
         return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes)
 
-    def _publish(self, rows: Iterable[tuple[object, ...]]) -> None:
+    def _publish(self, rows: Iterable[tuple[object, ...]], *, in_group: bool) -> None:
+        quarantine = self.quarantine
         for row in rows:
             event = crashed(row)
-            if not event.died and event.queue in self.queues:
-                self.quarantine.queues.add(event.queue)
+            if not event.dead_letter and event.queue in self.queues:
+                (quarantine.groups if in_group else quarantine.queues).add(event.queue)
             self.on_reaped(event)
 
     def _pause(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, connection: PGconn, seconds: float) -> None:
+        """Wait for the next beat, and look at what operators have set whenever that is asked for meanwhile."""
+        until = time.monotonic() + seconds
+        while self._waits(until - time.monotonic()):
+            self._look_around(connection)
+
+    def _waits(self, seconds: float) -> bool:
+        """Wait; False when it is time for the next beat, True if a look is asked for before."""
         with self._changed:
-            # Ends early if the lease is asked for and not held.
-            self._changed.wait_for(lambda: self._stopping or (self._wanted and not self._is_held()), seconds)
+            self._changed.wait_for(lambda: self._looks_soon or self._is_beat_due(), max(0.0, seconds))
+            looks, self._looks_soon = self._looks_soon, False
+            return looks and not self._is_beat_due()
+
+    def _is_beat_due(self) -> bool:
+        # Early if the lease is asked for and not held.
+        return self._stopping or (self._wanted and not self._is_held())
 
 
 def _raise_unless_of_a_row(connection: PGconn, error: psycopg.Error) -> None:

@@ -12,7 +12,7 @@ from contextlib import (
 from typing import TypeAlias
 
 from outboxq.errors import ConfigError
-from outboxq.handlers.registry import Lifespan
+from outboxq.handlers.resolved import Lifespan
 from outboxq.relay.event_loop import LoopThread
 
 AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextManager[object]

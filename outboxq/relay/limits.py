@@ -6,6 +6,27 @@ from outboxq.execution.lease_mode import LeaseModeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HookLimits:
+    """How far the hooks of a registry may be behind, and how long they are waited for.
+
+    Args:
+        waiting_events: How many events wait for the hooks at most.
+        hold_seconds: How long a slot waits for room for its event. Then the event is dropped, and others are dropped
+            at once until half of the waiting events were told.
+        await_seconds: How long an async hook may take for one event.
+        finish_seconds: How long a relay that ends waits until the hooks were told the last events; no longer than its
+            handlers have to finish (`drain_seconds`).
+        log_seconds: How long at least between two log lines about dropped events.
+    """
+
+    waiting_events: int = 1_000
+    hold_seconds: float = 0.1
+    await_seconds: float = 10.0
+    finish_seconds: float = 5.0
+    log_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
     """How long a relay waits, for each thing that it waits for.
 
@@ -15,27 +36,39 @@ class RelayLimits:
         first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
         probe_seconds: A listening connection through which nothing came for so long is asked for a sign of life: it may
             have no server behind it, and a keepalive asks only the next machine.
+        hearing_seconds: For how long the relay's first notification to itself may be under way, on the slowest of
+            machines, before the relay says that notifications do not arrive.
         follow_least_seconds: For how long at least a slot claims, with each COMMIT, more jobs of the same sort; then
             it polls all of its queues again.
         follow_most_seconds: For how long at most, however long such a poll takes.
         counts_seconds: After so long a COMMIT brings no claim, whatever waits, and the session is idle outside of a
             transaction: only then does the server take its counts of changed and deleted rows, by which autovacuum
             goes.
+        full_least_seconds: After a claim of a queue at its limit, no slot of the relay claims from it for so long,
+            unless a job of the queue ends in this relay; twice as long after each such claim that follows.
+        full_most_seconds: For how long at most: then other relays may have made room.
+        token_seconds: For how long at most a relay keeps tokens of a queue's rate.
         cut_after_seconds: How long a cancelled statement or coroutine has to end in order.
         free_after_seconds: How long a handler that was cut off has to notice.
         abort_seconds: How long a stopping relay has to take the jobs of all its slots back, or to have their COMMITs
             answered.
         lease_mode: How long the claims of lease mode last.
+        hooks: How far the hooks of a registry may be behind, and how long they are waited for.
     """
 
     linger_seconds: float = 5.0
     loop_patience_seconds: float = 60.0
     first_prune_seconds: float = 60.0
     probe_seconds: float = 10.0
+    hearing_seconds: float = 15.0
     follow_least_seconds: float = 0.1
     follow_most_seconds: float = 1.0
     counts_seconds: float = 10.0
+    full_least_seconds: float = 0.02
+    full_most_seconds: float = 0.25
+    token_seconds: float = 0.05
     cut_after_seconds: float = 2.0
     free_after_seconds: float = 10.0
     abort_seconds: float = 15.0
     lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)
+    hooks: HookLimits = field(default_factory=HookLimits)

@@ -20,6 +20,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
+from outboxq.relay.hearing import HearingCheck
 from outboxq.statements import wake as listen
 
 logger = logging.getLogger("outboxq.listener")
@@ -28,6 +29,7 @@ _RECONNECT_SECONDS = 1.0
 # A flag that was refused is tried again with the next request after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _STOP_SECONDS = 5.0
+_HEARING_SECONDS = 0.1
 # A slot that works for a shorter time than this leaves its flags up: hundreds of queues have as many. Jobs that are
 # committed meanwhile notify for nothing, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
@@ -55,6 +57,9 @@ class Listener:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
         record_call: Called with each queue that a notification names, before a slot is woken.
         probe_seconds: A connection through which nothing came for so long is asked for a sign of life.
+        hearing: The proof that notifications arrive; until then no flag is raised, and slots poll.
+        is_held: Whether no slot may claim from a queue at this moment: then a notification of it wakes none.
+        record_settings: Called when operators have changed settings.
     """
 
     def __init__(
@@ -63,11 +68,18 @@ class Listener:
         schema: str,
         record_call: Callable[[str], None],
         probe_seconds: float,
+        hearing: HearingCheck | None = None,
+        *,
+        is_held: Callable[[str], bool] = lambda _: False,
+        record_settings: Callable[[], None] = lambda: None,
     ) -> None:
         self._connect = connect
         self._schema = schema
         self._record_call = record_call
         self._probe_seconds = probe_seconds
+        self._hearing = hearing
+        self._is_held = is_held
+        self._record_settings = record_settings
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         # Whether each slot was woken since it fell asleep.
         self._idle_slots: dict[IdleSlot, bool] = {}
@@ -113,7 +125,8 @@ class Listener:
 
     def wake_one(self, queue: str) -> None:
         """Wake a slot that sleeps on this queue, if there is one: it may find jobs. Returns at once."""
-        self._send(partial(self._notify_others, queue))
+        if self._idle_slots:
+            self._send(partial(self._notify_others, queue))
 
     def _send(self, request: _Request) -> None:
         self._requests.put(request)
@@ -160,6 +173,7 @@ class Listener:
         self._stopping.wait(_RECONNECT_SECONDS / 4)
 
     def _serve(self, connection: PGconn) -> None:
+        self._wait_until_heard(connection)
         run_on_libpq(connection, listen.listen(self._schema))
         self._wake(self._idle_slots)
         while not self._stopping.is_set():
@@ -172,6 +186,20 @@ class Listener:
             self._hear(connection)
             is_readable = wait_readable([self._wake_reader, connection.socket], self._patience())
             if not is_readable and self._lower_at is None:
+                run_on_libpq(connection, "SELECT")
+
+    def _wait_until_heard(self, connection: PGconn) -> None:
+        hearing = self._hearing
+        if hearing is None or hearing.passed or not hearing.begin(connection):
+            return
+        # Nearly always it has come by now, and requests can wait for it.
+        wait_readable([connection.socket], _HEARING_SECONDS)
+        while not hearing.is_over(connection) and not self._stopping.is_set():
+            for request in self._drain_requests():
+                request(None)
+            seconds = min(hearing.wait_seconds(), self._probe_seconds)
+            if not wait_readable([self._wake_reader, connection.socket], seconds):
+                # The connection may be half-open, and nothing arrives on it any more.
                 run_on_libpq(connection, "SELECT")
 
     def _patience(self) -> float:
@@ -245,11 +273,15 @@ class Listener:
             if name == listen.ALL_QUEUES:
                 self._record_call(name)
                 self._wake(self._idle_slots)
+            elif name == listen.SETTINGS:
+                self._record_settings()
             else:
                 self._notify(name)
 
     def _notify(self, name: str) -> None:
         self._record_call(name)
+        if self._is_held(name):
+            return
         idle_slots = [idle_slot for idle_slot in self._idle_slots if name in idle_slot.queues]
         # A slot that was woken already may have polled too early: if there is no other slot, all of them poll again.
         fresh = [idle_slot for idle_slot in idle_slots if not self._idle_slots[idle_slot]][-1:]

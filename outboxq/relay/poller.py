@@ -9,11 +9,17 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
-Sort: TypeAlias = Literal["ready", "due"]
+Sort: TypeAlias = Literal["ready", "due", "grouped"]
+# For so long a queue in which jobs of groups were seen is taken to have some.
+_GROUPS_SECONDS = 60.0
+
+# For so long a slot that claims from a queue after a hold keeps the others away, unless it ends the hold sooner.
+_TRIAL_SECONDS = 0.1
+_LEAST_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,12 @@ class SharedPoller:
         self._due_at: dict[str, float] = {}
         # The queues whose due jobs a slot has gone to claim.
         self._due_taken: set[str] = set()
+        # Until when no slot claims from a queue that is at its limit, or has no tokens of its rate.
+        self._held_until: dict[str, float] = {}
+        # The same for the first jobs of groups; and when jobs of groups were last seen.
+        self._grouped_at: dict[str, float] = {}
+        self._grouped_taken: set[str] = set()
+        self._groups_seen_at: dict[str, float] = {}
         self._lock = threading.RLock()
 
     def statement_for(self, queues: tuple[str, ...]) -> str:
@@ -122,15 +134,15 @@ class SharedPoller:
             return self._under_way is not None and time.monotonic() < self._under_way.begun_at + self._overdue_seconds
 
     def record(self, poll: Poll, rows: Sequence[tuple[object, ...]], queues: Collection[str] | None = None) -> None:
-        """Record what a poll found: queues, whether each has a ready job, and the seconds to its next scheduled one."""
+        """Record what `poll_queues` found."""
         now = time.monotonic()
-        found = {str(row[0]): (bool(row[1]), row[2]) for row in rows}
+        found = {str(row[0]): (bool(row[1]), row[2], row[4]) for row in rows}
         with self._lock:
             for name in self.queues if queues is None else queues:
                 if poll.number <= self._recorded[name].number:
                     continue
                 self._recorded[name] = poll
-                ready, due = found.get(name, (False, None))
+                ready, due, grouped = found.get(name, (False, None, None))
                 if ready:
                     self._ready.add(name)
                 elif poll.number > self._called_after.get(name, 0):
@@ -139,11 +151,23 @@ class SharedPoller:
                 self._due_at.pop(name, None)
                 if isinstance(due, float):
                     self._due_at[name] = now + due
+                self._grouped_taken.discard(name)
+                self._grouped_at.pop(name, None)
+                if isinstance(grouped, float):
+                    self._grouped_at[name], self._groups_seen_at[name] = now + grouped, now
 
     def polled_at(self, queue: str) -> float:
         """When the last poll of this queue was begun; minus infinity if all queues were called since."""
         poll = self._recorded[queue]
         return poll.begun_at if poll.number > self._all_called_after else float("-inf")
+
+    def uncalled_since(self, queues: Collection[str]) -> float:
+        """When the last poll of a slot's queues was begun; minus infinity if one of them was called since."""
+        with self._lock:
+            polls = {name: self._recorded[name] for name in queues}
+            if any(poll.number <= self._called_after.get(name, -1) for name, poll in polls.items()):
+                return float("-inf")
+            return min(self.polled_at(name) for name in queues)
 
     def record_call(self, queue: str) -> None:
         """Record that a ready job was committed to this queue, or that more may wait than the caller takes.
@@ -155,42 +179,128 @@ class SharedPoller:
                 self._all_called_after = self.latest.number
             elif queue in self._recorded:
                 self._ready.add(queue)
+                if self.has_groups(queue):
+                    self._grouped_at[queue] = time.monotonic()
+                    self._grouped_taken.discard(queue)
                 self._called_after[queue] = self.latest.number
 
-    def take_queue(self, queue: str) -> None:
-        """Record that the caller claims from this queue, whatever waits there."""
+    def record_rest(self, queue: str) -> None:
+        """Record that a claim may have left jobs in this queue, which only a poll that begins from now on tells."""
         with self._lock:
-            self._ready.discard(queue)
-            if self._is_due(queue):
-                self._due_taken.add(queue)
+            self._called_after[queue] = self.latest.number
 
-    def take_turn(self, order: Order, last: str, due_first: Collection[str]) -> tuple[str, Sort] | None:
+    def take_queue(self, queue: str) -> bool | None:
+        """Record that the caller claims from this queue, whatever waits there; whether something was known to wait.
+
+        None if the caller must not claim at this moment.
+        """
+        with self._lock:
+            if self.is_held(queue):
+                return None
+            self._try_alone(queue)
+            is_ready, is_due, is_grouped = queue in self._ready, self._is_due(queue), self._is_grouped(queue)
+            self._ready.discard(queue)
+            if is_due:
+                self._due_taken.add(queue)
+            if is_grouped:
+                self._grouped_taken.add(queue)
+            return is_ready or is_due or is_grouped
+
+    def record_groups(self, queue: str) -> None:
+        """Record that a queue has jobs of groups."""
+        self._groups_seen_at[queue] = time.monotonic()
+
+    def has_groups(self, queue: str) -> bool:
+        """Whether jobs of groups were seen in a queue not long ago."""
+        seen_at = self._groups_seen_at.get(queue)
+        return seen_at is not None and time.monotonic() < seen_at + _GROUPS_SECONDS
+
+    def take_turn(
+        self, order: Order, last: str, due_first: Collection[str], grouped_first: Collection[str] = ()
+    ) -> tuple[str, Sort] | None:
         """Take the queue whose turn it is after `last`, of those in which something waits that no other slot has taken.
 
         Args:
-            due_first: The queues from which to take due jobs before ready ones.
+            due_first: The queues from which to take due jobs before others; ready ones are the last then.
+            grouped_first: The queues from which to take jobs of groups before others.
         """
         with self._lock:
             name = order.first(last, self.waiting())
             if name is None:
                 return None
-            if self._is_due(name) and (name in due_first or name not in self._ready):
-                self._due_taken.add(name)
-                return name, "due"
-            self._ready.discard(name)
-            return name, "ready"
+            self._try_alone(name)
+            sorts: tuple[Sort, ...] = ("ready", "due", "grouped")
+            if name in grouped_first:
+                sorts = ("grouped", "ready", "due")
+            elif name in due_first:
+                sorts = ("due", "grouped", "ready")
+            sort: Sort = next(sort for sort in sorts if self._waits(name, sort))
+            if sort == "ready":
+                self._ready.discard(name)
+            else:
+                (self._due_taken if sort == "due" else self._grouped_taken).add(name)
+            return name, sort
+
+    def _waits(self, name: str, sort: Sort) -> bool:
+        if sort == "ready":
+            return name in self._ready
+        return self._is_due(name) if sort == "due" else self._is_grouped(name)
 
     def waiting(self) -> set[str]:
-        """The queues that have a ready job, or one that is due by now, and that no slot has taken yet."""
+        """The queues that have a ready job, or one that is due by now, and that no slot has taken or holds back."""
         with self._lock:
-            return self._ready.union(name for name in self._due_at if self._is_due(name))
+            due = {name for name in self._due_at if self._is_due(name)}
+            found = self._ready | due | {name for name in self._grouped_at if self._is_grouped(name)}
+            return {name for name in found if not self.is_held(name)} if self._held_until else found
+
+    def hold(self, queue: str, seconds: float) -> None:
+        """Keep all slots from claiming from this queue for a time; then one of them looks whether it may."""
+        with self._lock:
+            self._held_until[queue] = time.monotonic() + seconds
+            self._ready.add(queue)
+
+    def release(self, queue: str) -> bool:
+        """Let slots claim from this queue again; whether it was held."""
+        with self._lock:
+            return self._held_until.pop(queue, None) is not None
+
+    def is_held(self, queue: str) -> bool:
+        """Whether no slot claims from this queue at this moment."""
+        until = self._held_until.get(queue)
+        return until is not None and time.monotonic() < until
+
+    def held_seconds(self, queues: Collection[str]) -> float | None:
+        """How long the first of these queues is held in which jobs may wait; None if none of them is."""
+        with self._lock:
+            held = [name for name in queues if name in self._held_until]
+            waits = (name for name in held if any(self._waits(name, sort) for sort in get_args(Sort)))
+            until = min((self._held_until[name] for name in waits), default=None)
+        return None if until is None else max(0.0, until - time.monotonic())
+
+    def _try_alone(self, queue: str) -> None:
+        """After a hold: one slot finds out whether the queue is to be held again, and the others wait for it."""
+        if queue in self._held_until:
+            self._held_until[queue] = time.monotonic() + _TRIAL_SECONDS
 
     def _is_due(self, name: str) -> bool:
         due_at = self._due_at.get(name)
         return due_at is not None and due_at <= time.monotonic() and name not in self._due_taken
 
+    def _is_grouped(self, name: str) -> bool:
+        due_at = self._grouped_at.get(name)
+        return due_at is not None and due_at <= time.monotonic() and name not in self._grouped_taken
+
     def due_in_seconds(self, queues: Collection[str]) -> float:
-        """The time until the next scheduled job of these queues; infinite if there is none."""
+        """The time until the next scheduled job of these queues, or the end of a hold; infinite if there is neither."""
+        now = time.monotonic()
         with self._lock:
-            due_at = min((self._due_at[name] for name in queues if name in self._due_at), default=float("inf"))
-        return due_at - time.monotonic()
+            times = [
+                max(at[name], self._held_until.get(name, 0.0))
+                for at in (self._due_at, self._grouped_at)
+                for name in queues
+                if name in at
+            ]
+            # A hold that has just ended is no reason to pause, but for a moment.
+            held = [until for name, until in self._held_until.items() if name in queues and name in self._ready]
+            times += [max(until, now + _LEAST_SECONDS) for until in held]
+        return min(times, default=float("inf")) - now

@@ -1,23 +1,23 @@
 """The relay: the process that claims jobs and runs their handlers, with one slot per unit of concurrency."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import RelayConfig
 from outboxq.database.engines import AnyEngine, resolve_engines
-from outboxq.events import Emitter, Event, Hook
+from outboxq.events import Emitter, Hook
+from outboxq.execution.frames import homes_of
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
+from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.run import RelayRun
 from outboxq.relay.signals import stop_signals
 from outboxq.relay.slot_groups import check_engines, resolve_groups
 from outboxq.relay.state import RelayReport
-
-logger = logging.getLogger("outboxq.relay")
 
 
 class Relay:
@@ -28,7 +28,9 @@ class Relay:
         jobs: The registry.
         config: Queues, slots, batches and pauses.
         async_engine: For async handlers, if `engine` is a sync engine of yours.
-        hooks: Called with every event of `outboxq.events`; by default, events are logged.
+        hooks: Called with every event of `outboxq.events`, each in the thread in which it happened, which waits for
+            them: mostly that of a slot, or the event loop. By default, events are logged. The registry's own hooks
+            (`Jobs(hooks=...)`, `jobs.on`) come besides, and run in a thread of their own.
 
     Raises:
         ConfigError, RegistryError: something does not fit; nothing was started.
@@ -51,7 +53,7 @@ class Relay:
         self._groups = resolve_groups(self.config, self._registry)
         self._engines = resolve_engines(engine, async_engine)
         check_engines(self._groups, self._engines)
-        self._emit = Emitter(hooks, _report_hook)
+        self._hooks = tuple(hooks)
         self._stopping = threading.Event()
         self._wakers: list[Callable[[], None]] = []
 
@@ -85,12 +87,19 @@ class Relay:
             wake()
 
     def _work(self, *, until_empty: bool) -> RelayReport:
+        for handler in self._registry.handlers.values():
+            # Looked up now, because it takes a while and is needed when an attempt has failed.
+            homes_of(handler.__module__)
+        limits = self._limits.hooks
+        finish_seconds = min(limits.finish_seconds, self.config.drain_seconds)
+        hook_thread = HookThread(self._registry.hooks, replace(limits, finish_seconds=finish_seconds))
         run = RelayRun(
             self._engines,
             self._registry,
             self._groups,
             self.config,
-            self._emit,
+            Emitter(self._hooks, hook_thread.report, hook_thread),
+            hook_thread,
             self._stopping,
             self._limits,
             until_empty,
@@ -101,7 +110,3 @@ class Relay:
         finally:
             self._wakers.remove(run.wake_all)
             self._engines.dispose()
-
-
-def _report_hook(hook: Hook, event: Event) -> None:
-    logger.exception("a hook failed", extra={"outboxq_hook": repr(hook), "outboxq_event": type(event).__name__})

@@ -1,5 +1,6 @@
 """One run of a relay, from start to end: its event loop, its lifespan, its services and its slots."""
 
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -9,32 +10,43 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
+from sqlalchemy import Connection
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import RelayConfig, SlotGroup
+from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines, listen_connector
 from outboxq.errors import RelayStuck
 from outboxq.events import Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
 from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
 from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.flow_settings import FlowSettings
+from outboxq.relay.hearing import HearingCheck
+from outboxq.relay.hook_thread import HookThread
+from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
+from outboxq.relay.maintenance.scheduler import Scheduler
 from outboxq.relay.maintenance.service import Maintenance
+from outboxq.relay.maintenance.side_connection import SideConnection
 from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
-from outboxq.relay.startup import wait_for_database
+from outboxq.relay.startup import declare_schedules, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
+from outboxq.statements.lease import look_around
+
+logger = logging.getLogger("outboxq.relay")
 
 _TRIM_SECONDS = 1.0
 _CHECK_SECONDS = 0.1
@@ -52,6 +64,7 @@ class RelayRun:
     groups: list[FlavouredGroup]
     config: RelayConfig
     emit: Emitter
+    hooks: HookThread
     stopping: threading.Event
     limits: RelayLimits
     until_empty: bool
@@ -67,6 +80,8 @@ class RelayRun:
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
         self._connector = partial(listen_connector, self.engines, loop=self._loop.get)
+        beside = SideConnection(self.engines, self.config.schema, self._loop)
+        self._scheduler = Scheduler(beside.transact, beside.rest, self.emit, self.stopping, self.until_empty)
         self._state = self._make_state()
         self._maintenance = Maintenance.from_config(
             self.config,
@@ -77,7 +92,13 @@ class RelayRun:
             until_empty=self.until_empty,
         )
         self._deadlines = DeadlineEnforcer(
-            self.engines, self.config.schema, self._loop.get, self._replace, self._fail, self.limits
+            self.engines,
+            self.config.schema,
+            self._loop.get,
+            self._replace,
+            self._fail,
+            self.limits,
+            self._state.flow.orders,
         )
         self._connections = make_slot_connections(
             self.config,
@@ -91,12 +112,8 @@ class RelayRun:
     def _make_state(self) -> RelayState:
         config = self.config
         poller = SharedPoller(config.schema, self._queues)
-        listener = None
-        if config.listen and not self.until_empty:
-            listener = Listener(
-                self._connector(config.listen_url), config.schema, poller.record_call, self.limits.probe_seconds
-            )
-        quarantine = QuarantineTurns()
+        listener = self._make_listener(poller) if config.listen and not self.until_empty else None
+        quarantine, flow = QuarantineTurns(), FlowSettings(self.registry.limits)
         lease = RelayLease(
             # Not by `listen_url`: a connection through a pooler is as good.
             self._connector(None),
@@ -104,10 +121,12 @@ class RelayRun:
             uuid4(),
             self._queues,
             quarantine,
+            flow,
             running=self._leased_jobs,
             emit=self.emit,
             on_reaped=self._record_reaped,
             wake=self.wake_all,
+            expect_schedule=self._scheduler.expect,
         )
         return RelayState(
             config=config,
@@ -119,8 +138,26 @@ class RelayRun:
             poller=poller,
             lease=lease,
             quarantine=quarantine,
+            flow=flow,
             effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds),
             limits=self.limits,
+        )
+
+    def _make_listener(self, poller: SharedPoller) -> Listener:
+        config = self.config
+        # Through the database URL, as producers do, whatever the listener has.
+        hearing = HearingCheck(
+            self._connector(None), self.limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS)
+        )
+        connect = self._connector(config.listen_url)
+        return Listener(
+            connect,
+            config.schema,
+            poller.record_call,
+            self.limits.probe_seconds,
+            hearing,
+            is_held=poller.is_held,
+            record_settings=lambda: self._state.lease.look_soon(),
         )
 
     def work(self) -> RelayReport:
@@ -142,20 +179,33 @@ class RelayRun:
     def _work(self) -> RelayReport:
         lifespan = make_lifespan(self.registry.lifespan)
         with ExitStack() as stack:
+            self.hooks.start()
+            stack.callback(self.hooks.finish)
             if self._needs_loop(lifespan):
                 stack.enter_context(self._loop.run())
                 stack.push(self._abandon_tasks)
-            wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping)
+            wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping, self._look_around)
             if self.stopping.is_set():
-                return RelayReport(0, 0, 0)
+                return self._state.counters.report(self.hooks)
             exit_seconds = self.config.drain_seconds + _CLOSE_SECONDS
             close_in_loop = partial(self._loop.call_unless_blocked, timeout_seconds=exit_seconds)
             stack.callback(self._state.effect_runners.dispose, close_in_loop)
             stack.callback(self._close_connections, close_in_loop)
             self._state.lifespan_state = enter_lifespan(stack, lifespan, self._loop, exit_seconds)
+            # Before the lifespan is left: hooks may use what it opened.
+            stack.callback(self.hooks.finish)
             self._start_services(stack)
             self._serve_to_the_end()
-        return self._state.counters.report()
+        return self._state.counters.report(self.hooks)
+
+    def _look_around(self, connection: Connection) -> None:
+        """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
+        declare_schedules(connection, self.config.schema, self.registry)
+        flow = self._state.flow
+        flow.record(run_script(connection, look_around(self.config.schema, self._queues))[0].rows)
+        for queue, limits in sorted(flow.limits.items()):
+            logger.info("queue %r is limited: %s", queue, limits)
+        flow.on_limits = self._state.admission.changed
 
     def _needs_loop(self, lifespan: object) -> bool:
         return (
@@ -178,6 +228,9 @@ class RelayRun:
         for service in services:
             service.start()
             stack.callback(service.stop)
+        stack.callback(self._scheduler.stop)
+        if self.until_empty and self._state.flow.seen.schedule_seconds <= 0:
+            self._scheduler.fire_all_due()
         if any(self.registry.claims[name] == "lease" for name in self._queues):
             self._state.lease.wait(_LEASE_WAIT_SECONDS)
 
@@ -225,7 +278,11 @@ class RelayRun:
         if not self.stopping.is_set():
             for task in self._maintenance.at_end:
                 task.run_once()
-        self.emit(RelayStopped(counters.done, counters.failed, self._abandoned))
+        self.hooks.settle()
+        hooks = self.hooks
+        self.emit(
+            RelayStopped(counters.done, counters.failed, counters.died, self._abandoned, hooks.failures, hooks.dropped)
+        )
 
     def _serve(self) -> None:
         self._runners = [self._start_slot(group, flavour) for group, flavour in self.groups for _ in range(group.slots)]

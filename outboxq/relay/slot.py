@@ -13,10 +13,11 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import run_alone, run_script
+from outboxq.database.driver import pause, run_alone, run_script
 from outboxq.database.errors import describe_error, is_database_unavailable
 from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.claim import AnyScript
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.runtime import Runtime, is_cancellation
@@ -27,8 +28,7 @@ from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
-from outboxq.statements.claim import ClaimScript
-from outboxq.statements.lease import suspect_queues
+from outboxq.statements.lease import look_around
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -147,6 +147,7 @@ class Slot:
             runners.sync if self.flavour == "sync" else runners.asynchronous,
             sharing_queues=self._planner.sharing_queues,
             is_interruption=self._is_interruption,
+            orders=state.flow.orders,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:
@@ -196,8 +197,12 @@ class Slot:
         with self._on(connected) as runtime:
             connection = connected.connection
             while not (self.state.stopping.is_set() or self._needs_connection(connected)):
-                if not (self.work_once(connection, runtime) or self._drain_suspects(connection, runtime)):
+                if self.work_once(connection, runtime) or self._drain_suspects(connection, runtime):
+                    continue
+                held_seconds = self.state.poller.held_seconds(self.queues)
+                if held_seconds is None:
                     return True
+                pause(connection, held_seconds)
             return self.state.stopping.is_set()
 
     def work_once(self, connection: Connection, runtime: Runtime) -> bool:
@@ -207,19 +212,21 @@ class Slot:
         if self._run_suspects(connection, self._suspected(), runtime):
             return True
         if len(self.queues) == 1:
-            # A claim tells as much as a poll.
             name = self.queues[0]
-            self.state.poller.take_queue(name)
+            if not self._planner.take_queue(name):
+                return False
             for script in self._planner.sorts(name):
                 if self._batches.run_claims(connection, name, script, runtime):
                     return True
+                if self.state.poller.is_held(name):
+                    break
             return False
         while (turn := self._next_turn(connection)) is not None:
             if self._batches.run_claims(connection, *turn, runtime):
                 return True
         return False
 
-    def _next_turn(self, connection: Connection) -> tuple[str, ClaimScript] | None:
+    def _next_turn(self, connection: Connection) -> tuple[str, AnyScript] | None:
         """Where to claim next, after a poll if the last one is old, or if all that it named was claimed from."""
         if self._planner.wants_poll() and not self._is_rested:
             self._poll(connection)
@@ -236,32 +243,37 @@ class Slot:
         taken = poller.begin()
         rows = run_alone(connection, poller.statement_for(self.queues))
         poller.record(taken, rows, self.queues)
-        self.state.quarantine.queues.update(str(name) for name, _, _, suspected in rows if suspected)
+        self.state.quarantine.record_poll(rows)
         self._planner.poll_took_seconds = _now() - started_at
         self._planner.has_found = False
 
     def _suspected(self) -> tuple[str, ...]:
-        found = self.state.quarantine.queues
+        quarantine = self.state.quarantine
+        found = quarantine.queues | quarantine.groups if quarantine.groups else quarantine.queues
         return tuple(name for name in self.queues if name in found) if found else ()
 
     def _run_suspects(self, connection: Connection, names: tuple[str, ...], runtime: Runtime) -> bool:
         """Run one suspect of the first of these queues that has one, if it is this slot's turn."""
         quarantine = self.state.quarantine
         for name in names:
-            if not quarantine.take_turn(self):
+            if self.state.poller.is_held(name) or not quarantine.take_turn(self):
                 continue
             try:
                 if self.state.lease.want():
-                    if self._run_suspect(connection, name, runtime):
-                        return True
-                    quarantine.queues.discard(name)
+                    scripts = (quarantine.queues, self._planner.suspects), (quarantine.groups, self._planner.in_groups)
+                    for known, script in scripts:
+                        if name in known and self._run_suspect(connection, name, script(name), runtime):
+                            return True
+                        # One that found no room may still be there, also if the hold of its queue is over by now.
+                        if not (self._batches.is_full or self.state.poller.is_held(name)):
+                            known.discard(name)
             finally:
                 quarantine.end_turn(self)
         return False
 
-    def _run_suspect(self, connection: Connection, name: str, runtime: Runtime) -> bool:
+    def _run_suspect(self, connection: Connection, name: str, script: AnyScript, runtime: Runtime) -> bool:
         try:
-            return self._batches.run_claims(connection, name, self._planner.suspects(name), runtime)
+            return self._batches.run_claims(connection, name, script, runtime)
         except (psycopg.Error, SQLAlchemyError) as error:
             if not self._batches.claim_failed or self.running:
                 raise
@@ -272,9 +284,12 @@ class Slot:
     def _drain_suspects(self, connection: Connection, runtime: Runtime) -> bool:
         """Look whether suspects wait, and run one; False if a drain has nothing more to wait for."""
         with connection.begin():
-            rows = run_script(connection, suspect_queues(self.state.config.schema, self.queues))[0].rows
-        names = tuple(str(row[0]) for row in rows)
-        self.state.quarantine.queues.update(names)
+            rows = run_script(connection, look_around(self.state.config.schema, self.queues))[0].rows
+        seen = self.state.flow.record(rows)
+        quarantine = self.state.quarantine
+        quarantine.queues |= seen.suspects
+        quarantine.groups |= seen.group_suspects
+        names = self._suspected()
         if names and not self.state.lease.want():
             self._lease_waits += 1
             return self.state.lease.wait(_LEASE_WAIT_SECONDS) or self._lease_waits < _LEASE_WAITS
@@ -293,16 +308,16 @@ class Slot:
             return 0.0
         self.sleep.want_poll()
         longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._batches.outages, _RECONNECT_CAP_SECONDS)
-        pause = longest * random.uniform(0.5, 1.0)
+        seconds = longest * random.uniform(0.5, 1.0)
         self._batches.outages = min(self._batches.outages + 1, _MOST_DOUBLINGS)
         if is_database_unavailable(error):
             self._lost_since = self._lost_since or _now()
-            self.state.emit(DatabaseLost(describe_error(error), pause))
+            self.state.emit(DatabaseLost(describe_error(error), seconds))
         else:
             logger.warning(
-                "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": pause}
+                "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": seconds}
             )
-        return pause
+        return seconds
 
 
 def _now() -> float:

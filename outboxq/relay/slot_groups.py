@@ -6,7 +6,7 @@ from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.engines import Engines, check_capacity
 from outboxq.errors import ConfigError
 from outboxq.handlers.handler import Flavour
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
 
 FlavouredGroup: TypeAlias = tuple[SlotGroup, Flavour]
 

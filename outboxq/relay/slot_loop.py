@@ -88,7 +88,8 @@ class SlotLoop:
             if not flagged:
                 request = sleep.fall_asleep()
                 flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
-                if sleep.needs_connection():
+                # Not for suspects alone: another slot may run one for long.
+                if sleep.is_behind():
                     continue
             if self._wake_event.wait(slot.pause_seconds(flagged=flagged)):
                 sleep.want_poll()

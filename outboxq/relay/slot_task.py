@@ -5,8 +5,8 @@ import concurrent.futures
 import contextlib
 import inspect
 import threading
-import traceback
 from collections.abc import Callable
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -15,7 +15,9 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from outboxq.config import SlotGroup
 from outboxq.database.guard import keep_cancelled
+from outboxq.execution.frames import Frame, frames_of_stack
 from outboxq.execution.invoke import AsyncInvoker
+from outboxq.handlers.call import HandlerCall
 from outboxq.relay.connections import SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.slot_loop import SlotLoop
@@ -124,6 +126,12 @@ class SlotTask(SlotLoop):
         self._answered.clear()
         _call_soon(self._loop, self._answered.set)
 
+    def cancel(self, call: HandlerCall) -> None:
+        """Cancel the handler's task, together with the query that it awaits."""
+        slot_connection = self.slot.connected
+        if slot_connection is not None and isinstance(slot_connection.invoker, AsyncInvoker):
+            _call_soon(self._loop, partial(slot_connection.invoker.cancel, call))
+
     def is_held_up(self) -> bool:
         return not self._answered.is_set() and not self.is_running()
 
@@ -138,14 +146,15 @@ class SlotTask(SlotLoop):
     def is_running(self) -> bool:
         return any(coroutine.cr_running for coroutine in self._coroutines())
 
-    def stack(self) -> list[traceback.FrameSummary]:
+    def stack(self) -> list[Frame]:
         if self._task is None or self.is_running():
             return stack_of_thread(self._loop_thread)
-        stack: list[traceback.FrameSummary] = []
+        stack: list[Frame] = []
         for coroutine in self._coroutines():
             awaited: object = coroutine
-            while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
-                stack.extend(traceback.extract_stack(awaited.cr_frame))
+            # The frame is read once: the loop, in another thread, may end the coroutine meanwhile.
+            while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
+                stack.extend(frames_of_stack(frame))
                 awaited = awaited.cr_await
         return stack
 

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -12,6 +11,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import dbapi_connection
+from outboxq.execution.frames import Frame, frames_of_stack
+from outboxq.handlers.call import HandlerCall
 from outboxq.relay.connections import SlotConnections
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.slot_loop import SlotLoop
@@ -72,6 +73,9 @@ class SlotThread(SlotLoop):
     def ask(self) -> None:
         """Nothing to ask: a thread is shared with no other handler."""
 
+    def cancel(self, call: HandlerCall) -> None:
+        """Nothing to do: the handler looks at `ctx.cancelled`, or the server cancels its statement."""
+
     def is_held_up(self) -> bool:
         return False
 
@@ -79,11 +83,11 @@ class SlotThread(SlotLoop):
         """False: the handler runs in no event loop."""
         return False
 
-    def stack(self) -> list[traceback.FrameSummary]:
+    def stack(self) -> list[Frame]:
         return stack_of_thread(self._thread.ident)
 
 
-def stack_of_thread(thread: int | None) -> list[traceback.FrameSummary]:
+def stack_of_thread(thread: int | None) -> list[Frame]:
     """The call stack of a thread; empty if it has ended."""
     frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
-    return [] if frame is None else list(traceback.extract_stack(frame))
+    return [] if frame is None else frames_of_stack(frame)

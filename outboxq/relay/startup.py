@@ -1,27 +1,44 @@
 """What a relay checks of its database before it works: server, durability and tables, once it can connect."""
 
+import logging
 import threading
+from collections.abc import Callable
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import greenlet_spawn
 
+from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
 from outboxq.database.engines import Engines
-from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening
+from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost, Emitter
+from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
-from outboxq.statements.server import NEEDED_VERSION, schema_version, synchronous_commit
+from outboxq.statements.server import schema_version, synchronous_commit
+from outboxq.tables import NEEDED_VERSION, SCHEMA
+
+logger = logging.getLogger("outboxq.relay")
+
+_INSUFFICIENT_PRIVILEGE = "42501"
 
 _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 
 
 def wait_for_database(
-    engines: Engines, config: RelayConfig, loop: LoopThread, emit: Emitter, stopping: threading.Event
+    engines: Engines,
+    config: RelayConfig,
+    loop: LoopThread,
+    emit: Emitter,
+    stopping: threading.Event,
+    then: Callable[[Connection], None],
 ) -> None:
     """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay is told to stop.
+
+    Args:
+        then: Called with the connection behind the check.
 
     Raises:
         SchemaError: the tables are missing or too old.
@@ -31,10 +48,10 @@ def wait_for_database(
     while not stopping.is_set():
         try:
             if engines.sync is not None:
-                _connect_and_check(engines.sync, config)
+                _connect_and_check(engines.sync, config, then)
             else:
                 assert engines.asynchronous is not None
-                loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config))
+                loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
         except (DBAPIError, NoConnection, OSError) as error:
             if not is_database_unavailable(error):
                 raise
@@ -45,11 +62,12 @@ def wait_for_database(
             return
 
 
-def _connect_and_check(engine: Engine, config: RelayConfig) -> None:
+def _connect_and_check(engine: Engine, config: RelayConfig, then: Callable[[Connection], None]) -> None:
     with opening(), refusing_bytes(engine):
         opened = engine.connect()
     with opened as connection:
         check_database(connection, config)
+        then(connection)
 
 
 def check_database(connection: Connection, config: RelayConfig) -> None:
@@ -62,6 +80,35 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
     check_server(connection)
     check_durability(connection, allowed=config.allow_asynchronous_commit)
     check_version(schema_version(connection, config.schema), config.schema)
+
+
+def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
+    """Store the schedules that the registry declares; log those that it declared once, and does not any more.
+
+    Raises:
+        ConfigError: the role may not write them.
+    """
+    if not registry.schedules:
+        return
+    connection.rollback()
+    mapped = connection.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
+    try:
+        with mapped.begin():
+            others = declare(mapped, registry.schedules)
+    except DBAPIError as error:
+        if sqlstate_of(error) != _INSUFFICIENT_PRIVILEGE:
+            raise
+        raise ConfigError(
+            "the relay's role may not write the schedules that the code declares: run what `outboxq roles --sql` prints"
+        ) from error
+    for gone in others:
+        if gone.kind in registry.handlers or gone.queue in registry.flavours:
+            logger.warning(
+                "schedule %r of kind %r is no longer declared in the code, and goes on: see `outboxq schedules remove`",
+                gone.name,
+                gone.kind,
+                extra={"outboxq_schedule": gone.name},
+            )
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:

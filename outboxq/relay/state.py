@@ -5,12 +5,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from outboxq.config import RelayConfig
-from outboxq.events import Emitter, JobCrashed, JobDied, JobDone, JobLeaseLost, JobRetried, JobSetAside
+from outboxq.events import (
+    Emitter,
+    JobCancelled,
+    JobCrashed,
+    JobDied,
+    JobDone,
+    JobExpired,
+    JobLeaseLost,
+    JobRetried,
+    JobSetAside,
+)
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
-from outboxq.handlers.registry import Registry
+from outboxq.handlers.resolved import Registry
+from outboxq.relay.admission import Admission
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.effect_runners import EffectRunners
+from outboxq.relay.flow_settings import FlowSettings
+from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
@@ -23,12 +36,18 @@ class RelayReport:
     """What a relay did: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
 
     `leases_lost` counts handlers that ended after another relay had taken their job: their rows were rolled back.
+    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks were not told,
+    because they were too slow. `cancelled` and `expired`: jobs that were dropped for these reasons.
     """
 
     done: int
     failed: int
     died: int
     leases_lost: int = 0
+    hook_failures: int = 0
+    hook_events_dropped: int = 0
+    cancelled: int = 0
+    expired: int = 0
 
 
 @dataclass(slots=True)
@@ -40,6 +59,8 @@ class RelayCounters:
     failed: int = 0
     died: int = 0
     leases_lost: int = 0
+    cancelled: int = 0
+    expired: int = 0
 
     def add(self, report: BatchReport) -> None:
         """Count the events of one committed batch."""
@@ -48,12 +69,23 @@ class RelayCounters:
         self.claimed += report.claimed
         self.done += of[JobDone]
         self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
-        self.died += of[JobDied] + of[JobSetAside] + sum(event.died for event in crashes)
+        self.died += of[JobDied] + of[JobSetAside] + sum(event.dead_letter for event in crashes)
         self.leases_lost += of[JobLeaseLost]
+        self.cancelled += of[JobCancelled]
+        self.expired += of[JobExpired]
 
-    def report(self) -> RelayReport:
+    def report(self, hooks: HookThread) -> RelayReport:
         """The counts that users see."""
-        return RelayReport(self.done, self.failed, self.died, self.leases_lost)
+        return RelayReport(
+            self.done,
+            self.failed,
+            self.died,
+            self.leases_lost,
+            hooks.failures,
+            hooks.dropped,
+            self.cancelled,
+            self.expired,
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,6 +101,7 @@ class RelayState:
     poller: SharedPoller
     lease: RelayLease
     quarantine: QuarantineTurns
+    flow: FlowSettings
     effect_runners: EffectRunners
     limits: RelayLimits = field(default_factory=RelayLimits)
     # What the application's lifespan yielded.
@@ -77,9 +110,26 @@ class RelayState:
     called_functions: CalledFunctions = field(default_factory=CalledFunctions)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    admission: Admission = field(init=False)
+
+    def __post_init__(self) -> None:
+        claims, limits = self.registry.claims, self.limits
+        self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
+
+    def has_groups(self, queue: str) -> bool:
+        """Whether a queue is known to have jobs of groups."""
+        return queue in self.flow.seen.groups or self.poller.has_groups(queue)
+
+    def suspect(self, queue: str) -> None:
+        """Record that a queue has a suspect, perhaps in a group."""
+        self.quarantine.queues.add(queue)
+        if self.has_groups(queue):
+            self.quarantine.groups.add(queue)
 
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""
+        # A slot that falls asleep from now on polls first; one that sleeps already is woken.
+        self.poller.record_rest(queue)
         if self.listener is None:
             self.poller.record_call(queue)
         else:

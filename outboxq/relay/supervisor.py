@@ -1,5 +1,7 @@
 """The supervisor: several relay processes on one machine, because one interpreter uses one core.
 
+If there are several databases, each has a set of processes of its own: one that is down stops no work of another.
+
 The supervisor starts the children, replaces those that die or show no life, and ends them when it is told to end.
 Children hold the read end of a pipe, and drain when the supervisor closes the pipe, or has died, SIGKILL included.
 Through a pipe of its own each child shows that it lives, and what it is doing.
@@ -70,16 +72,21 @@ class _Place:
     """One child's place: the child in it, or when the next one starts."""
 
     restart_seconds: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    database: str = ""
     child: _Child | None = None
     restart_at: float = 0.0
     finished: bool = False
+    # The last child in it could not start like this, and no later one has served.
+    is_wrong: bool = False
 
 
 @dataclass(slots=True)
 class Supervisor:
     """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
 
-    A child that exits with 2 was started wrongly, which no restart can mend. One that exits with 3 had a handler that
+    A child that exits with 2 was started wrongly, which no restart can mend; of several databases, one may be mended
+    while the others work, so that its children are started again after pauses. One that exits with 3 had a handler that
     could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal kills
     the children and ends this process by that signal.
 
@@ -87,6 +94,8 @@ class Supervisor:
         command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
             and may show that it lives through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
+        databases: If there are several: by its name what the environment of its children has besides; `processes`
+            children run for each.
         drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
             killed. A child whose drain time is over gives its jobs back, which takes up to 15 s on a slow database.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
@@ -103,6 +112,7 @@ class Supervisor:
     environment: Mapping[str, str]
     drain_seconds: float
     emit: Emitter
+    databases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     finite: bool = False
     stall_seconds: float = 0.0
     health_path: Path | None = None
@@ -123,7 +133,12 @@ class Supervisor:
                 f"stall_seconds takes {_LEAST_STALL_SECONDS:g} to 86400, or 0 to never kill a silent process, "
                 f"got {self.stall_seconds:g}"
             )
-        self._places = [_Place(self.first_restart_seconds) for _ in range(self.processes)]
+        databases: Mapping[str, Mapping[str, str]] = self.databases or {"": {}}
+        self._places = [
+            _Place(self.first_restart_seconds, {**self.environment, **extra}, name)
+            for name, extra in databases.items()
+            for _ in range(self.processes)
+        ]
 
     def run(self) -> int:
         """Run the children to their end; returns 0, or 2 if a child was started wrongly.
@@ -183,24 +198,25 @@ class Supervisor:
             return 0
         if place.child is None:
             if time.monotonic() >= place.restart_at:
-                place.child = _Child(self.command, self.environment, self._read_end)
+                place.child = _Child(self.command, place.environment, self._read_end)
             return 0
         code = place.child.process.poll()
         if code is None:
-            self._check(place.child, elapsed_seconds)
+            self._check(place.child, place.database, elapsed_seconds)
+            place.is_wrong = place.is_wrong and place.child.state != "serving"
             return 0
         return self._after_exit(place, place.child, code)
 
-    def _check(self, child: _Child, elapsed_seconds: float) -> None:
+    def _check(self, child: _Child, database: str, elapsed_seconds: float) -> None:
         child.listen(elapsed_seconds)
         if self.stall_seconds and child.silent_seconds >= self.stall_seconds:
-            self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds))
+            self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds, database))
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
             child.silent_seconds = 0.0
         # A child that stops by itself, after a failure: nothing else bounds its end.
         if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
-            self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds))
+            self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds, database))
             child.process.kill()
             child.stopping_seconds = 0.0
 
@@ -208,12 +224,14 @@ class Supervisor:
         place.child = None
         child.close()
         if code == EXIT_STARTED_WRONGLY:
-            return code
+            place.is_wrong = True
+            if not self.databases or all(each.is_wrong for each in self._places):
+                return code
         if code == 0 and self.finite:
             place.finished = True
         elif code == EXIT_STUCK:
             # The child's job is to blame, and its attempt will count.
-            self.emit(ChildStuck(child.process.pid))
+            self.emit(ChildStuck(child.process.pid, place.database))
         else:
             self._plan_restart(place, child, code)
         return 0
@@ -221,7 +239,7 @@ class Supervisor:
     def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
         if time.monotonic() - child.started_at >= self.well_after_seconds:
             place.restart_seconds = self.first_restart_seconds
-        self.emit(ChildDied(child.process.pid, code, place.restart_seconds))
+        self.emit(ChildDied(child.process.pid, code, place.restart_seconds, place.database))
         place.restart_at = time.monotonic() + place.restart_seconds
         place.restart_seconds = min(place.restart_seconds * 2, self.restart_cap_seconds)
 

@@ -12,12 +12,22 @@ class QuarantineTurns:
 
     def __init__(self) -> None:
         self.queues: set[str] = set()
+        # Those that have suspects in groups.
+        self.groups: set[str] = set()
         self._holder: object | None = None
         self._lock = threading.Lock()
 
     def wait_in(self, queues: Iterable[str]) -> bool:
         """Whether one of these queues is known to have suspects."""
-        return not self.queues.isdisjoint(queues)
+        return not (self.queues.isdisjoint(queues) and self.groups.isdisjoint(queues))
+
+    def record_poll(self, rows: Iterable[tuple[object, ...]]) -> None:
+        """Record the suspects that a poll (`poll_queues`) has found."""
+        for name, _, _, suspected, _, group_suspected in rows:
+            if suspected:
+                self.queues.add(str(name))
+            if group_suspected:
+                self.groups.add(str(name))
 
     def take_turn(self, holder: object) -> bool:
         """Whether `holder` may run a suspect now; never waits."""

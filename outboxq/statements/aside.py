@@ -9,9 +9,9 @@ from psycopg import sql
 
 from outboxq.statements.render import render
 
-WAITS = sql.SQL("job.state <> 'leased'")
+WAITS = sql.SQL("job.state NOT IN ('leased', 'group_leased')")
 # A suspect has to run alone; if it were postponed, it would be claimed together with others.
-_IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled')")
+_IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled', 'grouped')")
 
 
 def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
@@ -29,11 +29,11 @@ WITH picked AS MATERIALIZED (
   DELETE FROM {job} AS job USING picked WHERE job.id = picked.id RETURNING job.*
 ), dead AS (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
-    errors, reason, created_at)
+    errors, reason, created_at, batch_id)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id)
       THEN pg_catalog.gen_random_uuid() ELSE job.id END,
     job.queue, job.kind, job.args, job.headers, job.priority, job.attempt, job.max_attempts, job.crashes,
-    job.unique_key, job.group_key, job.errors, {reason}, job.created_at
+    job.unique_key, job.group_key, job.errors, {reason}, job.created_at, job.batch_id
   FROM gone AS job
   RETURNING id, queue, kind, crashes
 )
@@ -45,13 +45,13 @@ SELECT id, queue, kind, crashes, true FROM dead""",
 
 
 def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Schedule the job for `seconds` from now; returns its id.
+    """Schedule the job for `seconds` from now; returns its id. One of a group holds up those behind it.
 
     No row if it is a suspect, or leased, or another transaction has it. Index: the primary key.
     """
     return render(
         schema,
-        "UPDATE {job} SET state = 'scheduled', "
+        "UPDATE {job} SET state = CASE state WHEN 'grouped' THEN 'grouped' ELSE 'scheduled' END, "
         "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
         "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {free} FOR UPDATE SKIP LOCKED) "
         "RETURNING id",

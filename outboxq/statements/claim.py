@@ -7,22 +7,23 @@ as executing it, so a slot prepares its claims on its connection and executes th
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import LiteralString
+from typing import LiteralString, TypeAlias
 from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.limit import count_parts, lock_claims, slot_parts
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, quote_literal, render
 
 # The order in which `claim.py` reads a row.
 RETURNED: tuple[LiteralString, ...] = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
-    "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq",
+    "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq", "expires_at", "batch_id",
 )  # fmt: skip
 # The attempt includes the one that begins here.
 _ATTEMPT: LiteralString = one_more_attempt("claimed.attempt")
-_COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
+COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
 
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
@@ -30,7 +31,7 @@ ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 # Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Its id is
 # widened to 64 bits by its distance from the next id, modulo 2^32; an id that is not less than the next is in progress,
 # or a multixact. A hint, never a count: any lock that was rolled back reads the same, and so may a multixact's number.
-_DIED = """\
+DIED = """\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
     SELECT CASE WHEN distance BETWEEN 1 AND 2147483647 AND distance < next_xid - 2
       THEN coalesce(pg_catalog.pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
@@ -51,7 +52,7 @@ WITH picked AS MATERIALIZED (
 _ELIGIBLE = """ AND {eligible}"""
 _NOT_PAUSED = """
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = """
-_LIMITED = """ AND paused_at IS NOT NULL)
+_ORDERED = """ AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT """
 
@@ -86,6 +87,18 @@ _LEASE = """
 SELECT 0, claimed.* FROM claimed"""
 
 
+# For a queue with a limit: the claim takes jobs if there is room for them, and counts -1 moved jobs if there is none.
+_IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
+_LIMITED_TRANSACTION = _TRANSACTION.replace(
+    "SELECT count.moved,", "SELECT CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END,"
+)
+_LIMITED_LEASE = _LEASE.replace(
+    "SELECT 0, claimed.* FROM claimed",
+    "SELECT CASE WHEN EXISTS (SELECT FROM room) THEN 0 ELSE -1 END, claimed.* "
+    "FROM (SELECT true) AS one LEFT JOIN claimed ON true",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """A place in the order of the ready jobs: that of the last one that was claimed."""
@@ -100,6 +113,23 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What the claim of a queue with a limit has in place of the parts that do not look at the limit.
+
+    Args:
+        head: The CTE `room`, cut at the queue's name and at the limit.
+        parts: Those of `ClaimScript`, which look at `room`; if it is empty, the number of moved jobs is -1.
+        lock: A statement to go in front of the claim, or nothing.
+        most: The limit.
+    """
+
+    head: tuple[str, str, str]
+    parts: tuple[str, str, str, str, str]
+    lock: str
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimScript:
     """The claim of one sort of jobs of a queue.
 
@@ -110,19 +140,29 @@ class ClaimScript:
         is_keyed: Whether the claim may start behind a cursor, so that it need not walk over rows that were claimed
             before and are not vacuumed yet.
         leased: Whether the claim gives jobs a lease instead of deleting their rows.
+        room: If the queue has a limit: then the claims that run jobs keep it.
     """
 
     parts: tuple[str, str, str, str, str]
     queue: str
     is_keyed: bool = False
     leased: bool = False
+    room: Room | None = None
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
-        return _text(self.parts, self.queue, _start(*cursor.key) if cursor else "", limit)
+        start = _start(*cursor.key) if cursor else ""
+        if (room := self.room) is None:
+            return _text(self.parts, self.queue, start, limit)
+        before, between, behind = room.head
+        head = f"{room.lock}WITH {before}{self.queue}{between}{int(room.most)}{behind}, "
+        return head + _text(room.parts, self.queue, start, limit)
 
     def one(self, job_id: UUID) -> str:
-        """The same claim for one job; no row if the claim may not take it. Index: the primary key, or the claim's."""
+        """The same claim for one job, which is not run; no row if the claim may not take it.
+
+        Index: the primary key, or the claim's.
+        """
         return _text(self.parts, self.queue, f" AND id = '{job_id}'", 1)
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
@@ -134,7 +174,9 @@ class ClaimScript:
 
     def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
         """The same claim as a prepared statement; with `behind`, each execution is given a cursor."""
-        return PreparedClaim(*_prepared(self.parts, limit, behind), self.queue)
+        if (room := self.room) is None:
+            return PreparedClaim(*_prepared(self.parts, limit, behind), self.queue)
+        return PreparedClaim(*_prepared_with_room(room.head, room.parts, limit, behind), self.queue, room)
 
 
 def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
@@ -147,26 +189,42 @@ def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
 @lru_cache(1024)
 def _prepared(parts: tuple[str, ...], limit: int, behind: bool) -> tuple[str, str]:
     text = _text(parts, "$1", _start("$2", "$3") if behind else "", limit)
+    return _named(text, f"text{', int, bigint' if behind else ''}")
+
+
+@lru_cache(1024)
+def _prepared_with_room(
+    head: tuple[str, str, str], parts: tuple[str, ...], limit: int, behind: bool
+) -> tuple[str, str]:
+    before, between, within = head
+    text = _text(parts, "$1", _start("$3", "$4") if behind else "", limit)
+    return _named(f"WITH {before}$1{between}$2{within}, {text}", f"text, int{', int, bigint' if behind else ''}")
+
+
+def _named(text: str, types: str) -> tuple[str, str]:
     # The name is a hash of the text: if a pooler shows us another client's statement of this name, it is the same one.
     name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return name, f"PREPARE {name} (text{', int, bigint' if behind else ''}) AS {text}"
+    return name, f"PREPARE {name} ({types}) AS {text}"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A prepared claim: its name on a connection, its PREPARE statement, and the queue to execute it for."""
+    """A prepared claim: its name on a connection, its PREPARE statement, and the queue and limit to execute it for."""
 
     name: str
     definition: str
     queue: str
+    room: Room | None = None
 
     def execution(self, cursor: Cursor | None) -> str:
         """The statements that execute the claim by its index, whatever the table's statistics are.
 
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
-        arguments = "{}, {}, {}".format(self.queue, *cursor.key) if cursor else self.queue
-        return f"{_BY_INDEX}EXECUTE {self.name}({arguments}); {_AS_EVERYWHERE}"
+        lock, arguments = ("", self.queue) if self.room is None else (self.room.lock, f"{self.queue}, {self.room.most}")
+        if cursor:
+            arguments = "{}, {}, {}".format(arguments, *cursor.key)
+        return f"{lock}{_BY_INDEX}EXECUTE {self.name}({arguments}); {_AS_EVERYWHERE}"
 
 
 # A prepared claim is planned once, perhaps while the table is empty. With sorts and sequential scans off, the planner
@@ -188,23 +246,46 @@ class ClaimStatements:
 
     Args:
         owner: The relay's lease; None if only transaction mode is asked for.
+        most: The limit of jobs of the queue that run at a time.
+        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode. Of
+            these claims each takes one job.
     """
 
-    def __init__(self, schema: str, queue: str, owner: UUID | None = None) -> None:
+    def __init__(
+        self,
+        schema: str,
+        queue: str,
+        owner: UUID | None = None,
+        *,
+        most: int | None = None,
+        counts_leases: bool = False,
+    ) -> None:
         name = quote_literal(queue)
-        self.ready = ClaimScript(_parts(schema, None, *_READY), name, is_keyed=True)
-        self.due = ClaimScript(_parts(schema, None, *_DUE), name)
+        self.most = most
+
+        def script(owner: UUID | None, sort: _Sort, *, is_keyed: bool = False, crashed: bool = False) -> ClaimScript:
+            parts, room = _parts(schema, owner, *sort, crashed=crashed), None
+            if most is not None:
+                head = count_parts(schema) if counts_leases else slot_parts(schema)
+                lock = f"{lock_claims(schema, queue)}; " if counts_leases else ""
+                room = Room(head, _parts(schema, owner, *sort, crashed=crashed, limited=True), lock, most)
+            return ClaimScript(parts, name, is_keyed, owner is not None, room)
+
+        self.ready = script(None, _READY, is_keyed=True)
+        self.due = script(None, _DUE)
         if owner is not None:
-            self.lease_ready = ClaimScript(_parts(schema, owner, *_READY), name, is_keyed=True, leased=True)
-            self.lease_due = ClaimScript(_parts(schema, owner, *_DUE), name, leased=True)
-            self.lease_suspect = ClaimScript(_parts(schema, owner, *_SUSPECT, crashed=True), name, leased=True)
+            self.lease_ready = script(owner, _READY, is_keyed=True)
+            self.lease_due = script(owner, _DUE)
+            self.lease_suspect = script(owner, _SUSPECT, crashed=True)
 
 
+# What is eligible, and in which order.
+_Sort: TypeAlias = tuple[LiteralString, LiteralString]
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
-_READY: tuple[LiteralString, LiteralString] = ("state = 'ready'", _BY_PRIORITY)
+_READY: _Sort = ("state = 'ready'", _BY_PRIORITY)
 # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
 # stable and can bound the index.
-_DUE: tuple[LiteralString, LiteralString] = (
+_DUE: _Sort = (
     "state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()",
     "run_at",
 )
@@ -212,49 +293,59 @@ _ALIVE: LiteralString = (
     " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > pg_catalog.clock_timestamp())"
 )
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
-_SUSPECT: tuple[LiteralString, LiteralString] = ("state = 'suspect'", "seq")
+_SUSPECT: _Sort = ("state = 'suspect'", "seq")
 
 
 @lru_cache(256)
 def _parts(
-    schema: str, owner: UUID | None, eligible: LiteralString, order: LiteralString, *, crashed: bool = False
+    schema: str,
+    owner: UUID | None,
+    eligible: LiteralString,
+    order: LiteralString,
+    *,
+    crashed: bool = False,
+    limited: bool = False,
 ) -> tuple[str, str, str, str, str]:
     leased = owner is not None
     # A relay whose lease ran out, because it was stopped or cut off, claims nothing: others would reap it at once.
     alive: LiteralString = _ALIVE if leased else ""
-    also: LiteralString = "" if leased else f", {_DIED} AS died"
-    picked = render(schema, _PICKED, also=sql.SQL(also))
-    wanted = render(schema, _ELIGIBLE, eligible=compose(schema, eligible + alive, owner=owner))
-    limited = render(schema, _LIMITED, order=sql.SQL(order))
-    action = _leasing(schema, owner, crashed=crashed) if owner is not None else _deleting(schema)
-    return picked, wanted, render(schema, _NOT_PAUSED), limited, action
+    also: LiteralString = "" if leased else f", {DIED} AS died"
+    picked = render(schema, _PICKED.removeprefix("WITH ") if limited else _PICKED, also=sql.SQL(also))
+    room: LiteralString = _IF_ROOM if limited else ""
+    wanted = render(schema, _ELIGIBLE, eligible=compose(schema, eligible + alive + room, owner=owner))
+    ordered = render(schema, _ORDERED, order=sql.SQL(order))
+    leasing, deleting = (_LIMITED_LEASE, _LIMITED_TRANSACTION) if limited else (_LEASE, _TRANSACTION)
+    action = _deleting(schema, deleting) if owner is None else _leasing(schema, leasing, owner, crashed=crashed)
+    return picked, wanted, render(schema, _NOT_PAUSED), ordered, action
 
 
-def _deleting(schema: str) -> str:
-    return render(schema, _TRANSACTION, columns=sql.SQL(_COLUMNS), anchor=sql.SQL(ANCHOR))
+def _deleting(schema: str, deleting: LiteralString = _TRANSACTION) -> str:
+    return render(schema, deleting, columns=sql.SQL(COLUMNS), anchor=sql.SQL(ANCHOR))
 
 
-def _leasing(schema: str, owner: UUID, *, crashed: bool) -> str:
+def _leasing(schema: str, leasing: LiteralString, owner: UUID, *, crashed: bool) -> str:
     return render(
         schema,
-        _LEASE,
+        leasing,
         owner=owner,
         token=sql.SQL(next_token("lease_token")),
         attempt=sql.SQL(one_more_attempt("attempt")),
         crashes=sql.SQL(one_more("crashes") if crashed else "crashes"),
-        columns=sql.SQL(_counted(crashed=crashed)),
+        columns=sql.SQL(counted_columns(crashed=crashed)),
     )
 
 
-def _counted(*, crashed: bool) -> LiteralString:
-    columns = _COLUMNS.replace(_ATTEMPT, "claimed.attempt")
+def counted_columns(*, crashed: bool) -> LiteralString:
+    """The columns that a claim under a lease returns: it has counted the attempt, and for a suspect a crash."""
+    columns = COLUMNS.replace(_ATTEMPT, "claimed.attempt")
     return columns.replace("claimed.crashes", "claimed.crashes - 1") if crashed else columns
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
     """Claim one job by its id; no row if it is gone, or another transaction or a lease holds it."""
     picked: LiteralString = (
-        "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} AND state <> 'leased' LIMIT "
+        "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
+        "AND state NOT IN ('leased', 'group_leased') LIMIT "
     )
     return ClaimScript((render(schema, picked, id=job_id), "", "", "", _deleting(schema)), "")
 
@@ -267,7 +358,7 @@ def clear_marks(schema: str, job_ids: list[str]) -> str:
     return render(
         schema,
         "SELECT pg_catalog.count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) "
-        "AND state IN ('ready', 'scheduled') FOR UPDATE SKIP LOCKED) AS cleared",
+        "AND state IN ('ready', 'scheduled', 'grouped') FOR UPDATE SKIP LOCKED) AS cleared",
         ids=job_ids,
     )
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, delete, exists, func, literal_column, select, true
+from sqlalchemy import ColumnElement, Executable, case, delete, exists, func, literal_column, or_, select, true
 from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
+from outboxq.statements.unique import key_is_free, stored_key, take_for_dead
 from outboxq.tables import JOB_SIZES, dead_job, job
 
 
@@ -42,8 +43,12 @@ class DeadFilter:
 SUMMARY_COLUMNS = ("id", "queue", "kind", "reason", "attempt", "max_attempts", "crashes", "created_at", "died_at")
 DETAIL_COLUMNS = ("priority", "unique_key", "group_key", "args", "headers", "errors")
 
+_KEY = stored_key(dead_job.c.kind, dead_job.c.headers)
+
 # The columns that a dead letter keeps when it is retried; its attempts and crashes start anew.
-_KEPT = ("id", "queue", "kind", "headers", "priority", "max_attempts", "unique_key", "group_key", "created_at")
+_KEPT = (
+    "id", "queue", "kind", "headers", "priority", "max_attempts", "unique_key", "group_key", "created_at", "batch_id",
+)  # fmt: skip
 
 
 def select_dead(wanted: DeadFilter, *, limit: int) -> Executable:
@@ -68,22 +73,30 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     """Turn the next page of dead letters that match, and that are not locked, into ready jobs.
 
     One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
-    chose the id twice, or if it is longer than a job may be. Index, locks and bound are those of `pick_page`.
+    chose the id twice, if it is longer than a job may be, or if a living job has its unique key: of several with one
+    key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
     The id is looked for before the insert, which finds also a job that a handler runs at this moment: the insert alone
     would wait for the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
+    taken, blocked = take_for_dead(picked, _can_be_jobs())
     moved = ("args", "errors", *_KEPT)
-    rows = select(*(dead_job.c[name] for name in moved)).where(dead_job.c.id == picked.c.id, *_can_be_jobs())
-    added = insert(job).from_select(moved, rows, include_defaults=False)
+    # A job of a group waits for its turn there: as a ready one it would run beside the others.
+    state = case((dead_job.c.group_key.is_(None), literal_column("'ready'")), else_=literal_column("'grouped'"))
+    has_no_key = _KEY.is_(None)
+    has_its_key = dead_job.c.id.in_(select(taken.c.job_id))
+    rows = select(*(dead_job.c[name] for name in moved), state).where(
+        dead_job.c.id == picked.c.id, *_can_be_jobs(), or_(has_no_key, has_its_key)
+    )
+    added = insert(job).from_select([*moved, "state"], rows, include_defaults=False)
     again = added.on_conflict_do_nothing(index_elements=[job.c.id]).returning(job.c.id).cte("again")
     moved_away = delete(dead_job).where(dead_job.c.id == again.c.id).returning(dead_job.c.id).cte("moved_away")
-    return page_outcome(page, picked, moved_away)
+    return page_outcome(page, picked, moved_away, blocked)
 
 
 def count_matching(wanted: DeadFilter, *, to_retry: bool) -> Executable:
     """How many match, by queue and kind; `to_retry`: without those that `retry_page` leaves."""
-    return count_kinds(dead_job, [*wanted.conditions(), *(_can_be_jobs() if to_retry else ())])
+    return count_kinds(dead_job, [*wanted.conditions(), *((*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ())])
 
 
 def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:

@@ -14,6 +14,7 @@ from sqlalchemy import (
     Insert,
     Interval,
     SmallInteger,
+    TableValuedAlias,
     Text,
     Uuid,
     and_,
@@ -29,7 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.types import TypeEngine
 
-from outboxq.new_job import JobEnvelope, NewJob
+from outboxq.new_job import JobEnvelope, JobKeys, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
@@ -43,6 +44,8 @@ _OWN: Mapping[str, TypeEngine[Any]] = {
     # Cast to jsonb row by row: as jsonb, numbers take several times their text, and no array holds more than 1 GB.
     "args": Text(),
 }
+# Those of jobs with keys.
+_OWN_KEYS: Mapping[str, TypeEngine[Any]] = {"unique_key": Text(), "group_key": Text(), "batch_id": Uuid()}
 # The columns that jobs of one envelope have in common.
 _COMMON: Mapping[str, TypeEngine[Any]] = {
     "queue": Text(),
@@ -53,6 +56,9 @@ _COMMON: Mapping[str, TypeEngine[Any]] = {
     "run_at": DateTime(timezone=True),
     "delay": Interval(),
 }
+# Those of jobs with keys or an expiry.
+_COMMON_FLOW: Mapping[str, TypeEngine[Any]] = {"every": Interval(), "expires": Interval()}
+_NO_KEYS = JobKeys()
 
 
 def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | None]]:
@@ -63,53 +69,130 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
     Returns:
         The statement and its parameters.
     """
-    own = {"id": _array(jobs), "args": _quoted_array([new.args for new in jobs.values()])}
-    envelopes = [new.envelope for new in jobs.values()]
-    texts = {envelope: _common_texts(envelope) for envelope in set(envelopes)}
+    new = list(jobs.values())
+    envelopes = [each.envelope for each in new]
+    distinct = set(envelopes)
+    flows = any(each.keys is not None for each in new) or any(each.every or each.expires for each in distinct)
+    own = {"id": _array(jobs), "args": _quoted_array([each.args for each in new]), **(_keys(new) if flows else {})}
+    texts = {envelope: _common_texts(envelope, flows=flows) for envelope in distinct}
     if len(texts) == 1:
-        return _INSERT_ALIKE, {**own, **texts[envelopes[0]]}
+        return (_FLOW_ALIKE if flows else _INSERT_ALIKE), {**own, **texts[envelopes[0]]}
+    names = [*_COMMON, *_COMMON_FLOW] if flows else [*_COMMON]
     elements = {envelope: [_element(text) for text in each.values()] for envelope, each in texts.items()}
     columns = zip(*(elements[envelope] for envelope in envelopes), strict=True)
-    return _INSERT_MIXED, {**own, **dict(zip(_COMMON, map(_array, columns), strict=True))}
+    return (_FLOW_MIXED if flows else _INSERT_MIXED), {**own, **dict(zip(names, map(_array, columns), strict=True))}
+
+
+def arrays_of(jobs: Mapping[str, NewJob]) -> dict[str, str]:
+    """Jobs by their ids as the parameters of `ARRAYS`."""
+    new = list(jobs.values())
+    elements = {
+        envelope: [_element(text) for text in _common_texts(envelope, flows=True).values()]
+        for envelope in {each.envelope for each in new}
+    }
+    columns = zip(*(elements[each.envelope] for each in new), strict=True)
+    own = {"id": _array(jobs), "args": _quoted_array([each.args for each in new]), **_keys(new)}
+    return {**own, **dict(zip([*_COMMON, *_COMMON_FLOW], map(_array, columns), strict=True))}
+
+
+def text_array(items: Iterable[str | None]) -> str:
+    """Texts as an array's text."""
+    return _array(map(_element, items))
+
+
+def _keys(jobs: Iterable[NewJob]) -> dict[str, str]:
+    keys = [_keys_of(each) for each in jobs]
+    return {
+        "unique_key": _array(_element(each.coalesce) for each in keys),
+        "group_key": _array(_element(each.group) for each in keys),
+        "batch_id": _array(_element(each.batch) for each in keys),
+    }
+
+
+def _keys_of(new: NewJob) -> JobKeys:
+    assert not callable(new.keys), "a job is complete when it is inserted"
+    return new.keys or _NO_KEYS
 
 
 def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngine[Any]]) -> Insert:
-    parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
-    rows = unnest(*parameters).table_valued(*(column(name, kind) for name, kind in arrays.items()))
     given: dict[str, ColumnElement[Any]] = {
         **{name: cast(bindparam(name, type_=Text()), kind) for name, kind in values.items()},
-        **dict(rows.render_derived().c),
+        **dict(rows_of(arrays).c),
     }
+    columns = job_columns(given)
+    return insert(job).from_select(list(columns), select(*columns.values())).inline()
+
+
+def rows_of(arrays: Mapping[str, TypeEngine[Any]], place: str | None = None) -> TableValuedAlias:
+    """The elements of array parameters of these names side by side, and their number if `place` names its column."""
+    parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
+    columns = (column(name, kind) for name, kind in arrays.items())
+    return unnest(*parameters).table_valued(*columns, with_ordinality=place).render_derived()
+
+
+def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElement[Any]]:
+    """The columns of new jobs, from what was given of them."""
     now = pg.clock_timestamp()
     state = case(
         (and_(given["run_at"].is_(None), given["delay"].is_(None)), literal_column("'ready'")),
         else_=literal_column("'scheduled'"),
     )
-    columns = {
+    columns: dict[str, ColumnElement[Any]] = {
         **{name: given[name] for name in ("id", "queue", "kind", "headers", "priority", "max_attempts")},
         "args": cast(given["args"], JSONB()),
         "state": state,
         "run_at": func.coalesce(given["run_at"], now + given["delay"], now),
     }
-    return insert(job).from_select(list(columns), select(*columns.values())).inline()
+    if "every" in given:
+        columns |= _flow_columns(given, state)
+    return columns
+
+
+def _flow_columns(given: Mapping[str, ColumnElement[Any]], state: ColumnElement[str]) -> dict[str, ColumnElement[Any]]:
+    """What a job with keys or an expiry has besides, and where it waits."""
+    now = pg.clock_timestamp()
+    # The next boundary of a clock that all producers share: one run in each window, behind its last job.
+    boundary = pg.date_bin(given["every"], now, literal_column("timestamptz 'epoch'")) + given["every"]
+    return {
+        **{name: given[name] for name in _OWN_KEYS},
+        "state": case(
+            (given["group_key"].is_not(None), literal_column("'grouped'")),
+            (given["every"].is_not(None), literal_column("'scheduled'")),
+            else_=state,
+        ),
+        "run_at": func.coalesce(boundary, given["run_at"], now + given["delay"], now),
+        "expires_at": now + given["expires"],
+    }
 
 
 _INSERT_ALIKE = _insert(_OWN, _COMMON)
 _INSERT_MIXED = _insert({**_OWN, **_COMMON}, {})
+_FLOW_ALIKE = _insert({**_OWN, **_OWN_KEYS}, {**_COMMON, **_COMMON_FLOW})
+# All that may differ from job to job.
+ARRAYS: Mapping[str, TypeEngine[Any]] = {**_OWN, **_OWN_KEYS, **_COMMON, **_COMMON_FLOW}
+_FLOW_MIXED = _insert(ARRAYS, {})
 
 
-def _common_texts(envelope: JobEnvelope) -> dict[str, str | None]:
-    """The envelope's values as text, in the order of `_COMMON`."""
-    return {
+def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None]:
+    """The envelope's values as text, in the order of `_COMMON`, and with `flows` those of `_COMMON_FLOW` behind."""
+    texts = {
         "queue": envelope.queue,
         "kind": envelope.kind,
         "headers": envelope.headers,
         "priority": str(envelope.priority),
         "max_attempts": None if envelope.max_attempts is None else str(envelope.max_attempts),
         "run_at": None if envelope.run_at is None else envelope.run_at.astimezone(UTC).isoformat(),
-        # Never in days: a day has 23 or 25 hours when the clocks of the session's time zone change.
-        "delay": f"{envelope.delay // _MICROSECOND} microseconds" if envelope.delay else None,
+        "delay": interval_text(envelope.delay),
     }
+    return (
+        texts | {"every": interval_text(envelope.every), "expires": interval_text(envelope.expires)} if flows else texts
+    )
+
+
+def interval_text(given: timedelta | None) -> str | None:
+    """A time as the text of an interval."""
+    # Never in days: a day has 23 or 25 hours when the clocks of the session's time zone change.
+    return f"{given // _MICROSECOND} microseconds" if given else None
 
 
 def _array(elements: Iterable[str]) -> str:

@@ -35,6 +35,7 @@ from sqlalchemy import (
     select,
     table,
     union_all,
+    update,
 )
 from sqlalchemy.types import UserDefinedType
 
@@ -63,11 +64,12 @@ class JobFilter:
     kind: str | None = None
     state: str | None = None
     ids: tuple[UUID, ...] | None = None
+    group: str | None = None
     created_before: datetime | None = None
 
     def conditions(self, jobs: FromClause = job) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `job`, or an alias of it."""
-        found = matching(jobs, queue=self.queue, kind=self.kind)
+        found = matching(jobs, queue=self.queue, kind=self.kind, group_key=self.group)
         if self.state is not None:
             found.append(_in_state(jobs, self.state))
         if self.ids is not None:
@@ -96,17 +98,25 @@ def running_transactions() -> Select[Any]:
     return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
 
 
-STATES = ("ready", "running", "scheduled", "due", "leased", "orphaned", "suspect")
+STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect")
+# The states of jobs of groups that have the names of others; a job that holds up its group until its time is scheduled.
+_STORED = {
+    "scheduled": ("scheduled", "group_waiting", "grouped"),
+    "due": ("scheduled", "group_waiting"),
+    "leased": ("leased", "group_leased"),
+    "orphaned": ("leased", "group_leased"),
+    "suspect": ("suspect", "group_suspect"),
+}
 
 
 def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
     """Whether a job is in one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
     if state == "running":
         return _xmax(jobs).in_(running_transactions())
-    stored = jobs.c.state == ("scheduled" if state == "due" else "leased" if state == "orphaned" else state)
-    if state in ("scheduled", "due"):
+    stored = jobs.c.state.in_(_STORED[state]) if state in _STORED else jobs.c.state == state
+    if state in ("scheduled", "due", "grouped"):
         is_due = jobs.c.run_at <= pg.statement_timestamp()
-        return and_(stored, is_due if state == "due" else not_(is_due))
+        return and_(stored, not_(is_due) if state == "scheduled" else is_due)
     if state in ("leased", "orphaned"):
         # Not EXISTS, which would run again for each row.
         alive = select(relay.c.id).where(relay.c.alive_until > pg.statement_timestamp())
@@ -116,13 +126,17 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
 
 
 state = case(
-    *((_in_state(listed, name), literal(name, StoredText())) for name in ("running", "due", "orphaned")),
+    *(
+        (_in_state(listed, name), literal(name, StoredText()))
+        for name in ("running", "due", "scheduled", "orphaned", "leased", "suspect")
+    ),
     else_=listed.c.state,
 ).label("state")
 _with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
 
 SUMMARY_COLUMNS = (
     "id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "crashes", "parked", "run_at", "created_at",
+    "expires_at",
 )  # fmt: skip
 DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
 
@@ -158,7 +172,7 @@ def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executab
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
     """How many of these jobs wait, or run in a transaction. Index: the primary key; no locks."""
-    waits = job.c.state.in_(("ready", "scheduled"))
+    waits = job.c.state.in_(("ready", "scheduled", "grouped", "group_waiting"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
@@ -171,9 +185,20 @@ def select_job(job_id: UUID) -> Executable:
     )
 
 
+def first_of_group(queue: str, group: str) -> Executable:
+    """The id of the first job of a group, and when it is due. Index: job_group, one entry; no locks."""
+    key = job.c.group_key.collate("C")
+    return (
+        select(job.c.id, job.c.run_at)
+        .where(job.c.queue == queue, key == group, job.c.state != "group_waiting")
+        .order_by(key, job.c.seq)
+        .limit(1)
+    )
+
+
 def find_job(job_id: UUID) -> Select[Any]:
     """A job that waits, runs or is dead; one row at most, in one snapshot. Index: both primary keys; no locks."""
-    runs: ColumnElement[bool] = or_(listed.c.state == "leased", xmax.in_(running_transactions()))
+    runs: ColumnElement[bool] = or_(listed.c.state.in_(("leased", "group_leased")), xmax.in_(running_transactions()))
     waiting = select(
         listed.c.id,
         listed.c.kind,
@@ -191,6 +216,72 @@ def find_job(job_id: UUID) -> Select[Any]:
 def count_matching(wanted: JobFilter) -> Executable:
     """How many jobs match, by queue and kind. Reads the table once; no locks."""
     return count_kinds(job, wanted.conditions())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobChange:
+    """What is to be changed of jobs that wait; what is None stays as it is.
+
+    Args:
+        priority: From -32,767 to 32,767.
+        run_at: When they are to run, with a time zone.
+        run_now: They are to run as soon as a relay is free.
+        args: Their arguments, as the text of a JSON object.
+    """
+
+    priority: int | None = None
+    run_at: datetime | None = None
+    run_now: bool = False
+    args: str | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The new values of the columns."""
+        found: dict[str, Any] = {}
+        if self.priority is not None:
+            found["priority"] = self.priority
+        if self.args is not None:
+            found["args"] = self.args
+        if self.run_now:
+            now_state = case((job.c.state == "scheduled", "ready"), (job.c.state == "group_waiting", "grouped"))
+            found |= {"run_at": pg.clock_timestamp(), "parked": 0, "state": func.coalesce(now_state, job.c.state)}
+        elif self.run_at is not None:
+            later = case((literal(self.run_at) > pg.clock_timestamp(), "scheduled"), else_="ready")
+            timed = case((job.c.state.in_(("ready", "scheduled")), later), else_=job.c.state)
+            found |= {"run_at": self.run_at, "parked": 0, "state": timed}
+        return found
+
+    @property
+    def fits_groups(self) -> bool:
+        """Whether jobs of a group can be changed so: they run in their order, and none is put off by itself."""
+        return self.priority is None and self.run_at is None
+
+
+# Jobs that wait; one that runs in a transaction waits too, as far as others can see, and is locked.
+CHANGEABLE = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
+
+
+def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, limit: int) -> Executable:
+    """Change the next page of jobs that match, wait and are not locked. `seq` stays: an older job comes first.
+
+    Index, locks and bound are those of `pick_page`. A sweep of the claims finds a job that comes to lie before their
+    cursors.
+    """
+    page, picked = pick_page(job, wanted.conditions(), after, limit)
+    fits = [job.c.id == picked.c.id, job.c.state.in_(CHANGEABLE)]
+    if not change.fits_groups:
+        fits.append(job.c.group_key.is_(None))
+    changed = update(job).where(*fits).values(**change.values()).returning(job.c.id).cte("changed")
+    return page_outcome(page, picked, changed)
+
+
+def select_leased(ids: Sequence[UUID]) -> Executable:
+    """Those of these jobs that run under a lease. Index: the primary key; no locks."""
+    return select(job.c.id).where(job.c.id.in_(ids), job.c.state.in_(("leased", "group_leased")))
+
+
+def select_queues(ids: Sequence[UUID]) -> Executable:
+    """The queues of these jobs. Index: the primary key; no locks."""
+    return select(job.c.queue).where(job.c.id.in_(ids)).distinct()
 
 
 def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:

@@ -3,6 +3,7 @@
 Every time is the database's. The statements are sent as text on the lease's own connection, a transaction each.
 """
 
+from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
@@ -26,10 +27,10 @@ pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
 _TAKE = """\
 WITH lost AS MATERIALIZED (
   SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
-  WHERE job.state = 'leased' AND {lost}
+  WHERE job.state = {leased} AND {lost}
   LIMIT {limit} FOR UPDATE OF job SKIP LOCKED
 ), back AS (
-  UPDATE {job} AS job SET state = 'suspect', lease_owner = NULL, lease_token = {token}, seq = DEFAULT,
+  UPDATE {job} AS job SET {suspect}, lease_owner = NULL, lease_token = {token},
     attempt = {attempt}, crashes = {crashes}, errors = {record}
   FROM lost WHERE job.id = lost.id AND NOT lost.over
   RETURNING job.id, job.queue, job.kind, job.crashes
@@ -37,21 +38,27 @@ WITH lost AS MATERIALIZED (
   DELETE FROM {job} AS job USING lost WHERE job.id = lost.id AND lost.over RETURNING job.*
 ), dead AS (
   INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
-    errors, reason, created_at)
+    errors, reason, created_at, batch_id)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id
       AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN pg_catalog.gen_random_uuid() ELSE job.id END,
     job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
-    'crashed ' || job.crashes::text || ' of ' || {max_crashes}::text || ' times while it ran alone', job.created_at
+    'crashed ' || job.crashes::text || ' of ' || {max_crashes}::text || ' times while it ran alone', job.created_at,
+    job.batch_id
   FROM gone AS job
   ON CONFLICT (id) DO UPDATE SET queue = excluded.queue, kind = excluded.kind, args = excluded.args,
     headers = excluded.headers, priority = excluded.priority, attempt = excluded.attempt,
     max_attempts = excluded.max_attempts, crashes = excluded.crashes, unique_key = excluded.unique_key,
     group_key = excluded.group_key, errors = excluded.errors, reason = excluded.reason,
-    created_at = excluded.created_at, died_at = pg_catalog.clock_timestamp()
+    created_at = excluded.created_at, batch_id = excluded.batch_id, died_at = pg_catalog.clock_timestamp()
   RETURNING id, queue, kind, crashes
 )
 SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
+
+
+_SUSPECT = sql.SQL("state = 'suspect', seq = DEFAULT")
+# In a group a suspect keeps its place. It is behind the suspects of other groups by its run_at.
+_GROUP_SUSPECT = sql.SQL("state = 'group_suspect', run_at = pg_catalog.clock_timestamp()")
 
 
 def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
@@ -76,19 +83,23 @@ def end(schema: str, owner: UUID) -> str:
     return render(schema, "DELETE FROM {relay} WHERE id = {owner}", owner=owner)
 
 
-def reap(schema: str, max_crashes: int, limit: int) -> str:
+def reap(schema: str, max_crashes: int, limit: int, *, in_group: bool = False) -> str:
     """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
 
     Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
     crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
     the jobs, skipping one that is just being completed.
+
+    Args:
+        in_group: The jobs of groups, which keep their places. Index: job_group_state, all of its leased jobs.
     """
-    return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"))
+    return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
-def reap_one(schema: str, job_id: UUID) -> str:
+def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
     """Reap one job, if its owner is still not alive: as a suspect, and never as a dead letter, whatever its crashes."""
-    return _take(schema, _lost_one(schema, job_id), NEVER, 1, _DIED, sql.SQL("job.crashes"))
+    lost = compose(schema, "job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
+    return _take(schema, lost, NEVER, 1, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
@@ -96,15 +107,16 @@ def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
     return dead_letter_row(schema, job_id, _lost_one(schema, job_id), reason)
 
 
-def lost_jobs(schema: str, limit: int) -> str:
+def lost_jobs(schema: str, limit: int, *, in_group: bool = False) -> str:
     """The ids of up to `limit` jobs whose owner is not alive, at random: none keeps the others out for ever.
 
-    Index: job_leased, all of which is read; no locks.
+    Index: job_leased, or job_group_state, all of which is read; no locks.
     """
     return render(
         schema,
-        "SELECT job.id FROM {job} AS job WHERE job.state = 'leased' AND {lost} "
+        "SELECT job.id FROM {job} AS job WHERE job.state = {leased} AND {lost} "
         "ORDER BY pg_catalog.random() LIMIT {limit}",
+        leased=_leased(in_group=in_group),
         lost=_lost(schema),
         limit=limit,
     )
@@ -120,30 +132,45 @@ def _lost(schema: str) -> sql.Composable:
 
 def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
     # With the state, because `dead_letter_row` has no condition on it.
-    return compose(schema, "job.state = 'leased' AND job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
+    is_leased: LiteralString = "job.state IN ('leased', 'group_leased') AND job.id = {id} AND {lost}"
+    return compose(schema, is_leased, id=job_id, lost=_lost(schema))
 
 
-def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str) -> str:
+def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str, *, in_group: bool = False) -> str:
     """Reap one job of a relay that lives, because the run of the job has died; `message` says why."""
-    return _take(schema, _ours(schema, job_id, token), max_crashes, 1, message, sql.SQL("job.crashes"))
+    ours = _ours(schema, job_id, token)
+    return _take(schema, ours, max_crashes, 1, message, sql.SQL("job.crashes"), in_group=in_group)
 
 
-def take_back_locked(schema: str, job_id: UUID, token: int, crashes: int) -> str:
+def take_back_locked(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
     """Take back one job whose row another transaction had locked. It did not fail: `crashes` are as before."""
     message = "another transaction held the job's row when its handler had ended"
-    return _take(schema, _ours(schema, job_id, token), NEVER, 1, message, sql.Literal(crashes))
+    return _take(schema, _ours(schema, job_id, token), NEVER, 1, message, sql.Literal(crashes), in_group=in_group)
 
 
 def _ours(schema: str, job_id: UUID, token: int) -> sql.Composable:
     return compose(schema, "job.id = {id} AND job.lease_token = {token}", id=job_id, token=token)
 
 
+def _leased(*, in_group: bool) -> str:
+    return "group_leased" if in_group else "leased"
+
+
 def _take(
-    schema: str, lost: sql.Composable, max_crashes: int, limit: int, message: str, crashes: sql.Composable
+    schema: str,
+    lost: sql.Composable,
+    max_crashes: int,
+    limit: int,
+    message: str,
+    crashes: sql.Composable,
+    *,
+    in_group: bool = False,
 ) -> str:
     return render(
         schema,
         _TAKE,
+        leased=_leased(in_group=in_group),
+        suspect=_GROUP_SUSPECT if in_group else _SUSPECT,
         lost=lost,
         limit=limit,
         max_crashes=max_crashes,
@@ -161,21 +188,63 @@ def forget_relays(schema: str) -> str:
         "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
         "WHERE alive_until < pg_catalog.clock_timestamp() - interval '1 day' LIMIT 100 FOR UPDATE SKIP LOCKED) "
         "DELETE FROM {relay} AS relay USING old WHERE relay.id = old.id "
-        "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id)",
+        "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'leased' AND lease_owner = relay.id) "
+        "AND NOT EXISTS (SELECT FROM {job} WHERE state = 'group_leased' AND lease_owner = relay.id)",
     )
 
 
 def leased_jobs(schema: str, owner: UUID) -> str:
-    """The jobs under a lease and their tokens. Index: job_leased; no locks."""
-    leased = "SELECT id::text, lease_token FROM {job} WHERE state = 'leased' AND lease_owner = {owner}"
+    """The jobs under a lease, their tokens, and whether they are of groups.
+
+    Indexes: job_leased; job_group_state, all leased jobs of groups; no locks.
+    """
+    leased: LiteralString = (
+        "SELECT id::text, lease_token, false FROM {job} WHERE state = 'leased' AND lease_owner = {owner} "
+        "UNION ALL "
+        "SELECT id::text, lease_token, true FROM {job} WHERE state = 'group_leased' AND lease_owner = {owner}"
+    )
     return render(schema, leased, owner=owner)
 
 
-def suspect_queues(schema: str, queues: tuple[str, ...]) -> str:
-    """Which of these queues have suspects. Index: job_suspect, a probe a queue; no locks."""
-    return render(
-        schema,
-        "SELECT wanted.name FROM pg_catalog.unnest({queues}::text[]) AS wanted (name) "
-        "WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')",
-        queues=list(queues),
-    )
+def look_around(schema: str, queues: tuple[str, ...]) -> str:
+    """What concerns a relay of these queues: rows of a word, a name, another name and details as JSON, or NULL.
+
+    - 'suspects', queue: the queue has suspects. Index: job_suspect, a probe a queue.
+    - 'groups', queue: the queue has jobs of groups. Index: job_group, a probe a queue.
+    - 'group_suspects', queue: it has suspects in groups. Index: job_group_state, a probe a queue.
+    - 'group_leases': jobs of groups are leased, in whatever queue. Index: job_group_state, one probe.
+    - 'limits', queue, NULL, settings: its limits and its rate, if it has any.
+    - 'paused', queue, kind: jobs of this kind are not to run.
+    - 'cancel', job's id, outcome: the job is not to go on. Up to 1,000, the newest first.
+    - 'schedule', its name, NULL, seconds: the schedule that is due next, and when; negative if it is. Index:
+      schedule_next, its first entry.
+
+    The tables of settings are small, and read whole. No locks.
+    """
+    return render(schema, _LOOK_AROUND, queues=list(queues))
+
+
+_LOOK_AROUND: LiteralString = """\
+SELECT 'suspects', wanted.name, NULL::text, NULL::text FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
+WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'suspect')
+UNION ALL
+SELECT 'groups', wanted.name, NULL, NULL FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
+CROSS JOIN LATERAL (SELECT FROM {job} WHERE queue = wanted.name AND group_key COLLATE "C" > ''
+  AND state <> 'group_waiting' ORDER BY group_key COLLATE "C", seq LIMIT 1) AS first
+UNION ALL
+SELECT 'group_suspects', wanted.name, NULL, NULL FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
+WHERE EXISTS (SELECT FROM {job} WHERE queue = wanted.name AND state = 'group_suspect')
+UNION ALL
+SELECT 'group_leases', NULL, NULL, NULL WHERE EXISTS (SELECT FROM {job} WHERE state = 'group_leased')
+UNION ALL
+SELECT 'limits', name, NULL, pg_catalog.json_build_object('running', max_running, 'per_group', max_per_group,
+  'rate_jobs', rate_jobs, 'rate_seconds', rate_seconds, 'rate_burst', rate_burst)::text
+FROM {queue_table} WHERE name = ANY ({queues}::text[])
+  AND (max_running IS NOT NULL OR max_per_group IS NOT NULL OR rate_jobs IS NOT NULL)
+UNION ALL
+SELECT 'paused', queue, kind, NULL FROM {paused_kind} WHERE queue = ANY ({queues}::text[])
+UNION ALL
+(SELECT 'cancel', job_id::text, outcome, NULL FROM {cancel_request} ORDER BY requested_at DESC LIMIT 1000)
+UNION ALL
+(SELECT 'schedule', name, NULL, extract(epoch FROM next_at - pg_catalog.clock_timestamp())::float8::text
+FROM {schedule} WHERE paused_at IS NULL ORDER BY next_at LIMIT 1)"""

@@ -12,6 +12,7 @@ from typing import LiteralString
 
 # The greatest number that the checks allow: one less than the column could hold.
 MOST_COUNTED = 32_766
+MOST_TOKEN = 9_223_372_036_854_775_806
 
 
 def one_more_attempt(attempt: LiteralString) -> LiteralString:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, select
+from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, false, select
 
 from outboxq.statements.builtin import count, pg
 
@@ -27,12 +27,14 @@ def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
 class Page:
     """What became of one page: rows that were changed, that another transaction held, and that could not be changed.
 
-    The next page starts behind `last`; None if nothing matched any more.
+    The next page starts behind `last`; None if nothing matched any more. `key_taken` are dead letters whose unique
+    key a living job has.
     """
 
     changed: tuple[UUID, ...]
     held: tuple[UUID, ...]
     refused: tuple[UUID, ...] = ()
+    key_taken: tuple[UUID, ...] = ()
     last: UUID | None = None
 
 
@@ -57,14 +59,15 @@ def pick_page(
     return page, locked.cte("picked").prefix_with("MATERIALIZED")
 
 
-def page_outcome(page: CTE, picked: CTE, changed: CTE) -> Executable:
-    """Every row of the page in order, whether it could be locked, and whether it is among the changed."""
-    locked = page.outerjoin(picked, picked.c.id == page.c.id)
-    return (
-        select(page.c.id, picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed"))
-        .select_from(locked.outerjoin(changed, changed.c.id == page.c.id))
-        .order_by(page.c.id)
-    )
+def page_outcome(page: CTE, picked: CTE, changed: CTE, key_taken: CTE | None = None) -> Executable:
+    """Every row of the page in order: whether it could be locked, is among the changed, and among `key_taken`."""
+    rows = page.outerjoin(picked, picked.c.id == page.c.id).outerjoin(changed, changed.c.id == page.c.id)
+    columns = [picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed")]
+    if key_taken is None:
+        return select(page.c.id, *columns, false().label("key_taken")).select_from(rows).order_by(page.c.id)
+    columns.append(key_taken.c.id.is_not(None).label("key_taken"))
+    with_keys = rows.outerjoin(key_taken, key_taken.c.id == page.c.id)
+    return select(page.c.id, *columns).select_from(with_keys).order_by(page.c.id)
 
 
 def read_page(rows: Iterable[Row[Any]]) -> Page:
@@ -73,7 +76,8 @@ def read_page(rows: Iterable[Row[Any]]) -> Page:
     return Page(
         changed=tuple(row.id for row in seen if row.changed),
         held=tuple(row.id for row in seen if not row.picked),
-        refused=tuple(row.id for row in seen if row.picked and not row.changed),
+        refused=tuple(row.id for row in seen if row.picked and not row.changed and not row.key_taken),
+        key_taken=tuple(row.id for row in seen if row.key_taken),
         last=seen[-1].id if seen else None,
     )
 

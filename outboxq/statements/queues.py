@@ -1,28 +1,37 @@
-"""Queues: their names, and pausing them. The claim looks at `paused_at`; nothing else stops it."""
+"""Queues: their names, pausing them, and their limits. The claim looks at `paused_at`; nothing else stops it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, FromClause, Select, select, union, update
+from sqlalchemy import ColumnElement, Executable, FromClause, Select, and_, or_, select, union, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 
 from outboxq.statements.builtin import pg
 from outboxq.tables import dead_job, job, queue
 
+LIMITS = (
+    queue.c.max_running,
+    queue.c.max_per_group,
+    queue.c.rate_jobs,
+    queue.c.rate_seconds,
+    queue.c.rate_burst,
+)
+
 
 def known_queues() -> Executable:
-    """Every queue with a setting, a job or a dead letter, and since when it is paused.
+    """Every queue with a setting, a job or a dead letter, since when it is paused, and its limits.
 
-    Indexes: job_ready, job_scheduled, job_suspect and dead_job_queue, one probe per distinct queue each ("Loose
-    indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
+    Indexes: job_ready, job_scheduled, job_suspect, job_group_state, job_group and dead_job_queue, one probe per
+    distinct queue each ("Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
     """
-    walks = [_walk(job, job.c.state == state, state) for state in ("ready", "scheduled", "suspect")]
+    walks = [_walk(job, job.c.state == state, state) for state in ("ready", "scheduled", "suspect", "group_waiting")]
+    walks.append(_walk(job, and_(job.c.group_key.is_not(None), job.c.state != "group_waiting"), "group"))
     leased = select(job.c.queue).where(job.c.state == "leased")
     names = union(*walks, _walk(dead_job, None, "dead"), leased, select(queue.c.name)).subquery("names")
     name = names.c[0]
     return (
-        select(name.label("queue"), queue.c.paused_at)
+        select(name.label("queue"), queue.c.paused_at, *LIMITS)
         .select_from(names.outerjoin(queue, queue.c.name == name))
         .where(name.is_not(None))
         .order_by(name)
@@ -39,6 +48,18 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
         index_elements=[queue.c.name],
         set_={"paused_at": row.excluded.paused_at},
         where=queue.c.paused_at.is_(None),
+    ).returning(queue.c.name)
+
+
+def set_limits(names: Sequence[str], limits: Mapping[str, object]) -> ReturningInsert[Any]:
+    """Set limits of queues, with a setting or without, by column; returns the queues whose limits were others before.
+
+    Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
+    """
+    row = insert(queue).values([{"name": name, **limits} for name in names])
+    changed = or_(*(queue.c[column].is_distinct_from(row.excluded[column]) for column in limits))
+    return row.on_conflict_do_update(
+        index_elements=[queue.c.name], set_={column: row.excluded[column] for column in limits}, where=changed
     ).returning(queue.c.name)
 
 

@@ -5,11 +5,22 @@ from typing import LiteralString
 from psycopg import sql
 
 # What stands for each table in a text; a plain {queue} is the name of a queue.
-_TABLES = {"job": "job", "dead": "dead_job", "queue_table": "queue", "relay": "relay"}
+_TABLES = {
+    "job": "job",
+    "dead": "dead_job",
+    "queue_table": "queue",
+    "relay": "relay",
+    "schedule": "schedule",
+    "unique_key": "unique_key",
+    "rate": "rate",
+    "batch": "batch",
+    "cancel_request": "cancel_request",
+    "paused_kind": "paused_kind",
+}
 
 
 def render(schema: str, statement: LiteralString, /, **values: object) -> str:
-    """The statement with the schema's tables for {job}, {dead}, {queue_table} and {relay}, and these values.
+    """The statement with the schema's tables for {job}, {dead}, {queue_table} and so on, and these values.
 
     A value becomes a literal, unless it is SQL already.
     """

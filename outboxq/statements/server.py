@@ -10,9 +10,6 @@ from outboxq.statements.render import quote_identifier
 OLDEST_MAJOR = 15
 ENCODING = "UTF8"
 
-# The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
-NEEDED_VERSION = 6
-
 _FACTS = text(
     "SELECT pg_catalog.current_setting('server_version_num')::int / 10000 AS major,"
     " pg_catalog.current_setting('server_version') AS version,"

@@ -5,7 +5,9 @@ a lease the row is still there, and is changed only if it still has our token: a
 an operator's command there is another token, or no row.
 """
 
+import secrets
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import (
@@ -29,39 +31,69 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from outboxq.job import Job
 from outboxq.statements.builtin import pg
 from outboxq.statements.claim import PARKED_UNTIL
-from outboxq.statements.numbers import MOST_COUNTED, next_token
-from outboxq.tables import dead_job, job
+from outboxq.statements.numbers import MOST_COUNTED, MOST_TOKEN, next_token
+from outboxq.tables import dead_job, job, queue
 
 # What is written back as it was claimed.
 _KEPT = (
     "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "crashes", "unique_key", "group_key",
-    "created_at",
+    "created_at", "batch_id",
 )  # fmt: skip
 _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 
+class _InsertInPlace(Insert):
+    """An INSERT that gives a job the `seq` that it had."""
+
+    inherit_cache = True
+
+
+@compiles(_InsertInPlace)
+def _compile_in_place(statement: _InsertInPlace, compiler: SQLCompiler, **options: Any) -> str:
+    text: str = compiler.visit_insert(statement, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+    return text.replace(") VALUES (", ") OVERRIDING SYSTEM VALUE VALUES (", 1)
+
+
 def put_back(
-    claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None
+    claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None, passes: bool = False
 ) -> Insert | Update:
     """The job waits again, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
 
-    A relay that knows its kind has run it, so `parked` is 0 again.
+    A job of a group keeps its place, and the jobs behind it wait until it is due, unless it `passes`, or the queue lets
+    several jobs of a group run at a time: then it is out of the order until it is due. A relay that knows its kind has
+    run it, so `parked` is 0 again.
     """
-    schedule: dict[str, object] = {"state": "ready"}
-    if delay is not None:
-        schedule = {"state": "scheduled", "run_at": pg.clock_timestamp() + literal(delay)}
+    schedule = _schedule(claimed, delay, passes)
+    if claimed.lease_token is None and claimed.unique_key is not None:
+        # A token, which no lease has had, shows that the job ran, although its attempt may not have been counted.
+        schedule["lease_token"] = secrets.randbelow(MOST_TOKEN) + 1
     return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
+
+
+def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, object]:
+    if delay is None:
+        return {"state": "ready" if claimed.group_key is None else "grouped"}
+    later = pg.clock_timestamp() + literal(delay)
+    if claimed.group_key is None:
+        return {"state": "scheduled", "run_at": later}
+    several = select(queue.c.max_per_group).where(queue.c.name == claimed.queue).scalar_subquery() > 1
+    blocks = case((several, literal_column("'group_waiting'")), else_=literal_column("'grouped'"))
+    return {"state": "group_waiting" if passes else blocks, "run_at": later}
 
 
 def put_back_parked(claimed: Job) -> Insert | Update:
     """The job waits again, for later and without an attempt counted: no handler here knows its kind."""
     later: ColumnElement[object] = literal_column(PARKED_UNTIL.replace("parked", str(claimed.parked)))
     parked = min(claimed.parked + 1, MOST_COUNTED)
-    changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": "scheduled"}
+    # In a group the job holds up those behind it: whether it may be passed is known to its handler alone.
+    state = "scheduled" if claimed.group_key is None else "grouped"
+    changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": state}
     return _write(claimed, {**changed, "run_at": later})
 
 
@@ -75,17 +107,27 @@ def remove(claimed: Job) -> Delete:
 
 def unchanged(claimed: Job) -> Select[tuple[UUID]]:
     """The row of a claimed job, unless it was removed or came back. Index: the primary key; no locks."""
-    # Every way of putting a job back draws a new seq, and every lease a new token.
-    same = job.c.seq == claimed.seq if claimed.lease_token is None else job.c.lease_token == claimed.lease_token
-    return select(job.c.id).where(job.c.id == claimed.id, same)
+    if claimed.lease_token is not None:
+        # Every lease has a new token.
+        return select(job.c.id).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
+    same = select(job.c.id).where(job.c.id == claimed.id, job.c.seq == claimed.seq)
+    # Every way of putting a job back draws a new seq. One of a group keeps it, but every way takes a new run_at, later
+    # than that with which the job was due when it was claimed.
+    return same if claimed.group_key is None else same.where(job.c.run_at == claimed.run_at)
 
 
 def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
+    in_group = claimed.group_key is not None
     if claimed.lease_token is None:
-        return insert(job).values(**_kept(claimed), **changed)
+        expiry = {} if claimed.expires_at is None else {"expires_at": claimed.expires_at}
+        if in_group:
+            return _InsertInPlace(job).values(**_kept(claimed), **expiry, **changed, seq=claimed.seq)
+        return insert(job).values(**_kept(claimed), **expiry, **changed)
     # `crashes` takes back the crash that the claim of a suspect counted. A new token: the old one is good for nothing.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
-    released = {"lease_owner": None, "lease_token": _NEXT_TOKEN, "seq": literal_column("DEFAULT")}
+    released: dict[str, object] = {"lease_owner": None, "lease_token": _NEXT_TOKEN}
+    if not in_group:
+        released["seq"] = literal_column("DEFAULT")
     return fenced.values(**changed, **released, crashes=claimed.crashes)
 
 
@@ -112,10 +154,11 @@ def postpone(claimed: Job, delay: timedelta) -> Insert | Update:
 
     A job that waits is changed only if no other transaction holds it; nothing but state and time are written.
     """
-    later = {"state": "scheduled", "run_at": pg.clock_timestamp() + literal(delay)}
+    state = "scheduled" if claimed.group_key is None else "grouped"
+    later = {"state": state, "run_at": pg.clock_timestamp() + literal(delay)}
     if claimed.lease_token is not None:
         return _write(claimed, {**later, "attempt": claimed.attempt - 1})
-    waits = and_(job.c.id == claimed.id, job.c.state != "leased")
+    waits = and_(job.c.id == claimed.id, job.c.state.not_in(("leased", "group_leased")))
     free = select(job.c.id).where(waits).with_for_update(skip_locked=True).scalar_subquery()
     return update(job).where(job.c.id == free).values(**later)
 

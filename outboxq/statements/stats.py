@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Executable, and_, case, not_, select
+from sqlalchemy import ColumnElement, Executable, and_, case, exists, not_, select
 
 from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.jobs import STATES, listed, running_transactions, state, xmax
-from outboxq.tables import dead_job, effect, queue
+from outboxq.tables import dead_job, effect, paused_kind, queue
 
 
 def count_jobs() -> Executable:
     """One row per queue with jobs. Reads the table once, whatever its size; no locks."""
     jobs = select(listed.c.queue, listed.c.run_at, listed.c.parked, state).subquery("jobs")
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
-    waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due")))
+    waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due", "grouped")))
     return select(
         jobs.c.queue,
         *(_count(name, jobs.c.state == name) for name in STATES),
@@ -34,7 +34,8 @@ def count_left(served: Sequence[str]) -> Executable:
         (and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0), "parked"),
         (and_(jobs.c.state == "scheduled", jobs.c.attempt > 0), "in_backoff"),
         (jobs.c.state == "scheduled", "later"),
-        (and_(jobs.c.state.in_(("ready", "due")), paused), "paused"),
+        (and_(jobs.c.state.in_(("ready", "due", "grouped")), paused), "paused"),
+        (jobs.c.state == "grouped", "behind"),
         else_="elsewhere",
     ).label("sort")
     return select(sort, count().label("jobs")).group_by(sort)
@@ -46,7 +47,8 @@ def count_dead() -> Executable:
 
 
 def parked_kinds() -> Executable:
-    """The kinds that no relay knew, per queue. Index: job_scheduled, read once; no locks."""
+    """The kinds that no relay knew, and that are not paused, per queue. Index: job_scheduled, read once; no locks."""
+    is_paused = exists().where(paused_kind.c.queue == listed.c.queue, paused_kind.c.kind == listed.c.kind)
     return (
         select(
             listed.c.queue,
@@ -54,7 +56,7 @@ def parked_kinds() -> Executable:
             count().label("jobs"),
             pg.min(listed.c.run_at).label("next_look_at"),
         )
-        .where(listed.c.state == "scheduled", listed.c.parked > 0, not_(xmax.in_(running_transactions())))
+        .where(listed.c.state == "scheduled", listed.c.parked > 0, not_(xmax.in_(running_transactions())), ~is_paused)
         .group_by(listed.c.queue, listed.c.kind)
         .order_by(listed.c.queue, listed.c.kind)
     )

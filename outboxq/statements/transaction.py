@@ -49,6 +49,11 @@ def local_timeouts_off() -> str:
     return f"{TIMED_AGAIN}SET LOCAL lock_timeout TO DEFAULT; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
 
 
+def clock_seconds() -> str:
+    """One row: the database's time, in seconds since 1970."""
+    return "SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8"
+
+
 def current_xid() -> str:
     """One row: the id of the open transaction, or NULL if it has written nothing."""
     return "SELECT pg_catalog.pg_current_xact_id_if_assigned()::text"

@@ -5,14 +5,20 @@ The trigger of migration step 2 is the other side, and uses the same key and cha
 
 from collections.abc import Collection
 from functools import lru_cache
+from typing import LiteralString
 
 from psycopg import sql
 from sqlalchemy import text
 
 from outboxq.statements.render import fill, render
 
+# How many groups of a queue a poll looks at.
+GROUPS_POLLED = 100
+
 # Stands for all queues in a notification. No queue has this name.
 ALL_QUEUES = ""
+# Stands for what operators set, in a notification. No queue has this name either.
+SETTINGS = "\x1fsettings"
 
 # For producers, in their transaction: no locks, no rows. SILENCE reads the old value before it sets the new one.
 SILENCE = text(
@@ -31,6 +37,21 @@ def channel_name(schema: str) -> str:
 def listen(schema: str) -> str:
     """Listen for the wake-ups of an installation, in UTF-8: a garbled queue name would match no sleep flag."""
     return fill("SET client_encoding TO 'UTF8'; LISTEN {channel}", channel=sql.Identifier(channel_name(schema)))
+
+
+def listen_on(channel: str) -> str:
+    """Listen on one channel."""
+    return fill("LISTEN {channel}", channel=sql.Identifier(channel))
+
+
+def unlisten(channel: str) -> str:
+    """Listen on a channel no longer."""
+    return fill("UNLISTEN {channel}", channel=sql.Identifier(channel))
+
+
+def notify_on(channel: str) -> str:
+    """Send a notification without a text on one channel."""
+    return fill("SELECT pg_catalog.pg_notify({channel}, '')", channel=channel)
 
 
 def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
@@ -67,20 +88,44 @@ def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
     """What waits in these queues: a row for each queue that is not paused and has a job that no lease holds.
 
     The queue's name, whether a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL),
-    and whether a suspect waits. A job that runs at this moment, in a transaction that is not committed, is seen too.
-    Indexes: job_ready, job_scheduled and job_suspect, the first entry of each queue; no locks.
+    whether a suspect waits, the seconds until the first job of a group may run (or NULL), and whether a suspect of a
+    group waits. A job that runs at this moment, in a transaction that is not committed, is seen too.
+
+    Indexes: job_ready, job_scheduled, job_suspect and job_group_state, the first entry of each queue; job_group, the
+    first jobs of its first 100 groups: if there are more, one of them is taken to be due. No locks.
     """
-    return render(
-        schema,
-        """\
-SELECT wanted.name, ready.found, due.seconds, suspect.found FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
+    return render(schema, _POLL, queues=list(queues), groups=GROUPS_POLLED)
+
+
+_POLL: LiteralString = """\
+SELECT wanted.name, ready.found, due.seconds, suspect.found, grouped.seconds, group_suspect.found
+FROM pg_catalog.unnest({queues}::text[]) AS wanted (name)
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'ready'
   ORDER BY (-priority), seq LIMIT 1) AS ready ON true
 LEFT JOIN LATERAL (SELECT extract(epoch FROM run_at - pg_catalog.clock_timestamp())::float8 AS seconds FROM {job}
   WHERE queue = wanted.name AND state = 'scheduled' ORDER BY run_at LIMIT 1) AS due ON true
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'suspect'
   ORDER BY seq LIMIT 1) AS suspect ON true
-WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found)
-  AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)""",
-        queues=list(queues),
-    )
+LEFT JOIN LATERAL (
+  WITH RECURSIVE heads AS (
+    (SELECT group_key, state, run_at, 1 AS place FROM {job}
+      WHERE queue = wanted.name AND state <> 'group_waiting' AND group_key COLLATE "C" > ''
+      ORDER BY group_key COLLATE "C", seq LIMIT 1)
+    UNION ALL
+    SELECT head.group_key, head.state, head.run_at, heads.place + 1 FROM heads CROSS JOIN LATERAL (
+      SELECT group_key, state, run_at FROM {job}
+      WHERE queue = wanted.name AND state <> 'group_waiting' AND group_key COLLATE "C" > heads.group_key
+      ORDER BY group_key COLLATE "C", seq LIMIT 1) AS head
+    WHERE heads.place < {groups}
+  )
+  SELECT least(
+    (SELECT extract(epoch FROM pg_catalog.min(run_at) - pg_catalog.clock_timestamp())::float8 FROM heads
+      WHERE state = 'grouped'),
+    (SELECT 0::float8 FROM heads WHERE place = {groups}),
+    (SELECT extract(epoch FROM run_at - pg_catalog.clock_timestamp())::float8 FROM {job}
+      WHERE queue = wanted.name AND state = 'group_waiting' ORDER BY run_at LIMIT 1)) AS seconds
+) AS grouped ON true
+LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE queue = wanted.name AND state = 'group_suspect'
+  ORDER BY run_at LIMIT 1) AS group_suspect ON true
+WHERE (ready.found OR due.seconds IS NOT NULL OR suspect.found OR grouped.seconds IS NOT NULL OR group_suspect.found)
+  AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = wanted.name AND paused_at IS NOT NULL)"""

@@ -223,6 +223,7 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, shared=True)
+        batch.unique_adds.take(connection, runtime.schema)
         # The handlers' deadlines are not the test's.
         run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")
         events += batch.report().events

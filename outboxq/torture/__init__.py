@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 from outboxq.errors import ConfigError
 
-Mode: TypeAlias = Literal["transaction", "lease", "mixed"]
+Mode: TypeAlias = Literal["transaction", "lease", "mixed", "flow"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 FEWEST_JOBS = 200
 JOBS_PER_FAULT = 10
@@ -46,23 +46,33 @@ class TortureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureReport:
-    """The figures of one run. `problems` says in words what is not as promised; empty is a pass."""
+    """The figures of one run. The command prints them by these names, which are those of the demo.
+
+    Attributes:
+        jobs_enqueued: Committed; after a pass, as many as `effects_applied` and `dead_letters` together.
+        jobs_rolled_back: With their transaction, or with a savepoint.
+        commits_unanswered: Jobs whose producer got no answer to COMMIT, so that it cannot know whether they exist.
+        commits_unanswered_kept: Those of them that exist, by the other rows of their transaction.
+        commits_unanswered_as_promised: Those of them that came to one end if they exist, and to none if they do not.
+        problems: What is not as promised, in words; empty is a pass.
+    """
 
     seed: int
     mode: Mode
     jobs: int
-    enqueued: int
-    rolled_back: int
-    unknown: int
-    unknown_resolved: int
+    jobs_enqueued: int
+    jobs_rolled_back: int
+    commits_unanswered: int
+    commits_unanswered_kept: int
+    commits_unanswered_as_promised: int
     faults: dict[str, int]
     faults_not_met: int
-    effects: int
-    dead: int
+    effects_applied: int
+    dead_letters: int
     lost: int
     doubled: int
-    ghosts: int
-    left: int
+    ran_though_rolled_back: int
+    jobs_left: int
     relays_started: int
     longest_stall_seconds: float
     seconds: float

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs
 from outboxq.job import Job
 from outboxq.torture.history import SCHEMA
+from outboxq.torture.lanes import LIMITED, coalesce_key, watch
 
 MAX_ATTEMPTS = 25
 # Quick, and often enough for a job that meets several faults that count.
@@ -20,11 +21,11 @@ EXIT_CODE = 86
 
 
 _EFFECT = text(
-    f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted) "
+    f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted, lane, seq, key, number, batch_id) "
     # The row of a job under a lease is still there, and says under which token the job runs.
-    "VALUES (:job_id, :attempt, :crashes, :token, :counted)"
+    "VALUES (:job_id, :attempt, :crashes, :token, :counted, :lane, :seq, :key, :number, :batch_id)"
 )
-_TOKEN = text("SELECT lease_token FROM outboxq.job WHERE id = :job_id AND state = 'leased'")
+_TOKEN = text("SELECT lease_token FROM outboxq.job WHERE id = :job_id AND state IN ('leased', 'group_leased')")
 _FIRST_TIME = text(f"INSERT INTO {SCHEMA}.misbehaved (job_id) VALUES (:job_id) ON CONFLICT DO NOTHING RETURNING job_id")
 _COUNT = text(f"UPDATE {SCHEMA}.counter SET value = value + 1 WHERE id = :id")
 _PAUSE = text("SELECT pg_sleep(0.02)")
@@ -35,16 +36,20 @@ class Misbehaviour(Exception):
 
 
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
+# With the jobs of flow control.
+flow = Jobs()
 
 
-def _record(ctx: Context, behaviour: str = "plain") -> DeadLetter | None:
+def _record(
+    ctx: Context, behaviour: str = "plain", number: int | None = None, unique: str | None = None
+) -> DeadLetter | None:
     """Misbehave once if told to, then write the effect."""
-    return _run(ctx.session, ctx.job, behaviour)
+    return _run(ctx.session, ctx.job, behaviour, number, unique)
 
 
-async def _record_async(ctx: AsyncContext, behaviour: str = "plain") -> DeadLetter | None:
+async def _record_async(ctx: AsyncContext, behaviour: str = "plain", number: int | None = None) -> DeadLetter | None:
     """Misbehave once if told to, then write the effect; awaited."""
-    return await ctx.session.run_sync(_run, ctx.job, behaviour)
+    return await ctx.session.run_sync(_run, ctx.job, behaviour, number, None)
 
 
 record = jobs.handler(kind="record", queue="torture", retry=RETRY)(_record)
@@ -56,12 +61,44 @@ record_leased_async = leased.handler(
 mixed.include(jobs)
 mixed.include(leased)
 
+group = flow.handler(kind="group", queue="torture-group", retry=RETRY)(_record)
+group_async = flow.handler(kind="group_async", queue="torture-group-async", retry=RETRY)(_record_async)
+group_leased = flow.handler(kind="group_leased", queue="torture-group-lease", retry=RETRY, claim="lease")(_record)
+limit = flow.handler(kind="limit", queue=LIMITED, retry=RETRY)(_record)
+coalesce = flow.handler(kind="coalesce", queue="torture-coalesce", retry=RETRY)(_record)
+coalesce_leased = flow.handler(kind="coalesce_leased", queue="torture-coalesce-lease", retry=RETRY, claim="lease")(
+    _record
+)
+unique = flow.handler(kind="unique", queue="torture-unique", retry=RETRY)(_record)
+unique_leased = flow.handler(kind="unique_leased", queue="torture-unique-lease", retry=RETRY, claim="lease")(_record)
+batched = flow.handler(kind="batched", queue="torture-batch", retry=RETRY)(_record)
+batched_leased = flow.handler(kind="batched_leased", queue="torture-batch-lease", retry=RETRY, claim="lease")(_record)
+flow.include(mixed)
+USES = {
+    **dict.fromkeys(("group", "group_async", "group_leased"), "group"),
+    "limit": "limit",
+    **dict.fromkeys(("coalesce", "coalesce_leased"), "coalesce"),
+    **dict.fromkeys(("unique", "unique_leased"), "unique"),
+    **dict.fromkeys(("batched", "batched_leased"), "batch"),
+}
 
-def _run(session: Session, job: Job, behaviour: str) -> DeadLetter | None:
+
+def _run(session: Session, job: Job, behaviour: str, number: int | None, unique_key: str | None) -> DeadLetter | None:
     """The work of every handler, in whatever mode it was claimed."""
     connection = session.connection()
+    watch(connection, job, unique_key)
     token = connection.execute(_TOKEN, {"job_id": job.id}).scalar()
-    effect = {"job_id": job.id, "attempt": job.attempt, "crashes": job.crashes, "token": token}
+    effect = {
+        "job_id": job.id,
+        "attempt": job.attempt,
+        "crashes": job.crashes,
+        "token": token,
+        "lane": None if job.group_key is None else f"{job.queue} {job.group_key}",
+        "seq": job.seq,
+        "key": coalesce_key(job),
+        "number": number,
+        "batch_id": job.batch_id,
+    }
     counts = behaviour.startswith("deadlock")
     if behaviour in ("raise", "flush-raise", "exit") and _is_first_time(connection, job.id):
         if behaviour == "flush-raise":

@@ -3,9 +3,11 @@
 Works on tables without unique constraints, so that what should not be there can be. It reads nothing but rows:
 
 - `enqueue`: what each producer knows of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
-- `request`: the business row, written in the transaction of the job: the truth about an unknown one.
+- `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced
+  job its key and its place among the jobs of that key: one with a later place may have run for it.
 - `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
   lease token under which it ran.
+- `violation`: what a handler saw that may not be: another job of its group or key, or more than its queue may run.
 - `sighting`: job rows with a lease, as an observer saw them: token and owner.
 - outboxq's own `job` and `dead_job`.
 """
@@ -19,15 +21,21 @@ SCHEMA = "torture"
 CREATE = f"""\
 CREATE SCHEMA {SCHEMA};
 CREATE TABLE {SCHEMA}.enqueue (job_id uuid NOT NULL, outcome text NOT NULL);
-CREATE TABLE {SCHEMA}.request (job_id uuid NOT NULL);
+CREATE TABLE {SCHEMA}.request (job_id uuid NOT NULL, key text, number bigint);
 CREATE TABLE {SCHEMA}.effect (
   row bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   job_id uuid NOT NULL,
   attempt integer NOT NULL,
   crashes integer NOT NULL,
   token bigint,
-  counted boolean NOT NULL DEFAULT false
+  counted boolean NOT NULL DEFAULT false,
+  lane text,
+  seq bigint,
+  key text,
+  number bigint,
+  batch_id uuid
 );
+CREATE TABLE {SCHEMA}.violation (job_id uuid NOT NULL, what text NOT NULL);
 CREATE TABLE {SCHEMA}.sighting (job_id uuid NOT NULL, token bigint NOT NULL, owner uuid);
 CREATE TABLE {SCHEMA}.misbehaved (job_id uuid PRIMARY KEY);
 CREATE TABLE {SCHEMA}.counter (id integer PRIMARY KEY, value bigint NOT NULL DEFAULT 0);
@@ -54,7 +62,8 @@ class Rule:
 _ENDS = f"""\
 WITH enqueued AS (
   SELECT job_id, min(outcome) AS outcome, count(*) AS told,
-    EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) AS is_true
+    EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) AS is_true,
+    EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id AND key IS NOT NULL) AS may_be_merged
   FROM {SCHEMA}.enqueue GROUP BY job_id
 ), ends AS (
   SELECT job_id, sum(effects) AS effects, sum(dead) AS dead, sum(waiting) AS waiting,
@@ -68,7 +77,7 @@ WITH enqueued AS (
   SELECT coalesce(enqueued.job_id, ends.job_id) AS job_id, outcome, coalesce(told, 0) AS told,
     coalesce(is_true, EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = ends.job_id)) AS is_true,
     coalesce(effects, 0) AS effects, coalesce(dead, 0) AS dead, coalesce(waiting, 0) AS waiting,
-    attempt, crashes
+    attempt, crashes, coalesce(may_be_merged, false) AS may_be_merged
   FROM enqueued FULL JOIN ends USING (job_id)
 )
 """
@@ -81,12 +90,12 @@ def _by_ends(name: str, condition: str, meaning: str) -> Rule:
 RULES = (
     _by_ends(
         "lost",
-        "effects + dead + waiting = 0 AND (outcome = 'ok' OR is_true)",
+        "effects + dead + waiting = 0 AND (outcome = 'ok' OR is_true) AND NOT may_be_merged",
         "committed jobs without an effect or a dead letter",
     ),
     _by_ends("doubled", "effects + dead + waiting > 1", "jobs that ended more than once"),
     _by_ends(
-        "ghosts",
+        "ran though rolled back",
         "effects + dead + waiting > 0 AND (outcome = 'failed' OR NOT is_true)",
         "jobs that came to something although they were rolled back",
     ),
@@ -111,17 +120,64 @@ RULES = (
         "WHERE sighting.token > effect.token",
         "jobs whose effect was committed under a lease that had been replaced",
     ),
+    Rule(
+        "out of order",
+        f"SELECT job_id FROM (SELECT job_id, seq, lag(seq) OVER (PARTITION BY lane ORDER BY row) AS before "
+        f"FROM {SCHEMA}.effect WHERE lane IS NOT NULL) AS ordered WHERE seq < before",
+        "jobs that ran behind a later one of their group",
+    ),
+    Rule(
+        "not alone",
+        f"SELECT DISTINCT job_id FROM {SCHEMA}.violation WHERE what = 'beside its group'",
+        "jobs that ran beside another one of their group",
+    ),
+    Rule(
+        "twice at a time",
+        f"SELECT DISTINCT job_id FROM {SCHEMA}.violation WHERE what = 'beside its key'",
+        "jobs that ran beside another one of their unique key",
+    ),
+    Rule(
+        "too early",
+        f"SELECT DISTINCT callback.job_id FROM {SCHEMA}.effect AS callback "
+        f"JOIN {SCHEMA}.effect AS member ON member.batch_id = callback.job_id WHERE member.row > callback.row",
+        "callbacks of batches that ran before a member",
+    ),
+    Rule(
+        "over limit",
+        f"SELECT DISTINCT job_id FROM {SCHEMA}.violation WHERE what = 'over its limit'",
+        "jobs that ran though their queue had as many as it may",
+    ),
+    # A dead letter counts as a run: it had its attempts.
+    Rule(
+        "unseen",
+        f"""\
+SELECT newest.job_id FROM (
+  SELECT DISTINCT ON (key) key, number, job_id FROM {SCHEMA}.request WHERE key IS NOT NULL ORDER BY key, number DESC
+) AS newest
+WHERE number > (
+  SELECT coalesce(max(number), 0) FROM (
+    SELECT number FROM {SCHEMA}.effect WHERE effect.key = newest.key
+    UNION ALL SELECT (args ->> 'number')::bigint FROM outboxq.dead_job
+    WHERE replace(unique_key, pg_catalog.chr(31), ' ') = newest.key
+  ) AS ran
+)""",
+        "jobs that were the newest of their key, and that no run has seen",
+    ),
 )
 _UNKNOWN = f"SELECT count(*) FROM {SCHEMA}.enqueue WHERE outcome = 'unknown'"
 _FIGURES = {
-    "effects": f"SELECT count(*) FROM {SCHEMA}.effect",
-    "dead": "SELECT count(*) FROM outboxq.dead_job",
-    "unknown": _UNKNOWN,
-    "unknown_resolved": _UNKNOWN
+    "effects_applied": f"SELECT count(*) FROM {SCHEMA}.effect",
+    "dead_letters": "SELECT count(*) FROM outboxq.dead_job",
+    "commits_unanswered": _UNKNOWN,
+    "commits_unanswered_kept": _UNKNOWN
+    + f" AND EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id)",
+    "commits_unanswered_as_promised": _UNKNOWN
     + f"""\
  AND EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id) = (
   EXISTS (SELECT FROM {SCHEMA}.effect WHERE effect.job_id = enqueue.job_id)
   OR EXISTS (SELECT FROM outboxq.dead_job WHERE id = enqueue.job_id)
+  -- It may have gone into a later one of its key, which the rule of these says.
+  OR EXISTS (SELECT FROM {SCHEMA}.request WHERE request.job_id = enqueue.job_id AND key IS NOT NULL)
 )""",
 }
 
@@ -156,8 +212,7 @@ SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id =
 class Verdict:
     """How many jobs break which rule, figures besides, and everything that is wrong, in words.
 
-    The figure `unknown` counts the jobs whose producer got no answer to COMMIT, and `unknown_resolved` those of them
-    that ended as their business row says.
+    The figures are those of `TortureReport`.
     """
 
     counts: dict[str, int]

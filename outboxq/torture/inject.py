@@ -29,6 +29,7 @@ _TARGETS: dict[Mode, str] = {
     "transaction": "outboxq.torture.app:jobs",
     "lease": "outboxq.torture.app:leased",
     "mixed": "outboxq.torture.app:mixed",
+    "flow": "outboxq.torture.app:flow",
 }
 
 _FAULT_SECONDS = 5.0

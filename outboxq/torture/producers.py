@@ -15,15 +15,17 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq import OutboxSession
 from outboxq.outbox.kinds import JobKind
+from outboxq.torture.app import USES
 from outboxq.torture.faults import PlannedTransaction
 from outboxq.torture.history import SCHEMA
+from outboxq.torture.lanes import Lanes
 
 PRODUCERS = 4
 _RETRY_SECONDS = 0.1
 
 Outcome: TypeAlias = Literal["ok", "failed", "unknown"]
 
-_REQUEST = text(f"INSERT INTO {SCHEMA}.request (job_id) VALUES (:job_id)")
+_REQUEST = text(f"INSERT INTO {SCHEMA}.request (job_id, key, number) VALUES (:job_id, :key, :number)")
 _FORGET = text(f"DELETE FROM {SCHEMA}.enqueue WHERE job_id = ANY (:ids)")
 _NOTE = text(f"INSERT INTO {SCHEMA}.enqueue (job_id, outcome) VALUES (:job_id, :outcome)")
 
@@ -67,6 +69,7 @@ class Producers:
     """
 
     def __init__(self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]]) -> None:
+        self._lanes = Lanes(USES)
         self.journal = Journal()
         self.rolled_back = 0
         self._engine: Engine = create_engine(url, pool_size=PRODUCERS, hide_parameters=True)
@@ -137,20 +140,21 @@ class Producers:
 
     def _fill(self, session: OutboxSession, planned: PlannedTransaction, job_ids: list[UUID]) -> None:
         for behaviour, number in zip(planned.behaviours, planned.queue_numbers, strict=True):
-            job_ids.append(self._request(session, number, behaviour))
+            job_ids += self._request(session, number, behaviour)
         session.flush()
         if planned.fate == "roll back a savepoint":
             undone: list[UUID] = []
             with session.begin_nested() as savepoint:
-                undone.append(self._request(session, 0, "plain"))
+                undone += self._request(session, 0, "plain")
                 session.flush()
                 savepoint.rollback()
             self._note_failed(undone)
 
-    def _request(self, session: OutboxSession, number: int, behaviour: str) -> UUID:
-        handle = session.add_job(self._kinds[number], behaviour=behaviour)
-        session.execute(_REQUEST, {"job_id": handle.id})
-        return handle.id
+    def _request(self, session: OutboxSession, number: int, behaviour: str) -> list[UUID]:
+        added = self._lanes.add(session, self._kinds[number], behaviour)
+        for each in added:
+            session.execute(_REQUEST, {"job_id": each.id, "key": each.key, "number": each.place})
+        return [each.id for each in added]
 
     def _note_failed(self, job_ids: list[UUID]) -> None:
         self.journal.note(job_ids, "failed")

@@ -19,6 +19,7 @@ from outboxq.torture import Mode, TortureOptions, TortureReport, app
 from outboxq.torture.faults import Fault, plan_run, plan_transactions
 from outboxq.torture.history import CREATE, check_history
 from outboxq.torture.inject import LEASE_SECONDS, MAX_CRASHES, FaultInjector, Relays
+from outboxq.torture.lanes import LIMIT_THE_QUEUE
 from outboxq.torture.producers import Producers
 from outboxq.torture.watcher import Watcher
 
@@ -61,13 +62,19 @@ def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureR
 def _prepare(connection: Connection) -> None:
     migrate(connection)
     connection.execute(text(CREATE))
+    connection.execute(text(LIMIT_THE_QUEUE))
     connection.commit()
 
 
 def _kinds(mode: Mode) -> list[JobKind[...]]:
     plain: list[JobKind[...]] = [app.record, app.record_async]
     leases: list[JobKind[...]] = [app.record_leased, app.record_leased_async]
-    return {"transaction": plain, "lease": leases, "mixed": plain + leases}[mode]
+    flow: list[JobKind[...]] = [
+        app.group, app.group_async, app.group_leased, app.limit, app.coalesce, app.coalesce_leased, app.unique,
+        app.unique_leased, app.batched, app.batched_leased,
+    ]  # fmt: skip
+    everything = plain + leases
+    return {"transaction": plain, "lease": leases, "mixed": everything, "flow": everything + flow}[mode]
 
 
 @dataclass(eq=False)
@@ -177,12 +184,15 @@ class _Run:
             seed=self.options.seed,
             mode=self.options.mode,
             jobs=self.options.jobs,
-            enqueued=self._producers.journal.enqueued,
-            rolled_back=self._producers.rolled_back,
+            jobs_enqueued=self._producers.journal.told["ok"] + verdict.figures["commits_unanswered_kept"],
+            jobs_rolled_back=self._producers.rolled_back,
             faults=dict(sorted(self._done.items())),
             faults_not_met=self._not_met,
             **verdict.figures,
-            **{name: verdict.counts[name] for name in ("lost", "doubled", "ghosts", "left")},
+            lost=verdict.counts["lost"],
+            doubled=verdict.counts["doubled"],
+            ran_though_rolled_back=verdict.counts["ran though rolled back"],
+            jobs_left=verdict.counts["left"],
             relays_started=self._relays.started,
             longest_stall_seconds=round(self._longest_stall, 1),
             seconds=round(time.monotonic() - self._begun, 1),

@@ -18,7 +18,7 @@ _PROGRESS = text(
     f"""\
 SELECT (SELECT count(*) FROM outboxq.job) AS backlog,
   EXISTS (
-    SELECT FROM outboxq.job WHERE state <> 'scheduled' OR run_at <= clock_timestamp()
+    SELECT FROM outboxq.job WHERE state NOT IN ('scheduled', 'grouped') OR run_at <= clock_timestamp()
   ) AS is_due,
   (SELECT max(row) FROM {SCHEMA}.effect) AS last_effect,
   (SELECT count(*) FROM outboxq.dead_job) AS dead"""
@@ -26,7 +26,7 @@ SELECT (SELECT count(*) FROM outboxq.job) AS backlog,
 _NOTE_LEASES = text(
     f"""\
 INSERT INTO {SCHEMA}.sighting (job_id, token, owner)
-SELECT id, lease_token, lease_owner FROM outboxq.job AS job WHERE state = 'leased' AND NOT EXISTS (
+SELECT id, lease_token, lease_owner FROM outboxq.job AS job WHERE state IN ('leased', 'group_leased') AND NOT EXISTS (
   SELECT FROM {SCHEMA}.sighting
   WHERE job_id = job.id AND token = job.lease_token AND owner IS NOT DISTINCT FROM job.lease_owner
 )"""

@@ -100,7 +100,7 @@ def test_a_rolled_back_change_never_happened(engine: Engine) -> None:
     with engine.connect() as connection:
         assert [found.id for found in jobs.list_jobs(connection)] == [waiting]
         assert [found.id for found in dead_letters.list_dead(connection)] == [dead]
-        assert queues.list_queues(connection) == [queues.Queue("q", None)]
+        assert [(found.queue, found.paused_at) for found in queues.list_queues(connection)] == [("q", None)]
 
 
 def test_pages_go_on_behind_the_last_row_that_was_seen(engine: Engine) -> None:
@@ -221,7 +221,7 @@ def test_a_dead_letter_comes_back_with_what_it_had(engine: Engine) -> None:
         detail = jobs.show_job(connection, dead)
     assert (detail.args, detail.headers, detail.errors) == ('{"a": [1.50, "x"]}', '{"h": "y"}', '[{"e": 1}]')
     assert (detail.unique_key, detail.group_key, detail.job.priority, detail.job.max_attempts) == ("u", "g", 7, 3)
-    assert (detail.job.attempt, detail.job.crashes, detail.job.state) == (0, 0, "ready")
+    assert (detail.job.attempt, detail.job.crashes, detail.job.state) == (0, 0, "grouped")
 
 
 def test_jobs_of_one_millisecond_are_listed_as_they_came(engine: Engine) -> None:

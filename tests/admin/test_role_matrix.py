@@ -19,22 +19,38 @@ from tests.support.urls import libpq_url
 # S, I, U, D: SELECT, INSERT, UPDATE, DELETE, on each column where there is such a right.
 # R: SELECT ... FOR UPDATE.
 # a, r, x: LOCK TABLE in ACCESS SHARE, ROW EXCLUSIVE and ACCESS EXCLUSIVE mode.
+_PARTS: tuple[Part, ...] = ("producer", "unique_producer", "receiver", "relay", "reader", "operator")
 MAY: Mapping[str, Mapping[Part, str]] = {
-    "job": {"producer": "", "receiver": "", "relay": "SIUDRarx", "reader": "Sa", "operator": "SIUDRarx"},
-    "dead_job": {"producer": "", "receiver": "", "relay": "SIURarx", "reader": "Sa", "operator": "SUDRarx"},
-    "queue": {"producer": "", "receiver": "", "relay": "Sa", "reader": "Sa", "operator": "SIURarx"},
-    "relay": {"producer": "", "receiver": "", "relay": "SIUDRarx", "reader": "Sa", "operator": "Sa"},
-    "inbox": {"producer": "", "receiver": "SIar", "relay": "SIUDRarx", "reader": "Sa", "operator": "SUDRarx"},
-    "effect": {"producer": "", "receiver": "SIURarx", "relay": "SIUDRarx", "reader": "Sa", "operator": "SURarx"},
-    "deployment": {"producer": "", "receiver": "Sa", "relay": "Sa", "reader": "Sa", "operator": "Sa"},
-    "migration": {"producer": "", "receiver": "", "relay": "Sa", "reader": "Sa", "operator": "Sa"},
+    table: dict(zip(_PARTS, rights, strict=True))
+    for table, rights in {
+        "job": ("", "", "", "SIUDRarx", "Sa", "SIUDRarx"),
+        "dead_job": ("", "", "", "SIURarx", "Sa", "SIUDRarx"),
+        "queue": ("", "", "", "Sa", "Sa", "SIURarx"),
+        "relay": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "inbox": ("", "", "SIar", "SIUDRarx", "Sa", "SUDRarx"),
+        "effect": ("", "", "SIURarx", "SIUDRarx", "Sa", "SURarx"),
+        "deployment": ("", "", "Sa", "Sa", "Sa", "Sa"),
+        "migration": ("", "", "", "Sa", "Sa", "Sa"),
+        "schedule": ("", "", "", "SIURarx", "Sa", "SIUDRarx"),
+        "unique_key": ("", "SIURarx", "", "SIUDRarx", "Sa", "SIURarx"),
+        "rate": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "batch": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "cancel_request": ("", "", "", "SIUDRarx", "Sa", "SIUDRarx"),
+        "paused_kind": ("", "", "", "Sa", "Sa", "SIDarx"),
+    }.items()
 }
-# A producer's columns of `job`, for INSERT.
-PRODUCED = {"id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at"}
+# A producer's columns of `job`, for INSERT; for SELECT, those of a producer of unique jobs.
+PRODUCED = {
+    "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at", "unique_key", "group_key",
+    "batch_id", "expires_at",
+}  # fmt: skip
+PRODUCED_BATCHES = {"id", "callback", "parent_id"}
+LOOKED_AT = {"id"}
 # EXECUTE, in a database that has taken it from PUBLIC, who has it otherwise.
-MAY_CALL: Mapping[str, set[Part]] = {"add_job": {"producer", "relay"}, "wake_relays": {"producer", "relay"}}
+_CALLERS: set[Part] = {"producer", "unique_producer", "relay"}
+MAY_CALL: Mapping[str, set[Part]] = {"add_job": _CALLERS, "wake_relays": _CALLERS}
 # Whose call of add_job comes to a job, while PUBLIC has EXECUTE.
-MAY_ADD: set[Part] = {"producer", "relay", "operator"}
+MAY_ADD: set[Part] = {*_CALLERS, "operator"}
 # Identities take their numbers without a right on them.
 SEQUENCES = {"job_seq_seq"}
 
@@ -141,8 +157,10 @@ class Trial:
         """By the tables above."""
         if not self.letter:
             return False
-        if (part, self.table, self.letter) == ("producer", "job", "I"):
-            return self.column in PRODUCED
+        if part in ("producer", "unique_producer") and self.letter == "I" and self.table in ("job", "batch"):
+            return self.column in (PRODUCED if self.table == "job" else PRODUCED_BATCHES)
+        if (part, self.table, self.letter) == ("unique_producer", "job", "S"):
+            return self.column in LOOKED_AT
         return self.letter in MAY[self.table][part]
 
 

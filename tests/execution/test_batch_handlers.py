@@ -293,15 +293,20 @@ def test_kinds_of_all_sorts_in_one_claim_are_each_done_once(
 def test_what_cannot_be_a_batch_handler_is_refused_where_it_is_declared() -> None:
     """With what to do instead."""
     jobs = Jobs()
+
+    def act(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> None: ...
+
+    def nothing() -> None: ...
+
     with pytest.raises(RegistryError, match="leave out claim"):
-        jobs.batch_handler(Credit, claim="lease")
+        jobs.batch_handler(Credit, claim="lease")(act)
     for size in (0, 10_001, "5", True):
         with pytest.raises(RegistryError, match=r"max_size takes 1 to 10,000"):
-            jobs.batch_handler(Credit, max_size=size)
+            jobs.batch_handler(Credit, max_size=size)(act)
     with pytest.raises(RegistryError, match="names the class"):
         jobs.batch_handler(lambda name: name)
     with pytest.raises(RegistryError, match="takes no context"):
-        jobs.batch_handler(Credit)(lambda: None)
+        jobs.batch_handler(Credit)(nothing)
 
 
 def test_producers_are_checked_against_the_class(sessions: sessionmaker[OutboxSession]) -> None:

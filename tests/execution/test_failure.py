@@ -2,10 +2,14 @@
 
 import json
 import re
+import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
+from types import TracebackType
+from typing import NoReturn
 from uuid import UUID
 
+import msgspec
 import psycopg
 import psycopg.errors
 import pytest
@@ -14,16 +18,17 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, StatementError
 
 from outboxq.codec.text import MAX_MESSAGE_CHARACTERS
+from outboxq.error_record import ErrorRecord, read_attempts
 from outboxq.errors import EntityGone, PayloadError, PermanentError
 from outboxq.execution.failure import (
-    _READ_CHARACTERS,
     KEPT_ERRORS,
-    ErrorRecord,
+    Describing,
     describe_failure,
     describe_reason,
     kept_errors,
-    redact,
 )
+from outboxq.execution.frames import frames_of
+from outboxq.execution.redaction import READ_CHARACTERS, redact
 from outboxq.job import Job
 from tests.support.growth import LINEAR, growth
 
@@ -145,6 +150,7 @@ def test_argument_values_are_replaced_by_their_names(args: dict[str, object], te
         ("back\\slash", json.dumps("back\\slash")),
         ("2026-03-04T05:06:07Z", str(datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC))),
         ("2026-03-04T05:06:07.089Z", repr(datetime(2026, 3, 4, 5, 6, 7, 89_000, tzinfo=UTC))),
+        ("2026-03-04", repr(date(2026, 3, 4))),
         (-12_345, "balance is -12345"),
         (123.75, "123.75 is too much"),
         (10**30, f"{10**30}!"),
@@ -192,8 +198,8 @@ def test_every_character_of_a_long_value_is_taken_out(values: list[str], message
 def test_a_value_that_the_cut_goes_through_is_taken_out(place: int) -> None:
     """A message is read up to a bound; a value that begins before it is found by all of its characters."""
     value = "secret-" + "0123456789" * 200
-    message = "x" * (_READ_CHARACTERS - place) + value
-    assert redact(message, json.dumps({"document": value})) == "x" * (_READ_CHARACTERS - place) + "<document>"
+    message = "x" * (READ_CHARACTERS - place) + value
+    assert redact(message, json.dumps({"document": value})) == "x" * (READ_CHARACTERS - place) + "<document>"
 
 
 def test_a_value_that_reads_like_a_database_error_uncovers_nothing() -> None:
@@ -229,7 +235,11 @@ def _of_repeated_letters(count: int) -> tuple[str, str]:
     return "a" * count * 60, json.dumps({"document": ["a" * 25 + f"{number:06}" + "a" * 25 for number in range(count)]})
 
 
-@pytest.mark.parametrize("build", [_quoting_all, _of_short_ones, _of_repeated_letters])
+def _of_one_value(count: int) -> tuple[str, str]:
+    return "10 " * count, json.dumps({f"n{number}": "10" for number in range(count)})
+
+
+@pytest.mark.parametrize("build", [_quoting_all, _of_short_ones, _of_repeated_letters, _of_one_value])
 def test_an_error_is_redacted_in_linear_time(build: Callable[[int], tuple[str, str]]) -> None:
     """It happens in the claim's transaction: 90 kB of arguments, all of them quoted, took 4.6 s."""
     assert growth(lambda given: redact(*given), build, 50 if build is _of_repeated_letters else 150) < LINEAR
@@ -313,8 +323,8 @@ def test_errors_that_cause_each_other_are_read_once() -> None:
 )
 def test_a_reason_is_redacted_and_can_be_stored(reason: object, kept: str) -> None:
     """What a handler returns with a retry, a dead letter or a discard."""
-    assert describe_reason(reason, job_with({"email": "ann@example.org"})) == kept
-    assert len(describe_reason("x" * 100_000, job_with({}))) == MAX_MESSAGE_CHARACTERS
+    assert describe_reason(reason, job_with({"email": "ann@example.org"}).args) == kept
+    assert len(describe_reason("x" * 100_000, job_with({}).args)) == MAX_MESSAGE_CHARACTERS
 
 
 def test_the_users_frames_are_kept_and_ours_are_not() -> None:
@@ -364,3 +374,241 @@ def test_a_record_is_plain_json() -> None:
     assert json.loads(record.as_json()) == {
         "attempt": 3, "type": "ValueError", "message": "bad", "where": ["app.py:1 in f"]
     }  # fmt: skip
+
+
+def raised(act: Callable[[], object]) -> BaseException:
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001  # whatever the test raises
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _chained() -> None:
+    try:
+        {}["ann@example.org"]
+    except KeyError as error:
+        raise ValueError("no such ann@example.org") from error
+
+
+def _in_context() -> None:
+    try:
+        raise KeyError("first")
+    except KeyError:
+        raise ValueError("second")  # noqa: B904  # its context is what is looked at
+
+
+def _without_context() -> None:
+    try:
+        raise KeyError("first")
+    except KeyError:
+        raise ValueError("second") from None
+
+
+def _grouped() -> None:
+    error = ExceptionGroup("two of ann@example.org", [raised(_chained), TypeError("other")])
+    error.add_note("while ann@example.org was written to")
+    raise error
+
+
+def traceback_of(act: Callable[[], object], args: object = None) -> str:
+    return describe_failure(raised(act), job_with(args or {})).record.traceback()
+
+
+@pytest.mark.parametrize("act", [_chained, _in_context, _without_context, _grouped], ids=lambda act: act.__name__)
+def test_a_traceback_reads_as_python_prints_it(act: Callable[[], None]) -> None:
+    """Causes, contexts and groups, in Python's own words; without the lines of the sources."""
+    printed = [
+        line
+        for line in "".join(traceback.format_exception(raised(act))).rstrip().split("\n")
+        if not re.fullmatch(r"[ |]* {4,}(raise|act|\{|\^|~|error).*", line)
+    ]
+    assert traceback_of(act).split("\n") == printed
+
+
+def test_no_text_of_a_chain_shows_the_payload() -> None:
+    """Messages of causes and of members of groups, and notes, are redacted like the message."""
+    told = traceback_of(_grouped, {"email": "ann@example.org"})
+    assert "ann@example.org" not in told
+    assert "two of <email>" in told
+    assert "while <email> was written to" in told
+    assert "KeyError: '<email>'" in told
+
+
+def _fails_deep(times: int) -> None:
+    if times:
+        _fails_deep(times - 1)
+    raise ValueError("deep")
+
+
+def test_a_deep_stack_keeps_both_of_its_ends() -> None:
+    """An endless recursion is no more than twenty lines; where it began and where it ended are among them."""
+    told = traceback_of(lambda: _fails_deep(900)).split("\n")
+    assert len(told) <= 23
+    assert "<lambda>" in "".join(told[:5])
+    assert "in _fails_deep" in told[-2]
+    assert any("frames left out]" in line for line in told)
+
+
+def _long_chain(length: int) -> BaseException:
+    error: BaseException = ValueError("number 0")
+    for number in range(1, length):
+        try:
+            raise RuntimeError(f"number {number}") from error
+        except RuntimeError as caught:
+            error = caught
+    return error
+
+
+def test_a_long_chain_keeps_both_of_its_ends() -> None:
+    """The last that was raised, and the first, which is the cause of all."""
+    told = describe_failure(_long_chain(100), job_with({})).record.traceback()
+    assert "number 99" in told
+    assert "number 0\n" in told
+    assert "[90 exceptions between the one above and the one below left out]" in told
+
+
+WIDE = "\N{GRINNING FACE}" * 2_000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _long_chain(100),
+        ExceptionGroup(WIDE, [ExceptionGroup(WIDE, [ValueError(WIDE)] * 100)] * 100),
+        raised(lambda: _fails_deep(900)),
+    ],
+    ids=["chain", "group", "deep"],
+)
+def test_what_is_stored_of_a_traceback_is_small(error: BaseException) -> None:
+    """A failure that is told at length takes no more room than 8 KiB beside its message."""
+    error.add_note(WIDE)
+    record = describe_failure(error, job_with({})).record
+    assert len(msgspec.json.encode(record.chain)) <= 8 * 1024
+    assert record.chain
+
+
+def test_many_values_are_looked_for_in_the_first_texts_only() -> None:
+    """The work is bounded: arguments of 250 kB do not make an error of a hundred causes cost seconds."""
+    chain: BaseException | None = None
+    for _ in range(50):
+        new = ValueError("text")
+        new.__cause__, chain = chain, new
+    assert chain is not None
+    record = describe_failure(
+        chain, job_with({"values": [f"\N{LATIN SMALL LETTER E WITH ACUTE}{number}" for number in range(20_000)]})
+    ).record
+    assert record.message == "text"
+    texts = [error.message for error in record.chain]
+    assert len(texts) == 10
+    assert ["too many values" in text for text in texts[4:]] == [True] * 6
+
+
+def _stack_of(length: int) -> BaseException:
+    innermost = raised(lambda: _fails_deep(0))
+    step = innermost.__traceback__
+    assert step is not None
+    for _ in range(length):
+        step = TracebackType(step, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return innermost.with_traceback(step)
+
+
+def test_an_endless_recursion_is_described_by_its_ends() -> None:
+    """Of a hundred thousand frames a hundred and fifty are looked at: all of them took four seconds."""
+    error = _stack_of(100_000)
+    assert len(frames_of(error)) == 151
+    assert "[99,983 frames left out]" in describe_failure(error, job_with({})).record.traceback()
+
+
+class Odd(Exception):
+    """Its attributes are no more what they are of other exceptions."""
+
+    def __init__(self) -> None:
+        self.__notes__ = 5
+
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        raise SystemExit
+
+    @property
+    def __suppress_context__(self) -> bool:  # type: ignore[override]
+        raise SystemExit
+
+
+class Refusing(Exception):
+    """Lets nothing be read of it."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise SystemExit(name)
+
+
+class OddlyTraced(Exception):
+    __traceback__ = 5  # type: ignore[assignment]
+
+
+class Wrapping(StatementError):
+    """Looks like an error of a driver that SQLAlchemy has wrapped, and has none."""
+
+    def __init__(self) -> None:
+        super().__init__("no", "SELECT", {}, ValueError("no"))
+
+    @property
+    def orig(self) -> BaseException:  # type: ignore[override]
+        raise SystemExit
+
+    @orig.setter
+    def orig(self, _: object) -> None:
+        pass
+
+
+class Lying(Exception):
+    """Pretends to be an error of a driver that SQLAlchemy has wrapped."""
+
+    __class__ = property(lambda _: DBAPIError)  # type: ignore[assignment]
+
+
+class OddGroup(ExceptionGroup[ValueError]):
+    exceptions = (1, "x", None)  # type: ignore[assignment]
+
+
+class OddNotes(list[object]):
+    def __getitem__(self, _: object) -> NoReturn:
+        raise SystemExit
+
+
+def _oddly_noted() -> ValueError:
+    error = ValueError("no")
+    error.__notes__ = OddNotes(["x"])
+    return error
+
+
+ODD = [Odd, Refusing, OddlyTraced, Wrapping, Lying, lambda: OddGroup("two", [ValueError("no")]), _oddly_noted]
+
+
+@pytest.mark.parametrize("make", ODD)
+def test_an_exception_that_cannot_be_looked_at_is_recorded(make: Callable[[], BaseException]) -> None:
+    """Whatever a user's class makes of what exceptions have, the attempt has its type, message and place."""
+
+    def fail() -> None:
+        raise make()
+
+    with pytest.raises(BaseException) as failed:  # all of them
+        fail()
+    record = describe_failure(failed.value, job_with({})).record
+    assert record.type.endswith(type(failed.value).__name__)
+    assert "in fail" in record.where[-1]
+    assert "in fail" in record.traceback()
+
+
+def test_old_records_are_read_and_broken_ones_left_out() -> None:
+    """What an earlier version stored, and what nothing of ours wrote."""
+    old = '{"attempt": 1, "type": "ValueError", "message": "bad", "where": ["a.py:1 in f"], "at": "2026-01-01"}'
+    (read,) = read_attempts(f'[5, {old}, {{"attempt": "x"}}]')
+    assert (read.type, read.message, read.at, read.traceback()) == ("ValueError", "bad", "2026-01-01", "")
+    assert read_attempts("nonsense") == []
+
+
+def test_texts_are_whole_only_if_the_handler_says_so() -> None:
+    """Then also those of drivers, with the rows that they quote."""
+    error = wrapped(Diagnosed("x"), IntegrityError)
+    assert "ann@example.org" in describe_failure(error, job_with({}), Describing(args=None)).record.message

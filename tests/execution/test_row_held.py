@@ -64,7 +64,7 @@ def test_a_job_whose_row_is_held_past_its_deadlines_is_not_charged(
     assert ledger(engine) == {"behind": 1, "held": 1}
     assert attempts == [1, 1]
     assert dead_letters(engine) == []
-    assert [event.died for event in running.of(JobCrashed)] == [False]
+    assert [event.dead_letter for event in running.of(JobCrashed)] == [False]
     assert len(running.of(JobDone)) == 2
 
 

@@ -524,10 +524,13 @@ def test_stale_rows_are_loaded_again_after_a_handlers_own_statement(
 
 def test_batchable_under_a_lease_is_refused(engine: Engine) -> None:
     """Each job has a transaction of its own there."""
+
+    def nothing(ctx: Context) -> None: ...
+
     with pytest.raises(RegistryError, match="leave one of the two out"):
-        Jobs().handler(batchable=True, claim="lease")
+        Jobs().handler(batchable=True, claim="lease")(nothing)
     with pytest.raises(RegistryError, match="batchable takes True or False"):
-        Jobs().handler(batchable="yes")
+        Jobs().handler(batchable="yes")(nothing)
 
 
 def test_hooks_of_the_users_own_see_each_jobs_own_flush(

@@ -225,7 +225,10 @@ def test_a_handler_may_differ_from_its_registry(told: Callable[..., str]) -> Non
 
 def test_there_are_two_sorts_of_messages() -> None:
     """A misspelt option is refused when the handler is registered."""
+
+    def nothing(ctx: Context) -> None: ...
+
     with pytest.raises(RegistryError, match="'redacted' or 'withheld'"):
         Jobs(messages="hidden")
     with pytest.raises(RegistryError, match="'redacted' or 'withheld'"):
-        Jobs().handler(messages="none")
+        Jobs().handler(messages="none")(nothing)

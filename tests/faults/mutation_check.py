@@ -33,7 +33,37 @@ class Mutant:
     tests: tuple[str, ...]
 
 
+_COALESCE = "tests/flow/test_coalesce.py"
+
 MUTANTS = (
+    Mutant(
+        "the row lock of a schedule that is fired",
+        "outboxq/statements/schedules.py",
+        "        .with_for_update(skip_locked=True)\n",
+        "",
+        ("tests/flow/test_cron.py::test_two_relays_at_the_same_moment_fire_once",),
+    ),
+    Mutant(
+        "the next time of a schedule from its last one, and not from now",
+        "outboxq/relay/maintenance/scheduler.py",
+        '    behind = last if last is not None and stored.schedule.missed == "all" else now\n',
+        "    behind = now\n",
+        ("tests/relay/test_scheduler.py::test_a_long_backlog_comes_in_pieces",),
+    ),
+    Mutant(
+        "the order of times in the hour that comes twice",
+        "outboxq/cron.py",
+        "            if due > last:\n                yield due\n                last = due\n",
+        "            yield due\n            last = due\n",
+        ("tests/schedules/test_cron.py::test_in_the_hour_that_comes_twice_nothing_is_due_in_the_past",),
+    ),
+    Mutant(
+        "the savepoint around each schedule that is fired",
+        "outboxq/relay/maintenance/scheduler.py",
+        "                with connection.begin_nested():\n                    tick.fired += _fire(connection, row)\n",
+        "                tick.fired += _fire(connection, row)\n",
+        ("tests/relay/test_scheduler.py::test_a_schedule_that_cannot_be_fired_holds_no_other_up",),
+    ),
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
@@ -50,6 +80,76 @@ MUTANTS = (
         ("tests/execution/test_claim.py::test_a_claim_with_stale_statistics_takes_at_most_its_limit",),
     ),
     Mutant(
+        "the slots of a limit",
+        "outboxq/statements/limit.py",
+        "  WHERE pg_catalog.pg_try_advisory_xact_lock(",
+        "  WHERE 0 = 0 OR pg_catalog.pg_try_advisory_xact_lock(",
+        ("tests/flow/test_limits.py::test_no_more_jobs_run_than_the_limit_allows",),
+    ),
+    Mutant(
+        "the lock of claims that count leased jobs",
+        "outboxq/statements/claim.py",
+        '                lock = f"{lock_claims(schema, queue)}; " if counts_leases else ""\n',
+        '                lock = ""\n',
+        ("tests/flow/test_limits.py::test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before",),
+    ),
+    Mutant(
+        "the way that a claim gives to another one which holds it up",
+        "outboxq/relay/batch_loop.py",
+        "                if self._gave_way(connection, request, error):\n",
+        "                if 0 == 1:\n",
+        ("tests/flow/test_limits.py::test_a_claim_under_a_lease_that_another_one_holds_up_gives_way",),
+    ),
+    Mutant(
+        "the slot of a suspect that runs",
+        "outboxq/relay/batch_loop.py",
+        "        if room is None or room.lock or not claimed.jobs or take_slot(",
+        "        if 0 == 0 or take_slot(",
+        ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
+    ),
+    Mutant(
+        "tokens before the claim",
+        "outboxq/relay/claim_planner.py",
+        "        if not admission.has_rate(name):\n",
+        "        if 0 == 0:\n",
+        ("tests/flow/test_rates.py::test_jobs_begin_at_the_rate_of_their_queue",),
+    ),
+    Mutant(
+        "the look at jobs that other transactions run",
+        "outboxq/statements/rate.py",
+        '"job.xmax = ANY (ARRAY(SELECT transactionid FROM open))"',
+        '"false"',
+        ("tests/flow/test_rates.py::test_a_job_that_another_transaction_runs_costs_no_token",),
+    ),
+    Mutant(
+        "the look whether the limit has room for tokens",
+        "outboxq/relay/admission.py",
+        "self._room(queue))\n",
+        "None)\n",
+        ("tests/flow/test_rates.py::test_a_full_limit_costs_no_tokens",),
+    ),
+    Mutant(
+        "the tokens of the claim behind a reservation, however late it comes",
+        "outboxq/relay/rates.py",
+        "            hand.tokens, hand.used, hand.is_fresh = hand.tokens + tokens, 0, True\n",
+        "            hand.tokens, hand.used, hand.is_fresh = hand.tokens + tokens, 0, False\n",
+        ("tests/flow/test_rates.py::test_the_claim_behind_a_reservation_has_its_tokens_however_late_it_comes",),
+    ),
+    Mutant(
+        "the tokens that a claim leaves to the next one when it finds nothing",
+        "outboxq/relay/claim_planner.py",
+        "        self._has_left_tokens = True\n",
+        "",
+        ("tests/flow/test_rates.py::test_a_claim_that_finds_nothing_leaves_its_token_to_the_next",),
+    ),
+    Mutant(
+        "the order of the look at jobs that wait for tokens, by the indexes",
+        "outboxq/statements/rate.py",
+        "SET LOCAL enable_sort = off; ",
+        "",
+        ("tests/flow/test_rates.py::test_a_look_at_many_jobs_reads_no_more_than_it_asks_for",),
+    ),
+    Mutant(
         "the lease token in the completion",
         "outboxq/statements/settle.py",
         "    return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)\n",
@@ -59,15 +159,15 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {taking}COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),
     Mutant(
         "the columns that a producer may write",
         "outboxq/admin/roles.py",
-        "    GRANT INSERT ({columns}) ON {table} TO {role};\n",
-        "    GRANT INSERT ON {table} TO {role}; -- {columns}\n",
+        "AND attname = ANY ({columns}) AND NOT attisdropped\n",
+        "AND attnum > 0 AND {columns} IS NOT NULL AND NOT attisdropped\n",
         ("tests/admin/test_role_matrix.py",),
     ),
     Mutant(
@@ -90,6 +190,20 @@ MUTANTS = (
         "    result = runtime.kept(job, result)\n    match result:\n",
         "    match result:\n",
         ("tests/execution/test_withheld.py",),
+    ),
+    Mutant(
+        "the look at errors that a chain does not show, for what they quote",
+        "outboxq/execution/failure.py",
+        "(original_of(each), _cause(each), _context(each), *_members(each)[:_LONGEST_CHAIN])",
+        "(original_of(each), _cause(each), *_members(each)[:_LONGEST_CHAIN])",
+        ("tests/execution/test_redaction.py",),
+    ),
+    Mutant(
+        "the drop of tracebacks when the hooks were called",
+        "outboxq/events.py",
+        '        _OF_EXCEPTIONS["__traceback__"].__set__(each, None)\n',
+        "",
+        ("tests/execution/test_exceptions_told.py",),
     ),
     Mutant(
         "the check of changes of unlocked rows before they are flushed",
@@ -293,8 +407,8 @@ MUTANTS = (
     Mutant(
         "the end of the backend at a timeout",
         "outboxq/relay/deadlines.py",
-        "        end_other_transaction(connection, batch, terminate=True)\n",
-        "",
+        "        end_other_transaction(connection, batch, terminate=True)\n        return settle_aborted(",
+        "        return settle_aborted(",
         ("tests/faults/test_deadlines.py",),
     ),
     Mutant(
@@ -309,7 +423,7 @@ MUTANTS = (
         "outboxq/statements/effects.py",
         'or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),\n',
         "effect.c.in_doubt,\n",
-        ("tests/effects/test_once.py", "examples/payments/test_torture.py"),
+        ("tests/effects/test_once.py", "examples/payments/tests/test_torture.py"),
     ),
     Mutant(
         "the check of the lock right before the call",
@@ -557,8 +671,8 @@ MUTANTS = (
     Mutant(
         "a crashed suspect's place behind the others",
         "outboxq/statements/lease.py",
-        "lease_token = {token}, seq = DEFAULT,",
-        "lease_token = {token},",
+        """_SUSPECT = sql.SQL("state = 'suspect', seq = DEFAULT")""",
+        """_SUSPECT = sql.SQL("state = 'suspect'")""",
         ("tests/relay/test_lease_steps.py",),
     ),
     Mutant(
@@ -600,6 +714,27 @@ MUTANTS = (
         (
             "tests/relay/test_turns.py::test_a_sleeping_slot_claims_from_the_queue_that_it_was_called_to_and_from_no_other",
         ),
+    ),
+    Mutant(
+        "the poll of a slot that falls asleep behind a call",
+        "outboxq/relay/idle.py",
+        "self._poller.uncalled_since(self.idle_slot.queues)",
+        "self._poller.polled_at(self._first)",
+        ("tests/relay/test_lost_wakes.py::test_a_slot_that_falls_asleep_behind_a_call_polls_for_it",),
+    ),
+    Mutant(
+        "the call by a slot that goes where a poll saw jobs, and never slept",
+        "outboxq/relay/batch_loop.py",
+        "self._sleep.is_asleep or (self._planner.is_called and self._state.listener is not None)",
+        "self._sleep.is_asleep",
+        ("tests/relay/test_lost_wakes.py::test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs",),
+    ),
+    Mutant(
+        "the look, before a pause, at what another slot's poll has found",
+        "outboxq/relay/idle.py",
+        "if self._wants_poll() or self._has_jobs():",
+        "if self._wants_poll() and self._poller.is_under_way():",
+        ("tests/relay/test_lost_wakes.py::test_a_slot_that_waits_for_a_poll_does_not_sleep_over_what_it_finds",),
     ),
     Mutant(
         "the claim that is left out behind one that took a queue's only jobs",
@@ -717,7 +852,7 @@ MUTANTS = (
     Mutant(
         "one by one, if a sweep fails for one row",
         "outboxq/relay/lease.py",
-        "            return self._reap_one_by_one(connection)",
+        "            return self._reap_one_by_one(connection, in_group=in_group)",
         "            raise",
         ("tests/faults/test_rows_that_refuse.py",),
     ),
@@ -934,6 +1069,344 @@ MUTANTS = (
         "        while not ends.is_set():\n            with suppress",
         "        if not ends.is_set():\n            with suppress",
         ("tests/relay/test_event_loops.py::test_a_handler_that_stops_its_loop_ends_no_relay",),
+    ),
+    Mutant(
+        "an error that an around swallows, and that stays the attempt's",
+        "outboxq/execution/surround.py",
+        "        wrapping.__exit__(type(error), error, error.__traceback__)\n        raise\n",
+        "        if not wrapping.__exit__(type(error), error, error.__traceback__):\n            raise\n"
+        "        return None\n",
+        ("tests/execution/test_arounds.py::test_an_error_fails_the_attempt_whatever_the_arounds_answer",),
+    ),
+    Mutant(
+        "the arounds, entered before their job's rows are loaded",
+        "outboxq/execution/attempt.py",
+        "        return Surrounded.of(arounds, self._session, self._arguments, batch)\n",
+        "        given = self._arguments()\n"
+        "        return Surrounded.of(arounds, self._session, lambda: given, batch)\n",
+        ("tests/execution/test_arounds_tenant.py::test_rows_are_loaded_and_locked_under_their_tenant",),
+    ),
+    Mutant(
+        "the lock of a row that was not there when rows were locked together",
+        "outboxq/execution/preload.py",
+        " for key in wanted[entity] if key in locked)\n",
+        " for key in wanted[entity])\n",
+        ("tests/execution/test_arounds.py::test_a_row_that_could_not_be_locked_ahead_is_locked_when_it_is_loaded",),
+    ),
+    Mutant(
+        "the loading of columns of the application's own types within their job's arounds",
+        "outboxq/execution/preload.py",
+        " or (self._own_types and not _has_own_types(mapper)):\n",
+        ":\n",
+        ("tests/execution/test_arounds.py::test_types_of_the_application_s_own_work_within_the_arounds_of_their_job",),
+    ),
+    Mutant(
+        "the events that are dropped at once while hooks are behind",
+        "outboxq/relay/hook_thread.py",
+        "            if not self._is_behind:\n                self._changed.wait_for",
+        "            if not self._has_room():\n                self._is_behind = False\n"
+        "                self._changed.wait_for",
+        ("tests/relay/test_hooks.py::test_hooks_that_are_behind_get_no_events_until_half_of_them_are_told",),
+    ),
+    Mutant(
+        "the traceback of an event, dropped when the hooks were told it",
+        "outboxq/relay/hook_thread.py",
+        "                forget(event)\n                # Not kept",
+        "                # Not kept",
+        ("tests/relay/test_hooks.py::test_what_a_failed_handler_held_goes_when_its_event_was_told_or_dropped",),
+    ),
+    Mutant(
+        "a unique key that was free is taken without compare-and-set",
+        "outboxq/statements/unique.py",
+        "        where=judged.scalar_subquery() == _VERSION,\n",
+        "",
+        (
+            "tests/flow/test_unique.py::test_a_key_that_was_taken_over_meanwhile_is_not_taken_again",
+            "tests/flow/test_unique.py::test_under_kills_no_two_jobs_of_a_key_live_and_none_is_lost",
+        ),
+    ),
+    Mutant(
+        "a unique key that was free is taken by the id of its last job",
+        "outboxq/statements/unique.py",
+        '_VERSION: ColumnElement[Any] = literal_column("unique_key.ctid")\n',
+        '_VERSION: ColumnElement[Any] = literal_column("unique_key.job_id")\n',
+        ("tests/flow/test_unique.py::test_a_key_of_a_retried_dead_letter_is_not_stolen",),
+    ),
+    Mutant(
+        "a unique key is free while its job runs under a lease",
+        "outboxq/statements/unique.py",
+        "_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id)",
+        '_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, job.c.state != "leased")',
+        ("tests/flow/test_unique.py::test_a_key_is_taken_for_as_long_as_its_job_lives",),
+    ),
+    Mutant(
+        "unique keys are taken in the order of the adds",
+        "outboxq/statements/unique.py",
+        '.order_by(collate(wanted.c.key, "C"))',
+        "",
+        ("tests/flow/test_unique.py::test_two_flushes_with_the_same_keys_in_other_orders_do_not_deadlock",),
+    ),
+    Mutant(
+        "a handler takes unique keys by its flush",
+        "outboxq/outbox/unique.py",
+        "    if collected is not None:\n",
+        "    if collected is None and jobs == {}:\n",
+        ("tests/flow/test_unique.py::test_adds_of_a_key_do_not_wait_for_a_handler_that_adds_it",),
+    ),
+    Mutant(
+        "the COMMIT of a handler takes unique keys without compare-and-set",
+        "outboxq/statements/unique.py",
+        "  WHERE held.ctid = (SELECT version FROM standing WHERE standing.key = held.key)\n",
+        "",
+        ("tests/flow/test_unique.py::test_a_handler_does_not_take_a_key_that_was_taken_over_meanwhile",),
+    ),
+    Mutant(
+        "unique keys are pruned by the look that was taken before they were locked",
+        "outboxq/statements/unique.py",
+        "  WHERE key = ANY ({keys}::text[])\n"
+        "    AND coalesce(kept_until <= pg_catalog.statement_timestamp(), true)\n"
+        "    AND (SELECT true FROM {job} AS job WHERE job.id = held.job_id) IS NULL\n"
+        "  RETURNING 1\n",
+        "  WHERE key = ANY ({keys}::text[]) RETURNING 1\n",
+        ("tests/flow/test_unique.py::test_a_key_that_was_taken_over_before_it_was_locked_is_not_pruned",),
+    ),
+    Mutant(
+        "dead letters are retried whether their unique key is free or not",
+        "outboxq/statements/dead_letters.py",
+        "*_can_be_jobs(), or_(has_no_key, has_its_key)\n",
+        "*_can_be_jobs(), or_(has_no_key, ~has_no_key)\n",
+        ("tests/flow/test_unique.py::test_a_dead_letter_is_retried_only_if_its_key_is_free",),
+    ),
+    Mutant(
+        "the lock of a group",
+        "outboxq/statements/group_claim.py",
+        "      THEN pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({lock}),\n"
+        "        pg_catalog.hashtext(pg_catalog.concat_ws(pg_catalog.chr(31), {queue}::text, heads.group_key, "
+        "slot.number)))\n",
+        "      THEN {lock} <> ''\n",
+        ("tests/relay/test_groups.py::test_a_job_that_commits_late_does_not_run_beside_its_successor",),
+    ),
+    Mutant(
+        "the look for leased jobs of a group",
+        "outboxq/statements/group_claim.py",
+        "  WHERE state = 'group_leased' AND queue = {queue} GROUP BY group_key\n",
+        "  WHERE state = 'group_leased' AND queue = {queue} AND false GROUP BY group_key\n",
+        ("tests/relay/test_groups.py::test_a_job_that_commits_late_does_not_run_beside_its_successor",),
+    ),
+    Mutant(
+        "the second snapshot of a group's claim: both statements see the same",
+        "outboxq/statements/group_claim.py",
+        "{BY_INDEX}{lock}; {pick}",
+        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; {BY_INDEX}{lock}; {pick}",
+        ("tests/relay/test_groups.py::test_a_lease_that_is_committed_while_a_claim_begins_is_seen",),
+    ),
+    Mutant(
+        "the end of a group's run at a job that another transaction holds",
+        "outboxq/statements/group_claim.py",
+        "  WHERE (NOT run.free OR locked.id IS NULL OR locked.died)",
+        "  WHERE (NOT run.free OR locked.died)",
+        ("tests/relay/test_groups.py::test_a_lock_on_the_first_job_holds_up_its_group",),
+    ),
+    Mutant(
+        "the place of a group's job that is put back",
+        "outboxq/statements/settle.py",
+        "            return _InsertInPlace(job).values(**_kept(claimed), **expiry, **changed, seq=claimed.seq)\n",
+        "            return insert(job).values(**_kept(claimed), **expiry, **changed)\n",
+        ("tests/relay/test_groups.py::test_a_failed_job_holds_up_its_group_until_its_retry_is_due",),
+    ),
+    Mutant(
+        "giving back the jobs of a batch behind a failed one of their group",
+        "outboxq/execution/settle.py",
+        "        blocked.add(job.group_key)\n",
+        "        blocked.discard(job.group_key)\n",
+        ("tests/relay/test_groups.py::test_a_failed_job_holds_up_its_group_until_its_retry_is_due",),
+    ),
+    Mutant(
+        "when a group's job was due, as the witness of a lost COMMIT",
+        "outboxq/statements/settle.py",
+        "    return same if claimed.group_key is None else same.where(job.c.run_at == claimed.run_at)\n",
+        "    return same\n",
+        ("tests/relay/test_groups.py::test_a_job_that_came_back_is_told_from_one_that_was_never_taken",),
+    ),
+    Mutant(
+        "beside groups: their leased jobs in the count of a queue's limit",
+        "outboxq/statements/limit.py",
+        "WHERE job.state = 'group_leased' AND job.queue = wanted.queue\n",
+        "WHERE job.state = 'group_leased' AND job.queue = wanted.queue AND false\n",
+        ("tests/relay/test_groups_beside.py::test_a_limit_of_a_queue_holds_for_jobs_of_groups",),
+    ),
+    Mutant(
+        "beside groups: a queue's limit at the walk over its groups",
+        "outboxq/statements/group_claim.py",
+        "  WHERE {has_room} AND NOT EXISTS",
+        "  WHERE NOT EXISTS",
+        ("tests/relay/test_groups_beside.py::test_a_limit_of_a_queue_holds_for_jobs_of_groups",),
+    ),
+    Mutant(
+        "beside groups: a call of a batch handler for each of a group's jobs",
+        "outboxq/execution/plan.py",
+        "    if batch.runs_apart or _reorders_groups(batch, runtime):\n",
+        "    if batch.runs_apart:\n",
+        ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
+    ),
+    Mutant(
+        "beside groups: a relay's own leases that no slot knows",
+        "outboxq/relay/lease.py",
+        "            in_group = leased[job_id, token]\n",
+        "            in_group = False\n",
+        ("tests/relay/test_groups_beside.py::test_a_lease_that_no_slot_knows_is_taken_back_in_its_place",),
+    ),
+    Mutant(
+        "the look for cancellations at a claim",
+        "outboxq/execution/plan.py",
+        "    return CancelledResult() if job.id in runtime.orders.cancelled else None\n",
+        "    return None\n",
+        (
+            "tests/relay/test_cancel.py::test_a_request_stands_until_the_job_is_gone",
+            "tests/relay/test_cancel.py::test_a_suspect_that_was_cancelled_does_not_run",
+        ),
+    ),
+    Mutant(
+        "the request as the truth about a cancellation",
+        "outboxq/execution/settle.py",
+        "    if outcome is None:\n",
+        '    if outcome == "":\n',
+        ("tests/relay/test_cancel.py::test_a_request_that_does_not_stand_any_more_ends_nothing",),
+    ),
+    Mutant(
+        "the transaction by which a forced cancellation knows its session",
+        "outboxq/statements/cancel.py",
+        "AS activity ON activity.backend_xid = job.xmax WHERE",
+        "AS activity ON activity.backend_xid IS NOT NULL WHERE",
+        ("tests/cli/test_cancelling.py::test_force_ends_no_session_that_runs_another_job_by_now",),
+    ),
+    Mutant(
+        "the look at the expiry before a handler is called",
+        "outboxq/execution/plan.py",
+        "    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):\n",
+        "    if batch.expires and time.monotonic() >= math.inf:\n",
+        ("tests/relay/test_expiry.py::test_an_expired_job_is_dropped_and_the_others_run",),
+    ),
+    Mutant(
+        "jobs of a key taken along behind the handlers, and not before them",
+        "outboxq/relay/batch_loop.py",
+        "                coalesce(connection, batch, self._state.config.schema)\n"
+        "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
+        '                fault_point("after-claim")\n'
+        "                committed = None\n"
+        "                # None: COMMIT was refused, and all is undone.\n"
+        "                while committed is None:\n"
+        "                    run(connection, batch, runtime, shared=not batch.is_lone)\n",
+        "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
+        '                fault_point("after-claim")\n'
+        "                committed = None\n"
+        "                while committed is None:\n"
+        "                    run(connection, batch, runtime, shared=not batch.is_lone)\n"
+        "                    coalesce(connection, batch, self._state.config.schema)\n",
+        (f"{_COALESCE}::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
+    ),
+    Mutant(
+        "jobs of a key taken along under a lease behind the handler too",
+        "outboxq/relay/batch_loop.py",
+        "                        run(connection, batch, runtime, shared=False)\n",
+        "                        run(connection, batch, runtime, shared=False)\n"
+        "                        one = LeasedBatch(leased.queue, (job,))\n"
+        "                        coalesce_leased(connection, one, self._state.config.schema)\n",
+        (f"{_COALESCE}::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
+    ),
+    Mutant(
+        "jobs of a key taken along as the claim's snapshot has them",
+        "outboxq/statements/coalesce.py",
+        "  WHERE unique_key = ANY ({keys}::text[])\n",
+        "  WHERE unique_key = ANY ({keys}::text[]) AND created_at < pg_catalog.transaction_timestamp()\n",
+        (f"{_COALESCE}::test_a_job_that_is_committed_behind_the_claim_is_taken_along",),
+    ),
+    Mutant(
+        "the newest job of a key by its seq, for the claimed one",
+        "outboxq/execution/coalesce.py",
+        '            if (newest["created_at"], seq) > _place(run):\n',
+        "            if seq > run.seq:\n",
+        (f"{_COALESCE}::test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones",),
+    ),
+    Mutant(
+        "the newest job of a key by its seq, among those that are taken along",
+        "outboxq/statements/coalesce.py",
+        "    ARRAY[(EXTRACT(epoch FROM created_at) * '1000000'::numeric)::bigint, seq]) AS place\n",
+        "    ARRAY[seq, seq]) AS place\n",
+        (f"{_COALESCE}::test_the_newest_of_the_jobs_that_are_taken_along_is_the_one_that_was_added_last",),
+    ),
+    Mutant(
+        "retries that wait, among the jobs that a run takes along",
+        "outboxq/statements/coalesce.py",
+        " OR attempt > 0 OR lease_token > 0 OR parked > 0",
+        "",
+        (f"{_COALESCE}::test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones",),
+    ),
+    Mutant(
+        "the token of a job with a key that is put back",
+        "outboxq/statements/settle.py",
+        "    if claimed.lease_token is None and claimed.unique_key is not None:\n",
+        "    if claimed.lease_token is None and claimed.unique_key is None:\n",
+        (f"{_COALESCE}::test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones",),
+    ),
+    Mutant(
+        "savepoints above what a run takes along",
+        "outboxq/execution/claim.py",
+        '        return f"RELEASE SAVEPOINT {self.savepoint}; {_savepoints(self.savepoint)}"\n',
+        '        return "SELECT"\n',
+        (f"{_COALESCE}::test_a_run_that_fails_is_put_back_as_the_newest_job",),
+    ),
+    Mutant(
+        "the newest arguments in the leased row",
+        "outboxq/statements/coalesce.py",
+        "  WHERE job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND",
+        "  WHERE false AND job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND",
+        (f"{_COALESCE}::test_a_leased_row_has_the_newest_arguments_before_its_run_begins",),
+    ),
+    Mutant(
+        "the marks of jobs that were taken along, cleared with a batch that is rolled back",
+        "outboxq/execution/batch_state.py",
+        "        return (*(job.id for job in self.jobs), *self.taken_along)\n",
+        "        return tuple(job.id for job in self.jobs)\n",
+        (f"{_COALESCE}::test_what_was_taken_along_comes_back_with_a_batch_that_is_rolled_back",),
+    ),
+    Mutant(
+        "batches are looked at before COMMIT",
+        "outboxq/execution/commit.py",
+        "    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim\n",
+        "    if behind.look:\n"
+        '        run_script(connection, behind.look.partition("; ")[2].removesuffix("; COMMIT"))\n'
+        '        behind = _Behind("", behind.next_claim)\n'
+        "    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim\n",
+        ("tests/flow/test_batch_scenes.py::test_a_batch_is_looked_at_behind_commit",),
+    ),
+    Mutant(
+        "a look at a batch passes over one that another look holds",
+        "outboxq/statements/job_batches.py",
+        "  WHERE {wanted}\n",
+        "  WHERE id IN (SELECT batch.id FROM {batch} AS batch WHERE {wanted} FOR UPDATE SKIP LOCKED)\n",
+        ("tests/flow/test_batch_scenes.py::test_a_look_waits_for_another_one_that_may_roll_back",),
+    ),
+    Mutant(
+        "the sweep of batches",
+        "outboxq/relay/maintenance/pruner.py",
+        "        batches = self._sweep(connection)\n",
+        "        batches = 0\n",
+        ("tests/flow/test_batch_scenes.py::test_the_sweep_comes_to_a_batch_whose_last_member_no_relay_has_ended",),
+    ),
+    Mutant(
+        "a batch waits for the batches whose callbacks are its members",
+        "outboxq/statements/job_batches.py",
+        "    AND NOT EXISTS (SELECT FROM {batch} AS nested WHERE nested.parent_id = batch.id)\n",
+        "",
+        ("tests/outbox/test_job_batches.py::test_a_nested_batch_holds_its_parent_open",),
+    ),
+    Mutant(
+        "a job that wrote nothing under a lease is followed by the next of its chain",
+        "outboxq/execution/run.py",
+        "    adds = isinstance(result, Done) and has_follower(job)\n",
+        "    adds = False\n",
+        ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
 )
 

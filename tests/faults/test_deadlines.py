@@ -115,8 +115,11 @@ def recording(lifespan: Callable[[], AbstractAsyncContextManager[None]] | None =
 @pytest.mark.parametrize("seconds", [0, -1, 0.0, float("nan"), float("inf"), "30", True, 1e9])
 def test_a_deadline_that_cannot_be_is_refused(seconds: object) -> None:
     """At the decorator, with what it takes."""
+
+    def nothing(ctx: Context) -> None: ...
+
     with pytest.raises(RegistryError, match="timeout_seconds takes"):
-        Jobs().handler(timeout_seconds=seconds)
+        Jobs().handler(timeout_seconds=seconds)(nothing)
 
 
 def test_the_deadline_is_five_minutes_unless_given() -> None:
@@ -957,5 +960,5 @@ def test_the_roles_own_idle_timeout(
     else:
         assert effects(engine) == []
         assert runs == [1, 1, 1]
-        assert [event.died for event in of(events, JobCrashed)] == [False, True]
+        assert [event.dead_letter for event in of(events, JobCrashed)] == [False, True]
         assert rows(engine, "SELECT attempt, crashes FROM outboxq.dead_job") == [(0, 2)]

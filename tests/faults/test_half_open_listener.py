@@ -5,15 +5,20 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, make_url, text
 
 from outboxq import RelayConfig
 from outboxq.database import driver
 from outboxq.postgres import Database
+from outboxq.relay.hearing import HearingCheck
 from outboxq.relay.limits import RelayLimits
+from outboxq.relay.listener import Listener
+from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.ledger import enqueue, ledger, rows, waiting
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -104,6 +109,31 @@ def test_a_half_open_listener_of_an_idle_relay_is_replaced(
         wait_until(lambda: probed(engine), "a probe, behind all that the slots have asked")
         proxy.swallow_everything()
         wait_until(lambda: listening(engine) - first, "another listener")
+
+
+def test_a_listener_that_is_half_open_before_it_was_heard_is_replaced(
+    outboxq_database: Database, proxy: Proxy, listen_url: str
+) -> None:
+    """While it waits for the proof that notifications arrive, it asks by itself too."""
+    listeners: list[psycopg.Connection] = []
+
+    def listen() -> psycopg.Connection:
+        listeners.append(psycopg.connect(libpq_url(listen_url), autocommit=True))
+        return listeners[-1]
+
+    def produce() -> psycopg.Connection:
+        if len(listeners) == 1:
+            proxy.swallow_everything()
+        return psycopg.connect(libpq_url(outboxq_database.url), autocommit=True)
+
+    hearing = HearingCheck(produce, patience_seconds=600.0, poll_seconds=1.0)
+    listener = Listener(listen, SCHEMA, lambda _queue: None, probe_seconds=0.3, hearing=hearing)
+    listener.start()
+    try:
+        wait_until(lambda: hearing.passed, "a listener that hears")
+    finally:
+        listener.stop()
+    assert len(listeners) == 2
 
 
 def probed(engine: Engine) -> bool:

@@ -58,7 +58,7 @@ def test_a_relay_stopped_past_its_lease_commits_nothing_when_it_wakes(
         stalled.pause()
         with start_relay(faulty.jobs, config(kind.queue)) as running:
             wait_until(lambda: running.of(JobDone), "the other relay to do it")
-        assert [(event.crashes, event.died) for event in running.of(JobCrashed)] == [(0, False)]
+        assert [(event.crashes, event.dead_letter) for event in running.of(JobCrashed)] == [(0, False)]
         open_gate(marker)
         stalled.resume()
         wait_until(lambda: LOST in stalled.log, "the loss to be noticed")

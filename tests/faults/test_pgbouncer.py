@@ -17,6 +17,7 @@ from outboxq.events import DatabaseLost, JobDied, JobRetried
 from outboxq.execution.claim import PreparedClaims
 from outboxq.handlers.handler import AnyHandler
 from outboxq.postgres import Database
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.ledger import dead, enqueue, ledger, waiting
@@ -137,3 +138,46 @@ def test_startup_options_are_left_out_where_a_pooler_refuses_them(outboxq_databa
                     assert connection.execute(text("SELECT 1")).scalar_one() == 1
                 assert connection.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one() == 0
         pooled.dispose()
+
+
+@pytest.mark.relay_limits(RelayLimits(hearing_seconds=1.0))
+@pytest.mark.parametrize("listens", ["through the pooler", "directly"])
+def test_a_relay_says_once_that_notifications_do_not_arrive(
+    start_relay: StartRelay,
+    engine: Engine,
+    pooled_url: str,
+    outboxq_database: Database,
+    caplog: pytest.LogCaptureFixture,
+    listens: str,
+) -> None:
+    """Behind a transaction pooler it polls, and names both ways out; with a direct URL to listen on, it hears."""
+    direct = outboxq_database.url if listens == "directly" else None
+    config = replace(POOLED, listen=True, listen_url=direct, poll_seconds=5)
+    with (
+        caplog.at_level("DEBUG", logger="outboxq.listener"),
+        start_relay(engine=f"{pooled_url}?prepare_threshold=none", config=config),
+    ):
+        if listens == "directly":
+            wait_until(lambda: _sleep_flags(engine) > 0, "the relay to sleep under its flags")
+        else:
+            wait_until(lambda: _warnings(caplog), "the warning")
+        names = enqueue(engine, ["one", "two"])
+        wait_until(lambda: waiting(engine) == 0, "the queue to empty")
+        if listens != "directly":
+            assert _sleep_flags(engine) == 0
+    assert ledger(engine) == dict.fromkeys(names, 1)
+    said = _warnings(caplog)
+    assert len(said) == (listens != "directly")
+    assert all("polls, up to 1 s apart" in each and "--listen-url" in each and "--no-listen" in each for each in said)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def _sleep_flags(engine: Engine) -> int:
+    with engine.connect() as connection:
+        query = (
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid::int = hashtext('outboxq_outboxq')"
+        )
+        return connection.execute(text(query)).scalar_one()

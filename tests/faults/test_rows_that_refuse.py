@@ -8,7 +8,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.events import Event, JobCrashed, JobDone, JobSetAside, JobsSuspected
+from outboxq.events import Event, JobCrashed, JobDone, JobSetAside, JobsSuspected, RelayStarted
 from outboxq.statements.claim import ClaimScript
 from tests.conftest import StartRelay
 from tests.support.app import Effect
@@ -164,20 +164,24 @@ def test_what_ails_all_jobs_blames_none(
 ) -> None:  # fmt: skip
     """A trigger of the users' that needs mending makes no dead letters, whatever it says; then all of them run."""
     jobs = application(mode)
-    enqueue(sessions, jobs)
     if refusal == "a table that is missing":
-        run(engine, "ALTER TABLE outboxq.queue RENAME TO elsewhere")
+        ail = ["ALTER TABLE outboxq.queue RENAME TO elsewhere"]
         mend = "ALTER TABLE outboxq.elsewhere RENAME TO queue"
     else:
         for_each = "ROW" if refusal == "each row" else "STATEMENT"
-        run(
-            engine,
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
-            "$$BEGIN RAISE 'no partition' USING ERRCODE = 'check_violation'; END$$",
+        ail = [
+            (
+                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$BEGIN RAISE 'no partition' USING ERRCODE = 'check_violation'; END$$"
+            ),
             f"CREATE TRIGGER refuse BEFORE {CLAIMS[mode]} ON outboxq.job FOR EACH {for_each} EXECUTE FUNCTION refuse()",
-        )
+        ]
         mend = "DROP TRIGGER refuse ON outboxq.job"
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=10, poll_seconds=0.1)) as running:
+        # Behind its first look at its queues, without which it does not start.
+        wait_until(lambda: running.of(RelayStarted), "the relay to start")
+        run(engine, *ail)
+        enqueue(sessions, jobs)
         wait_until(lambda: said.text.count("statements fail, trying again") > 1, "claims to fail")
         assert fetch(engine, "SELECT DISTINCT state, attempt FROM outboxq.job") == [("ready", 0)]
         run(engine, mend)
@@ -256,7 +260,7 @@ def test_a_lost_job_that_cannot_be_taken_back_keeps_no_other_leased(
     with start_relay(jobs, RelayConfig(slots_per_queue=1, lease_seconds=1, poll_seconds=0.1)) as running:
         wait_until(lambda: ledger(engine).keys() >= set(GOOD), "the others")
         if reason is not None:
-            wait_until(lambda: [event for event in running.of(JobCrashed) if event.died], "the burial")
+            wait_until(lambda: [event for event in running.of(JobCrashed) if event.dead_letter], "the burial")
     assert {name: count for name, count in ledger(engine).items() if name != "bad"} == dict.fromkeys(GOOD, 1)
     assert fetch(engine, "SELECT kind, reason FROM outboxq.dead_job") == ([] if reason is None else [("bad", reason)])
 
@@ -278,7 +282,7 @@ def test_an_orphan_that_cannot_be_taken_back_ends_no_lease(
             insert + row.format("good", "of a dead relay", "gen_random_uuid()"),
         )
         wait_until(lambda: ledger(engine)["of a dead relay"], "the reaped job")
-    assert not [event for event in running.of(JobCrashed) if event.died]
+    assert not [event for event in running.of(JobCrashed) if event.dead_letter]
     assert fetch(engine, "SELECT args->>'name' FROM outboxq.job") == [("orphan",)]
 
 

@@ -94,6 +94,7 @@ class Lane:
         """Run a batch from the first rows to the last attempt of each of its jobs."""
         self._ledger.tasks.clear()
         self._ledger.seen.clear()
+        self._ledger.within.clear()
         self._ledger.calls = 0
         names = self._enqueue(batch)
         observed = Observed({}, {}, self._ledger.seen)

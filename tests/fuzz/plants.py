@@ -8,21 +8,26 @@ all` plants each in turn and ends with 1 if one is not found within 500 batches.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from inspect import isawaitable
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
 
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq.execution import changes, preload, write_buffer
+from outboxq.execution import changes, invoke, preload, shared_batch, write_buffer
 from outboxq.execution.changes import _Writable
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
+from outboxq.execution.surround import Surrounded
 from outboxq.execution.write_buffer import WriteBuffer, _Deferred
 from outboxq.handlers import deferred, row_writes, set_based
 from outboxq.handlers.row_writes import TableFacts
 from outboxq.outbox.insert import insert_all
+from outboxq.outcomes import Done, Outcome
 
 Planting: TypeAlias = Callable[[], AbstractContextManager[object]]
 
@@ -245,6 +250,77 @@ def jobs_are_turned_round() -> AbstractContextManager[object]:
         insert_all(connection, dict(reversed([*jobs.items()])), **options)
 
     return mock.patch.object(write_buffer, "insert_all", backwards)
+
+
+@plant("a job's rows are taken before its arounds are entered")
+def arounds_come_late() -> AbstractContextManager[object]:
+    def load_first(arounds: Any, session: Any, load: Callable[[], Any]) -> Surrounded:
+        given = load()
+        return Surrounded.of(arounds, session, lambda: given)
+
+    return _surrounded_by(load_first)
+
+
+@plant("rows that were loaded ahead are given to a session that an around has used")
+def used_sessions_take_rows() -> AbstractContextManager[object]:
+    return mock.patch.object(_SharedRun, "_finder", lambda self, _: self._entity)
+
+
+@plant("an outcome that an around gives counts as done")
+def outcomes_of_arounds_are_done() -> AbstractContextManager[object]:
+    def done(made: object) -> object:
+        return Done() if isinstance(made, Outcome) else made
+
+    async def awaited(made: Any) -> object:
+        return done(await made)
+
+    def with_done(arounds: Any, session: Any, load: Callable[[], Any]) -> Surrounded:
+        surrounded = Surrounded.of(arounds, session, load)
+        made = [each.make for each in surrounded.arounds]
+        makes = [lambda ctx, make=make: awaited(it) if isawaitable(it := make(ctx)) else done(it) for make in made]
+        return surrounded._replace(
+            arounds=[replace(each, make=make) for each, make in zip(surrounded.arounds, makes, strict=True)]
+        )
+
+    return _surrounded_by(with_done)
+
+
+@plant("an error that leaves an around counts as done")
+@contextmanager
+def errors_are_swallowed() -> Iterator[None]:
+    is_shared = ContextVar("is_shared", default=False)
+    run_one, call_within, await_within = _SharedRun._run_one, invoke.call_within, invoke.await_within
+
+    def run_one_shared(self: Any, *args: Any) -> None:
+        is_shared.set(True)
+        run_one(self, *args)
+
+    def call(*args: Any) -> object:
+        try:
+            return call_within(*args)
+        except Exception:
+            if not is_shared.get():
+                raise
+            return None
+
+    async def call_async(*args: Any) -> object:
+        try:
+            return await await_within(*args)
+        except Exception:
+            if not is_shared.get():
+                raise
+            return None
+
+    with (
+        mock.patch.object(_SharedRun, "_run_one", run_one_shared),
+        mock.patch.object(invoke, "call_within", call),
+        mock.patch.object(invoke, "await_within", call_async),
+    ):
+        yield
+
+
+def _surrounded_by(of: Callable[..., Surrounded]) -> AbstractContextManager[object]:
+    return mock.patch.object(shared_batch, "Surrounded", SimpleNamespace(of=of))
 
 
 def _always(answer: object) -> Callable[..., Any]:

@@ -7,6 +7,10 @@ Flavour: TypeAlias = Literal["sync", "async"]
 # What a handler ends with; "error" raises at each attempt, "first-error" at the first one only.
 Ending: TypeAlias = Literal["done", "error", "first-error", "retry", "snooze", "dead", "discard", "exit"]
 
+# What an around does: wraps the call, also swallowing its errors; leaves it as it is; gives an outcome in place of it;
+# raises before it or behind it.
+Way: TypeAlias = Literal["wrap", "swallow", "none", "done", "retry", "snooze", "dead", "discard", "error", "late error"]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -45,15 +49,32 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Around:
+    """What is wrapped around a job: steps before its rows are loaded, and steps behind its handler."""
+
+    before: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
+    way: Way = "wrap"
+
+    def __repr__(self) -> str:
+        parts = [repr(each) for each in self.before]
+        parts += [f"after={self.after!r}"] if self.after else []
+        parts += [f"way={self.way!r}"] if self.way != "wrap" else []
+        return f"around({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
 class Task:
     """A job, and what its handler does."""
 
     given: tuple[Given, ...] = ()
     steps: tuple[Step | Block, ...] = ()
     ending: Ending = "done"
+    around: Around | None = None
 
     def __repr__(self) -> str:
-        parts = [repr(each) for each in (*self.given, *self.steps)]
+        parts = [] if self.around is None else [repr(self.around)]
+        parts += [repr(each) for each in (*self.given, *self.steps)]
         parts += [f"ending={self.ending!r}"] if self.ending != "done" else []
         return f"task({', '.join(parts)})"
 
@@ -85,10 +106,17 @@ def given(name: str, key: int, *, optional: bool = False, locked: bool = False) 
     return Given(name, key, optional, locked)
 
 
-def task(*parts: Given | Step | Block, ending: Ending = "done") -> Task:
-    """A job: its entity arguments, then its steps."""
+def around(*before: Step, after: tuple[Step, ...] = (), way: Way = "wrap") -> Around:
+    """What is wrapped around a job."""
+    return Around(before, after, way)
+
+
+def task(*parts: Around | Given | Step | Block, ending: Ending = "done") -> Task:
+    """A job: what is around it, its entity arguments, then its steps."""
+    arounds = [part for part in parts if isinstance(part, Around)]
     arguments = tuple(part for part in parts if isinstance(part, Given))
-    return Task(arguments, tuple(part for part in parts if not isinstance(part, Given)), ending)
+    steps = tuple(part for part in parts if isinstance(part, Step | Block))
+    return Task(arguments, steps, ending, arounds[0] if arounds else None)
 
 
 def batch(*tasks: Task, flavour: Flavour = "sync") -> Batch:

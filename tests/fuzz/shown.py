@@ -1,6 +1,6 @@
 """For each bug of `plants.py` a batch that comes to something else with it, and to the same without."""
 
-from tests.fuzz.program import Batch, batch, given, step, task
+from tests.fuzz.program import Batch, around, batch, given, step, task
 
 _SEES = (given("Account", 1), step("see", 0))
 
@@ -76,4 +76,12 @@ SHOWN: dict[str, Batch] = {
     ),
     "jobs_are_lost": batch(task(step("tell", 3)), task(step("tell", 4))),
     "jobs_are_turned_round": batch(task(step("tell", 3)), task(step("tell", 4))),
+    "arounds_come_late": batch(
+        task(given("Account", 2), step("change", 0, 3)), task(around(step("update_core", "Account", 1, 7)), *_SEES)
+    ),
+    "used_sessions_take_rows": batch(
+        task(given("Account", 2), step("see", 0)), task(around(step("hook_load", 7)), *_SEES), task(*_SEES)
+    ),
+    "outcomes_of_arounds_are_done": batch(task(*_SEES), task(around(way="dead"), *_SEES)),
+    "errors_are_swallowed": batch(task(*_SEES), task(around(way="swallow"), *_SEES, ending="error")),
 }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import event, insert
+from sqlalchemy import event, func, insert, select
 from sqlalchemy.orm import Session
 
 from outboxq import external
@@ -99,6 +99,30 @@ def hook_commit(frame: Frame, n: int) -> object:
 
     event.listen(frame.session, "before_commit", before_commit, once=True)
     return None
+
+
+@step_function
+def hook_load(frame: Frame, n: int) -> object:
+    """A listener on this session: it leaves a sign in each row that the session loads."""
+
+    def loaded(_session: Session, entity: Any) -> None:
+        entity.__dict__["loaded_with"] = n
+
+    event.listen(frame.session, "loaded_as_persistent", loaded)
+    return None
+
+
+@step_function
+def set_here(frame: Frame, n: int) -> object:
+    """A setting for the rest of the transaction."""
+    frame.session.execute(select(func.set_config("fuzz.here", str(n), True)))
+    return None
+
+
+@step_function
+def look_here(frame: Frame) -> object:
+    """What `set_here` has set; only a job that has set it itself may look."""
+    return frame.session.scalar(select(func.current_setting("fuzz.here")))
 
 
 @step_function

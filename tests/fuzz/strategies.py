@@ -5,8 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
+from tests.fuzz.handlers import MOST_GIVEN_WITHIN
 from tests.fuzz.models import CLASSES
-from tests.fuzz.program import Batch, Block, Ending, Flavour, Given, Step, Task
+from tests.fuzz.program import Around, Batch, Block, Ending, Flavour, Given, Step, Task, Way
 
 # Classes whose rows have to do with one another: a batch keeps to one of these, or takes them all.
 FAMILIES: tuple[tuple[str, ...], ...] = (
@@ -55,7 +56,9 @@ _UNRULY = {
     "flush_one": "p", "commit": "", "rollback": "", "close": "", "expire_all": "", "expunge_all": "",
     "autoflush_off": "", "leave_savepoint": "", "fail_in_database": "",
 }  # fmt: skip
-_KINDS = {**_QUIET, **_READING, **_WRITING, **_UNRULY}
+# By arounds alone: what a job sets, a later one of its batch would find.
+_AROUND = {"set_here": "n", "hook_load": "n"}
+_KINDS = {**_QUIET, **_READING, **_WRITING, **_UNRULY, **_AROUND}
 # What jobs are made of. Quiet ones send nothing while they run: they are what a batch shares.
 _MIXTURES = {
     "quiet": tuple(_QUIET),
@@ -139,6 +142,19 @@ _THEMES = (
     ),
     _Theme((("Purse",),), st.just(st.sampled_from((*("put_extra",) * 4, "put_unloaded"))), ((st.just(True), 8),)),
 )
+# What arounds do before their handlers; about the rows that these are given, mostly.
+_AROUNDS: dict[str, tuple[str, ...]] = {
+    "nothing": (), "select": ("value_of",), "setting": ("set_here",), "update": ("update_core",),
+    "text": ("update_by_text",), "get": ("get", "change"), "listener": ("hook_load",), "defer": ("defer_update",),
+    "add": ("note",),
+}  # fmt: skip
+# What they do behind them.
+_BEHIND = ("value_of", "update_core", "note", "defer_update", "change", "flush", "sum_of")
+# Most of them let their jobs be done.
+_WAYS: tuple[Way, ...] = (
+    *("wrap",) * 50, *("none",) * 10, *("done",) * 5, *("swallow",) * 5,
+    "retry", "snooze", "dead", "discard", "error", "late error",
+)  # fmt: skip
 # More of what goes past SQLAlchemy.
 _SENDING = st.sampled_from((*_READING, *_WRITING, *("update_by_cursor",) * 12))
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
@@ -149,8 +165,32 @@ _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly
 
 
 def batches() -> st.SearchStrategy[Batch]:
-    """Any batch of two to eighteen jobs."""
-    return _narrow_batches() | _wide_batches()
+    """Any batch of two to eighteen jobs; one in five has arounds."""
+    return st.one_of(*(_narrow_batches(), _wide_batches()) * 2, _surrounded_batches())
+
+
+@st.composite
+def _surrounded_batches(draw: Any) -> Batch:
+    batch: Batch = draw(_narrow_batches() | _wide_batches())
+    # In every other batch they are all of one sort.
+    sorts = draw(st.just(tuple(_AROUNDS)) | st.sampled_from(tuple(_AROUNDS)).map(lambda name: (name,)))
+    return Batch(tuple(draw(_surrounded(task, sorts)) for task in batch.tasks), batch.flavour)
+
+
+@st.composite
+def _surrounded(draw: Any, task: Task, sorts: tuple[str, ...]) -> Task:
+    how = draw(st.sampled_from(("", *sorts)))
+    if not how or len(task.given) > MOST_GIVEN_WITHIN:
+        return task
+    steps, way = task.steps, draw(st.sampled_from(_WAYS))
+    classes = st.sampled_from([each.name for each in task.given] or ["Account"])
+    drawn = {**_DRAWN, "c": classes}
+    before = [_draw_args(draw, name, drawn) for name in _AROUNDS[how]]
+    after = [_draw_args(draw, draw(st.sampled_from(_BEHIND)), drawn)] if draw(st.booleans()) else []
+    if how == "setting":
+        # Read by the handler, and behind it.
+        after, steps = [Step("look_here")], (*steps, Step("look_here"))
+    return replace(task, steps=steps, around=Around(tuple(before), tuple(after), way))
 
 
 @st.composite

@@ -207,7 +207,7 @@ def test_only_a_function_becomes_a_handler(thing: object) -> None:
 def test_aliases_are_a_collection_and_no_text() -> None:
     """`aliases="old"` would be three names of one letter."""
     with pytest.raises(RegistryError, match="aliases takes a tuple or a list of names, got the text 'old'"):
-        Jobs().handler(aliases="old")
+        Jobs().handler(aliases="old")(credit)
 
 
 @pytest.mark.parametrize("names", [{"kind": "a\0"}, {"queue": ""}, {"aliases": ("x" * 64,)}, {"queue": "a=1"}], ids=str)

@@ -140,7 +140,7 @@ def test_a_drain_prunes_once_at_its_end(engine: Engine, sessions: sessionmaker[O
     assert remembered(engine) == []
     assert [event for event in events if isinstance(event, Pruned | RelayStopped)] == [
         Pruned(1, 0),
-        RelayStopped(done=0, failed=0, abandoned=0),
+        RelayStopped(done=0, failed_attempts=0, dead=0, abandoned=0),
     ]
 
 
@@ -188,7 +188,7 @@ def test_the_command_line_prunes_and_can_be_told_not_to(
     assert remembered(engine) == ["m"]
     said = run(*words, "--log-level", "debug", url=outboxq_database.url, cwd=REPOSITORY).ok()
     assert remembered(engine) == []
-    assert said.stderr.count("expired messages and effects were deleted: messages=1 effects=0") == 1
+    assert said.stderr.count("expired messages, effects and unique keys were deleted: messages=1 effects=0 keys=0") == 1
 
 
 def test_the_command_line_refuses_pauses_that_make_no_sense(outboxq_database: Database) -> None:

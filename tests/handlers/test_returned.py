@@ -172,7 +172,7 @@ def test_what_nobody_has_run_and_a_class_are_dead_letters_at_once(
         ).one()
         assert connection.scalar(text("SELECT count(*) FROM outboxq.job")) == 0
     assert attempt == 1
-    assert reason == "outboxq.errors.NothingDone: another attempt cannot help"
+    assert reason == f"another attempt cannot help: outboxq.errors.NothingDone: {message}"
     assert says in message
 
 

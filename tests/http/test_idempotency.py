@@ -21,13 +21,16 @@ KEY = {"Idempotency-Key": '"8e03978e-40d5-43e8-bc93-6894a57f9324"'}
 @pytest.fixture(params=["async", "sync"])
 def client(outboxq_database: Database, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """A client of the application, its middleware on either kind of engine."""
-    with serve(make_app(outboxq_database.url, request.param)) as address, httpx.Client(base_url=address) as client:
+    with (
+        serve(make_app(outboxq_database.url, request.param)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
 
 
 @pytest.fixture
 def one_client(outboxq_database: Database) -> Iterator[httpx.Client]:
-    with serve(make_app(outboxq_database.url)) as address, httpx.Client(base_url=address) as client:
+    with serve(make_app(outboxq_database.url)) as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 
@@ -100,7 +103,7 @@ def test_an_endpoint_that_raised_is_not_executed_again(client: httpx.Client, eng
     """Nobody knows how far it came: its retries get the same 500."""
     address = client.base_url.join("/orders?raise=1")
     # On connections of their own: the server closes the one of a request that raised.
-    first, retry = httpx.post(address, headers=KEY), httpx.post(address, headers=KEY)
+    first, retry = httpx.post(address, headers=KEY, timeout=60), httpx.post(address, headers=KEY, timeout=60)
 
     assert (first.status_code, problem(first)) == (500, "failed")
     assert seen(retry) == seen(first)
@@ -213,7 +216,7 @@ def test_a_key_is_required_where_the_application_says_so(outboxq_database: Datab
         required=lambda scope: scope["path"] == "/orders",
         documentation="https://example.com/docs/idempotency",
     )
-    with serve(app) as address, httpx.Client(base_url=address) as client:
+    with serve(app) as address, httpx.Client(base_url=address, timeout=60) as client:
         refused = client.post("/orders")
         assert client.post("/other").status_code == 201
         assert client.get("/orders").status_code == 201
@@ -263,7 +266,7 @@ def test_a_server_that_ends_leaves_no_connection(outboxq_database: Database, eng
     """The middleware's pool is closed with the lifespan, before the server ends its event loop."""
     app = make_app(outboxq_database.url, kind)
     with serve(app) as address:
-        httpx.post(f"{address}/orders", headers=KEY)
+        httpx.post(f"{address}/orders", headers=KEY, timeout=60)
         assert others(engine) > 0
     wait_until(lambda: others(engine) == 0, "the application's backends to end")
 

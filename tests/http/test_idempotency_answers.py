@@ -118,7 +118,7 @@ def test_a_request_over_the_cap_is_refused_where_a_key_is_required(
     """413, before anything is executed: also for a body that does not say how long it is."""
     content = b"x" * 1001
     app = make_app(outboxq_database.url, required=True, max_request_bytes=1000)
-    with serve(app) as address, httpx.Client(base_url=address) as client:
+    with serve(app) as address, httpx.Client(base_url=address, timeout=60) as client:
         answer = client.post("/echo", headers=KEY, content=content if sized else iter([content]))
 
     assert (answer.status_code, problem(answer)) == (413, "request-too-large")

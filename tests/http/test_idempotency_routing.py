@@ -46,7 +46,7 @@ def client(outboxq_database: Database, request: pytest.FixtureRequest) -> Iterat
         methods=("POST", "PATCH"),
         in_transaction=lambda scope: b"tx" in scope["query_string"],
     )
-    with serve(app) as address, httpx.Client(base_url=address) as client:
+    with serve(app) as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
     asyncio.run(engine.dispose())
 

@@ -10,11 +10,10 @@ import pytest
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from outboxq import migrations
-from outboxq.errors import ConfigError, SchemaError
+from outboxq.errors import ConfigError, MigrationRefused, SchemaError
 from outboxq.migrations.runner import migrate, migration_sql
 from outboxq.postgres import Database
 from outboxq.statements import wake
@@ -250,7 +249,9 @@ def test_tables_of_a_newer_version_are_left_alone(database: Database, empty_engi
     installed = read_catalog(database.url)
     for target in range(LATEST + 1):
         with (
-            pytest.raises(DBAPIError, match=f"is at step {LATEST + 1}, and this outboxq knows steps up to {LATEST}"),
+            pytest.raises(
+                MigrationRefused, match=f"is at step {LATEST + 1}, and this outboxq knows steps up to {LATEST}"
+            ),
             empty_engine.begin() as connection,
         ):
             migrations.downgrade(_operations(connection), to=target)

@@ -9,11 +9,10 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from psycopg import sql
 from sqlalchemy import NullPool, create_engine, make_url, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from outboxq import AsyncContext, Context, Jobs, Relay, migrations
-from outboxq.errors import ConfigError
+from outboxq.errors import ConfigError, MigrationRefused
 from outboxq.migrations import server
 from outboxq.migrations.runner import migration_sql
 from outboxq.postgres import Database, Server
@@ -80,7 +79,7 @@ def test_a_relay_on_an_engine_of_the_users_own_is_refused_too(foreign: str) -> N
 def test_a_revision_of_the_users_own_is_refused_by_the_database(foreign: str) -> None:
     """`migrations.upgrade` says the same, online and as SQL for psql."""
     engine = create_engine(foreign, connect_args={"client_encoding": "utf8"})
-    with engine.connect() as connection, pytest.raises(DBAPIError, match="encoding is UTF8, and this one is"):
+    with engine.connect() as connection, pytest.raises(MigrationRefused, match="encoding is UTF8, and this one is"):
         migrations.upgrade(Operations(MigrationContext.configure(connection)), to=1)
     engine.dispose()
     with psycopg.connect(libpq_url(foreign)) as connection, pytest.raises(psycopg.errors.FeatureNotSupported):
@@ -105,7 +104,7 @@ def test_a_server_that_is_too_old_is_refused_by_one_sentence(
         assert "outboxq needs PostgreSQL 90 or later, and this server is 1" in one_line(call(*words, url=url))
     assert "PostgreSQL 90" in only(url, "server-not-supported")["title"]
     engine = create_engine(url)
-    with engine.connect() as connection, pytest.raises(DBAPIError, match="outboxq needs PostgreSQL 90 or later"):
+    with engine.connect() as connection, pytest.raises(MigrationRefused, match="outboxq needs PostgreSQL 90 or later"):
         migrations.upgrade(Operations(MigrationContext.configure(connection)), to=1)
     with engine.connect() as connection:
         # The tables were there, and a way back stays open.

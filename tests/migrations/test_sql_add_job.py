@@ -195,7 +195,7 @@ ORDERS = "CREATE TABLE orders (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KE
 def documented_trigger() -> str:
     """The example in the documentation."""
     page = (Path(outboxq.__file__).parents[1] / "docs" / "migrations.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```sql\n(.*?)```", page, flags=re.DOTALL)
+    (example,) = (sql for sql in re.findall(r"```sql\n(.*?)```", page, flags=re.DOTALL) if "CREATE TRIGGER" in sql)
     return example
 
 

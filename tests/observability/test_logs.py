@@ -5,9 +5,12 @@ import logging
 from collections.abc import Iterator
 from uuid import UUID
 
+import psycopg
 import pytest
 
-from outboxq.events import JobDied, JobRetried, JobsParked
+from outboxq.database.errors import describe_error
+from outboxq.error_record import ErrorRecord, StoredException, StoredFrame
+from outboxq.events import JobCrashed, JobDied, JobRetried, JobsParked, LeaseExtensionFailed
 from outboxq.job import Job
 from outboxq.observability.logging import LineFormatter, log_event
 
@@ -46,9 +49,9 @@ def console() -> Iterator[io.StringIO]:
         logger.propagate = propagate
 
 
-def job(kind: str) -> Job:
-    rest = dict.fromkeys(set(Job.__struct_fields__) - {"id", "queue", "kind", "attempt"})
-    return Job(id=UUID(int=7), queue="q", kind=kind, attempt=1, **rest)  # type: ignore[arg-type]  # the rest is not logged
+def job(kind: str, headers: str = "{}") -> Job:
+    rest = dict.fromkeys(set(Job.__struct_fields__) - {"id", "queue", "kind", "attempt", "headers"})
+    return Job(id=UUID(int=7), queue="q", kind=kind, attempt=1, headers=headers, **rest)  # type: ignore[arg-type]  # the rest is not logged
 
 
 @pytest.mark.parametrize("nasty", NASTY)
@@ -70,7 +73,7 @@ def test_plain_texts_are_not_quoted(console: io.StringIO) -> None:
     log_event(JobsParked("mail-out", ("ship.order", "größe"), 2))
     assert (
         console.getvalue()
-        == "WARNING jobs of unknown kinds were put off: queue=mail-out kinds=ship.order,größe count=2\n"
+        == "WARNING jobs of unknown or paused kinds were put off: queue=mail-out kinds=ship.order,größe count=2\n"
     )
 
 
@@ -92,3 +95,45 @@ def test_messages_of_others_stay_as_they_are(console: io.StringIO) -> None:
     """They may have several lines on purpose."""
     logging.getLogger("users").warning("one\ntwo")
     assert console.getvalue() == "WARNING one\ntwo\n"
+
+
+def test_no_line_of_a_traceback_can_pass_for_a_record(console: io.StringIO) -> None:
+    """Its lines are indented, those of messages too, and nothing in them acts on a terminal."""
+    forged = "no\nERROR job moved to the dead letters\x1b[31m\rERROR"
+    error = StoredException(type="ValueError", message=forged, notes=("ERROR",), frames=(StoredFrame("a.py", 1, "f"),))
+    record = ErrorRecord(1, "ValueError", forged, chain=(error,))
+    log_event(JobRetried(job("pay"), "ValueError", forged, (), 1.0, record=record))
+    first, *lines = console.getvalue().splitlines()
+    assert first.startswith("WARNING job failed and will run again: ")
+    assert lines == [
+        "  Traceback (most recent call last):",
+        '    File "a.py", line 1, in f',
+        "  ValueError: no",
+        "  ERROR job moved to the dead letters\\x1b[31m\\rERROR",
+        "  ERROR",
+    ]
+
+
+def test_a_crash_is_told_without_contradiction(console: io.StringIO) -> None:
+    """What happened to the relay, how often, and whether the job is dead now."""
+    log_event(JobCrashed(UUID(int=7), "mail", "send", crashes=1, dead_letter=False))
+    line = console.getvalue()
+    assert "a relay died, stalled or lost its connection while it ran this job: " in line
+    assert line.endswith(" crashes=1 dead_letter=False\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a connection was not answered within 30 s", "was not answered within"),
+        ("consuming input failed: could not receive data from server: Connection timed out", "Connection timed out"),
+        ('connection to "db.internal" as "root:hunter2" failed: SSL connection has been closed', "SSL connection has"),
+        ("something with hunter2", "OperationalError"),
+    ],
+)
+def test_an_error_of_the_database_has_its_reason_and_no_secret(text: str, said: str, console: io.StringIO) -> None:
+    """In words that are known; the rest of a driver's text may hold a host, a user or a password."""
+    log_event(LeaseExtensionFailed(describe_error(psycopg.OperationalError(text))))
+    line = console.getvalue()
+    assert said in line
+    assert "hunter2" not in line

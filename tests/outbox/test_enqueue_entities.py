@@ -218,7 +218,9 @@ def test_an_entity_of_the_wrong_class_is_refused_at_the_call(
 def test_a_transient_entity_is_refused_at_the_call(engine: Engine, session: OutboxSession, job_args: JobArgs) -> None:
     """Nobody will give it a key; one that is pending in another session is no better."""
     user = User(name="ann")
-    with pytest.raises(EnqueueError, match=r"'welcome' takes a User that has no primary key yet.*session\.add\(\) it"):
+    with pytest.raises(
+        EnqueueError, match=r"'welcome' was given a new User, which has no primary key yet.*session\.add\(\) it"
+    ):
         session.add_job(welcome, user)
     with Session(engine) as other:
         other.add(user)

@@ -271,7 +271,7 @@ def test_a_name_is_data_and_comes_back_intact(engine: Engine, name: str) -> None
         session.rollback()
 
 
-SAYS = r"an outboxq table is missing, or older.*`outboxq migrate`.*`outboxq\.migrations\.upgrade\(op\)`"
+SAYS = r"an outboxq table is missing, or older.*`outboxq migrate`.*`outboxq\.migrations\.upgrade\(op, to=\d+\)`"
 
 
 @pytest.fixture

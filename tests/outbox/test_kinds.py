@@ -13,7 +13,7 @@ import pytest
 from outboxq import Context, JobHandle, Jobs, external
 from outboxq.codec.values import MAX_ARGS_BYTES
 from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
-from outboxq.outbox.kinds import JobOptions
+from outboxq.outbox.options import JobOptions
 
 jobs = Jobs()
 ship = external("ship", queue="depot")
@@ -44,6 +44,7 @@ def test_arguments_are_stored_by_name() -> None:
     ("args", "kwargs", "says"),
     [
         ((), {}, "missing a required argument: 'account_id'"),
+        ((), {"acount_id": 1}, "required argument: 'account_id', and there is no argument 'acount_id'"),
         ((), {"account_id": 1, "cent": 5}, "got an unexpected keyword argument 'cent'"),
         ((1, 2, [], 4), {}, "too many positional arguments"),
         ((1,), {"account_id": 1}, "multiple values for argument 'account_id'"),

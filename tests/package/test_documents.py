@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    ROOT.glob("docs/**/*.md")
+)
 
 PATH = re.compile(r"`((?:outboxq|tests|benchmarks|examples|docs)/[\w/.*{},-]*)(?:::([\w.]+))?`")
 TEST = re.compile(r"`(test_\w+)`")
@@ -15,7 +17,7 @@ COMMAND = re.compile(r"python -m ((?:outboxq|tests|benchmarks)[\w.]*)")
 LINK = re.compile(r"\]\(([\w./-]*\.md)?(#[\w-]+)?\)")
 CODE = re.compile(r"```.*?```", re.DOTALL)
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 def anchors(document: Path) -> set[str]:

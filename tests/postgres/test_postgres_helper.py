@@ -544,3 +544,18 @@ def test_programs_that_another_user_may_have_planted_are_refused(temp_directory:
     copy.symlink_to(copy.rename(copy.with_name("elsewhere")))
     with pytest.raises(SourceFailed, match=f"remove {copy}"):
         embedded_binaries()
+
+
+def test_one_connection_makes_and_drops_databases_and_another_takes_its_place(outboxq_server: Server) -> None:
+    """A suite makes thousands of them; a connection that the server has ended costs no error."""
+
+    def kept() -> int:
+        with outboxq_server.create_database() as database:
+            assert database.name
+        return outboxq_server._maintenance().info.backend_pid
+
+    first = kept()
+    assert kept() == first
+    with psycopg.connect(libpq_url(outboxq_server.url), autocommit=True) as operator:
+        operator.execute("SELECT pg_terminate_backend(%s, 5000)", [first])
+    assert kept() != first

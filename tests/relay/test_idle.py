@@ -165,6 +165,30 @@ def test_idle_processes_send_three_statements_a_second_each_at_most(proxy: Runni
         assert sent_in(proxy, SECONDS) <= 3 * MOST
 
 
+@pytest.mark.parametrize("listen", [False, True])
+def test_a_slot_beside_a_suspect_that_runs_long_rests(
+    listen: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, resting: set[Slot]
+) -> None:
+    """The suspect is known to wait until it has run, and is no reason to claim again and again."""
+    jobs, begun, release = Jobs(), threading.Event(), threading.Event()
+
+    @jobs.handler(queue="ledger")
+    def block(ctx: Context) -> None:
+        begun.set()
+        release.wait(PATIENCE)
+
+    with sessions.begin() as session:
+        session.add_job(block)
+        session.flush()
+        session.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
+    with start_relay(jobs, RelayConfig(listen=listen)):
+        try:
+            assert begun.wait(PATIENCE)
+            wait_until(lambda: resting, "the other slot to rest")
+        finally:
+            release.set()
+
+
 def test_a_job_for_which_nobody_notifies_is_found_by_a_look(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
@@ -251,7 +275,7 @@ def test_an_older_look_that_comes_back_late_changes_nothing(make_state: Callable
     """The last poll that was begun is the one to go by."""
     poller = make_state("ledger").poller
     older, newer = poller.begin(), poller.begin()
-    poller.record(newer, [("ledger", True, None, None)])
+    poller.record(newer, [("ledger", True, None, None, None, None)])
     poller.record(older, [])
     assert poller.waiting() == {"ledger"}
 
@@ -262,7 +286,7 @@ def test_a_paused_queue_has_nothing_to_see(engine: Engine, sessions: sessionmake
     with sessions.begin() as session:
         session.add_job(app.record, name="job")
     with engine.connect() as connection:
-        assert run_alone(connection, statement) == [("ledger", True, None, None)]
+        assert run_alone(connection, statement) == [("ledger", True, None, None, None, None)]
         with engine.begin() as operator:
             operator.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('ledger', now())"))
         assert run_alone(connection, statement) == []

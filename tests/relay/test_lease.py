@@ -203,7 +203,7 @@ def test_a_relay_reaps_what_a_dead_owner_left(
     with start_relay(jobs, RelayConfig(lease_seconds=1, poll_seconds=0.1)) as running:
         wait_until(lambda: running.of(JobDone), "the orphan")
     (crash,) = running.of(JobCrashed)
-    assert (crash.crashes, crash.died) == (0, False)
+    assert (crash.crashes, crash.dead_letter) == (0, False)
     (done,) = running.of(JobDone)
     assert (done.job.attempt, done.job.crashes) == (1, 0)
     assert seen["orphan"] == [9]
@@ -286,7 +286,7 @@ def test_a_queue_has_one_claim_mode() -> None:
     with pytest.raises(RegistryError, match=r"claim='transaction' \(one\) and with claim='lease' \(two\).*mixed-lease"):
         jobs.resolve()
     with pytest.raises(RegistryError, match="claim takes 'transaction' or 'lease', got 'leese'"):
-        jobs.handler(claim="leese")  # type: ignore[arg-type]
+        jobs.handler(claim="leese")(one.function)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["session", "bind", "driver"])

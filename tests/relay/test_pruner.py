@@ -382,13 +382,14 @@ def test_a_locked_table_costs_a_second_and_not_the_other_table(
 
 @pytest.fixture
 def role_without_rights(outboxq_database: Database, engine: Engine) -> Iterator[str]:
-    """The URL of a role that may do with effects what it wants, and with messages nothing but look at them."""
+    """The URL of a role that may do with effects and batches what it wants, and only look at messages."""
     name = f"pruner_{uuid4().hex}"
     with engine.begin() as connection:
         connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD '{name}'"))
         connection.execute(text(f"GRANT USAGE ON SCHEMA outboxq TO {name}"))
         connection.execute(text(f"GRANT SELECT ON outboxq.inbox TO {name}"))
-        connection.execute(text(f"GRANT ALL ON outboxq.effect TO {name}"))
+        tables = ", ".join(f"outboxq.{each}" for each in ("effect", "batch", "job", "dead_job", "unique_key"))
+        connection.execute(text(f"GRANT ALL ON {tables}, outboxq.cancel_request TO {name}"))
     yield make_url(outboxq_database.url).set(username=name, password=name).render_as_string(hide_password=False)
     with engine.begin() as connection:
         connection.execute(text(f"DROP OWNED BY {name}"))
@@ -417,7 +418,7 @@ def test_the_rights_of_a_relay_are_enough_to_prune(
     fill_effect(engine)
     role = str(make_url(role_without_rights).username)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql(f"REVOKE ALL ON outboxq.effect FROM {role}")
+        connection.exec_driver_sql(f"REVOKE ALL ON ALL TABLES IN SCHEMA outboxq FROM {role}")
         connection.exec_driver_sql(roles_sql({"relay": role}))
     events: list[Event] = []
     make_pruner(events, url=role_without_rights).run_once()
@@ -433,7 +434,7 @@ def test_missing_tables_are_said_with_the_command_that_makes_them(
         connection.execute(text(drop))
     make_pruner().run_once()
     said = warnings(caplog)
-    assert len(said) == drop.count("SCHEMA") + 1
+    assert len(said) == (5 if "SCHEMA" in drop else 1)
     assert all("outboxq migrate" in warning for warning in said)
 
 

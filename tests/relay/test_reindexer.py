@@ -235,7 +235,13 @@ def test_somebody_who_works_on_the_table_is_not_waited_for(
     with open_session(drained.url, statement):
         make_reindexer(events).run_once()
     assert (rebuilt(events), said(caplog)) == ([], [])
-    make_reindexer(events).run_once()
+
+    def again() -> bool:
+        # The server's own vacuum may have come to the table meanwhile, and is not waited for either.
+        make_reindexer(events).run_once()
+        return bool(rebuilt(events))
+
+    wait_until(again, "the index to be rebuilt")
     assert len(rebuilt(events)) == 1
 
 

@@ -320,7 +320,7 @@ def test_stop_lets_running_handlers_finish(
     assert ledger(engine) == {"sync 0": 1, "async 0": 1}
     assert waiting(engine) == 4
     assert running.of(RelayStopping) == [RelayStopping(2, 600.0)]
-    assert running.of(RelayStopped) == [RelayStopped(done=2, failed=0, abandoned=0)]
+    assert running.of(RelayStopped) == [RelayStopped(done=2, failed_attempts=0, dead=0, abandoned=0)]
 
 
 def written(engine: Engine) -> int:
@@ -363,7 +363,7 @@ def test_what_does_not_finish_in_time_is_rolled_back_and_waits_again(
     config = RelayConfig(drain_seconds=0.2, slots_per_queue=1)
     with start_relay(jobs, config) as running:
         wait_until(lambda: locked(engine) == 2, "both handlers")
-    assert running.of(RelayStopped) == [RelayStopped(done=0, failed=0, abandoned=2)]
+    assert running.of(RelayStopped) == [RelayStopped(done=0, failed_attempts=0, dead=0, abandoned=2)]
     release.set()
     assert ended.wait(PATIENCE)
     wait_until(lambda: locked(engine) == 0, "the rollback")

@@ -48,8 +48,11 @@ def test_the_heartbeat_follows_the_lease() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, "30", True, 8 * 86_400])
 def test_a_deadline_is_a_positive_number_of_seconds(seconds: object) -> None:
     """Up to a week; None is how to say that there is none."""
+
+    def nothing(ctx: Context) -> None: ...
+
     with pytest.raises(RegistryError, match=r"timeout_seconds takes 0.001 to 604,800, or None for no deadline, got"):
-        Jobs().handler(timeout_seconds=seconds)  # type: ignore[arg-type]
+        Jobs().handler(timeout_seconds=seconds)(nothing)  # type: ignore[arg-type]
 
 
 def test_the_deadline_of_a_queue_is_its_longest() -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, create_engine, func, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup, external
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig, SlotGroup, external
 from outboxq.events import JobDone, RelayStarted
 from outboxq.outbox.insert import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
@@ -91,7 +91,7 @@ def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
 
     def note(ctx: Context) -> None: ...
 
-    async def note_async(ctx: Context) -> None: ...
+    async def note_async(ctx: AsyncContext) -> None: ...
 
     kinds = [jobs.handler(queue=name, kind=name)(note_async if is_async else note) for name in names]
     halves = [RelayConfig(groups=(SlotGroup(tuple(names[place::2])),), poll_seconds=600) for place in (0, 1)]
@@ -323,8 +323,10 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
     slot = make_slot(make_state("ledger"))
     with engine.begin() as other, engine.connect() as connection:
         other.execute(text("SELECT FROM outboxq.job FOR UPDATE"))
-        assert not slot.work_seen(slot_connection_on(connection))
-        pauses = [slot.pause_seconds(flagged=True) for _ in range(10)]
+        slot_connection, pauses = slot_connection_on(connection), []
+        for _ in range(10):
+            assert not slot.work_seen(slot_connection)
+            pauses.append(slot.pause_seconds(flagged=True))
     assert pauses[0] == FIRST_PAUSE_SECONDS
     assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS
 

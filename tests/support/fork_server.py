@@ -49,6 +49,8 @@ _IMPORTED = (
 )
 # An interpreter, or a module of those above, reads them once.
 _READ_AT_START = ("FORCE_", "LANG", "LC_", "LD_", "NO_COLOR", "PYTHON", "TERM", "TTY_", "TYPER", "TZ", "_TYPER")
+# Read when they are needed, although their names begin like those.
+_READ_LATER = ("PYTHONPATH", "TERM")
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -119,7 +121,9 @@ def _order(asked: Mapping[str, Any]) -> _Order | None:
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {
-        name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name not in _READ_LATER
     }
 
 

@@ -15,6 +15,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.relay.connections import SlotConnection, make_slot_connection
 from outboxq.relay.effect_runners import make_effect_runners
+from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
@@ -48,6 +49,7 @@ def relay_state(
         poller=SharedPoller(config.schema, queues, overdue_seconds),
         lease=make_lease(config),
         quarantine=QuarantineTurns(),
+        flow=FlowSettings(),
         effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
         limits=limits or RelayLimits(),
     )
@@ -65,7 +67,8 @@ def make_lease(
 ) -> RelayLease:
     """A lease whose thread is not started."""
     callbacks = {"running": running, "emit": emit, "on_reaped": on_reaped, "wake": lambda: None}
-    return RelayLease(connect, config, owner or uuid4(), queues, QuarantineTurns(), **callbacks)
+    callbacks["expect_schedule"] = lambda _seconds: None
+    return RelayLease(connect, config, owner or uuid4(), queues, QuarantineTurns(), FlowSettings(), **callbacks)
 
 
 def make_slot(state: RelayState) -> Slot:

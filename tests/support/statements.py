@@ -18,14 +18,18 @@ from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
 from outboxq.job import Job
-from outboxq.new_job import JobEnvelope, NewJob
+from outboxq.new_job import JobEnvelope, JobKeys, NewJob, UniqueAnswer, UniqueJob, UniqueKey
 from outboxq.statements.aside import WAITS
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.effects import EffectLock
+from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
-from outboxq.statements.jobs import JobFilter
+from outboxq.statements.jobs import JobChange, JobFilter
+from outboxq.statements.limit import limit_count, limit_slot
+from outboxq.statements.rate import TokenRequest
+from outboxq.statements.unique import add_unique
 
 DIALECT = psycopg.dialect()
 
@@ -35,6 +39,23 @@ _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", 
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
 _NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
+_SCHEDULE = {
+    "name": "nightly",
+    "kind": "report",
+    "queue": "reports",
+    "args": "{}",
+    "options": "{}",
+    "cron": "@daily",
+    "time_zone": "UTC",
+    "missed": "one",
+    "jitter_seconds": 0.0,
+    "declared": False,
+    "next_at": _NOW,
+}
+_UNIQUE, _UNIQUE_TOO = (
+    UniqueJob(_NEW.envelope, "{}", None, JobKeys(unique=UniqueKey(key, kept)), answer=UniqueAnswer())
+    for key, kept in (("send\x1f7", timedelta(hours=1)), ("send\x1f8", None))
+)
 
 _LOCK = EffectLock("pay", "order-7", _ID)
 
@@ -44,6 +65,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "value": ("5s", "0"),
     "condition": (WAITS, WAITS),
     "state": ("ready", "scheduled"),
+    "callback": ("{}", "{}"),
     "xid": ("700", "700"),
     "job_id: str": (str(_ID), str(_ID)),
     "index": ("job_ready", "job_ready"),
@@ -57,6 +79,12 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "str": ("mail", "mail"),
     "str | None": ("{}", None),
     "int": (7, 7),
+    "int | None": (7, None),
+    "datetime": (_NOW, _NOW),
+    "datetime | None": (_NOW, None),
+    "rows: Sequence[Mapping[str, object]]": ([_SCHEDULE], [_SCHEDULE, {**_SCHEDULE, "name": "weekly"}]),
+    "without": ((), ("nightly", "weekly")),
+    "limits: Mapping[str, object]": ({"max_running": 5}, {"max_running": None, "max_per_group": 2}),
     "float": (7.5, 7.5),
     "float | None": (7.5, None),
     "bytes | None": (b"x", None),
@@ -64,16 +92,25 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "UUID | None": (_ID, None),
     "timedelta": (timedelta(seconds=5), timedelta(seconds=5)),
     "timedelta | None": (timedelta(seconds=5), None),
+    "statements.rate.TokenRequest": (
+        TokenRequest(most=1, chunk=1, each_seconds=0.6, burst=1, keep_seconds=0.05),
+        TokenRequest(most=50, chunk=10, each_seconds=0.002, burst=20, keep_seconds=0.02),
+    ),
+    "room": (limit_slot("outboxq", "'mail'", "5"), limit_count("outboxq", "'mail'", "5")),
     "EffectLock": (_LOCK, _LOCK),
     "Status": ("done", "unknown"),
     "Job": (_JOB, _LEASED),
     "Iterable[Job]": ([_LEASED], [_LEASED, _LEASED]),
-    "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), _NOW), JobFilter()),
+    "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
+    "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
     "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),
     "MessageFilter": (MessageFilter("mail", "7", _NOW), MessageFilter()),
     "Mapping[str, NewJob]": ({_ID.hex: _NEW}, {_ID.hex: _NEW, UUID(int=1).hex: _LATER}),
+    "Mapping[str, UniqueJob]": ({_ID.hex: _UNIQUE}, {_ID.hex: _UNIQUE, UUID(int=1).hex: _UNIQUE_TOO}),
+    "keys": (["send\x1f7"], ["send\x1f7", "send\x1f8"]),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
+    "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),
     "Sequence[str]": (["mail", "post"], ["mail"]),
     "Collection[str]": (["mail", "post"], ["mail"]),
     "Iterable[str]": (["mail", "post"], ["mail"]),
@@ -81,10 +118,12 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
 }
 _PARAMETERS: Mapping[str, Mapping[str, object]] = {
     "accept_messages": accept_parameters("mail", {"7": b"x", "8": None}, timedelta(days=1)),
+    "running": {"names": ["mail"], "most": [5]},
     "_MARKER": {"marker": "outboxq.migration"},
     "_TRY_LOCK": {"schema": "outboxq"},
     "_LOCK": {"schema": "outboxq"},
     "_HOLDERS": {"schema": "outboxq"},
+    "_ADD": add_unique({_ID.hex: _UNIQUE})[1],
     "NOTIFY_AS_BEFORE": {"was": ""},
     "NOTIFY": {"channel": "outboxq_outboxq", "payload": ""},
 }
@@ -92,16 +131,30 @@ _PARAMETERS: Mapping[str, Mapping[str, object]] = {
 _NO_STATEMENTS = frozenset(
     {
         "accept_parameters",
+        "arrays_of",
         "channel_name",
         "count_kinds",
+        "count_parts",
+        "counted_columns",
         "ending",
         "errors_with",
+        "limit_count",
+        "limit_slot",
+        "lock_class",
+        "interval_text",
+        "job_columns",
+        "key_is_free",
         "matching",
         "page_outcome",
         "pick_page",
         "qualified",
         "read_page",
+        "rows_of",
         "schema_name",
+        "slot_parts",
+        "stored_key",
+        "take_for_dead",
+        "text_array",
     }
 )
 
@@ -161,7 +214,7 @@ def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tu
         annotation = annotation.replace(package, "")
     annotation = annotation.rpartition(".")[2] if annotation.endswith(("Filter", ".Job")) else annotation
     annotation = "Status" if annotation.startswith("Literal[") else annotation
-    for name in ("job.Job]", "new_job.NewJob", "statements.effects.EffectLock"):
+    for name in ("job.Job]", "new_job.NewJob", "new_job.UniqueJob", "statements.effects.EffectLock"):
         annotation = annotation.replace(name, name.rpartition(".")[2])
     for key in (f"{parameter.name}: {annotation}", parameter.name, annotation):
         if key in _SAMPLES:
@@ -170,9 +223,14 @@ def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tu
 
 
 def _claims() -> Iterator[str]:
-    claims = ClaimStatements("outboxq", "mail", _ID)
-    for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect):
-        yield from _of_script(script)
+    for most, counts_leases in ((None, False), (3, False), (3, True)):
+        claims = ClaimStatements("outboxq", "mail", _ID, most=most, counts_leases=counts_leases)
+        for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect):
+            yield from _of_script(script)
+    for room in ((None, False), (3, False), (3, True)):
+        for groups in (GroupScript("outboxq", "mail", None, *room), GroupScript("outboxq", "mail", _ID, *room)):
+            yield from (groups.text(5, "a"), groups.clearing(5), groups.one(_ID))
+        yield GroupScript("outboxq", "mail", _ID, *room, suspects=True).text(1)
 
 
 def _of_script(script: ClaimScript) -> Iterator[str]:

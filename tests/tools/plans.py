@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from pglast import ast, parse_sql, split
 from sqlalchemy import Connection, Engine, Executable, create_engine, event, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from outboxq import config
 from outboxq.migrations.runner import migrate_committing
@@ -151,6 +151,10 @@ def _explain_compiled(connection: Connection, statement: Executable, parameters:
     event.listen(connection, "after_cursor_execute", read)
     try:
         connection.execute(statement, parameters)
+    except InvalidRequestError:
+        # The plan is a text, where the statement has a number.
+        if not lines:
+            raise
     finally:
         event.remove(connection, "before_cursor_execute", ask)
         event.remove(connection, "after_cursor_execute", read)

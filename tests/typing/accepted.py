@@ -1,8 +1,8 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What type checkers accept of the public names, and the types that they infer. Checked, never run."""
 
-from collections.abc import Awaitable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_type
@@ -32,6 +32,7 @@ from outboxq import (
     FoundJob,
     Handler,
     Inbox,
+    Job,
     JobHandle,
     JobKind,
     Jobs,
@@ -47,6 +48,7 @@ from outboxq import (
     external,
     find_job,
 )
+from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 
 
 class Base(DeclarativeBase):
@@ -96,8 +98,19 @@ def settle(ctx: Context[State], day: datetime) -> Snooze | DeadLetter | Discard 
 def no_arguments(ctx: Context) -> None: ...
 
 
+@jobs.handler
+def without_brackets(ctx: Context[State], account: Account, cents: int) -> Snooze | None:
+    return Snooze(timedelta(hours=1)) if cents else None
+
+
+@jobs.handler
+async def async_without_brackets(ctx: AsyncContext, day: datetime) -> None: ...
+
+
 is_a_handler: Handler[[int], AsyncContext[Any], Awaitable[Outcome]] = mail
 is_a_kind: JobKind[[datetime]] = settle
+is_a_plain_handler: Handler[[Account, int], Context[Any], Snooze | None] = without_brackets
+is_an_async_handler: Handler[[datetime], AsyncContext[Any], Awaitable[None]] = async_without_brackets
 
 
 def produce(session: OutboxSession, account: Account) -> None:
@@ -225,3 +238,77 @@ def produce_batches(session: OutboxSession, async_ctx: AsyncContext) -> None:
     assert_type(session.add_job(credit_async, 1), JobHandle)
     assert_type(credit_some.options(priority=5).job(1, cents=2), NewJob)
     async_ctx.defer(insert(Account), {"id": 1})
+
+
+hooked = Jobs(hooks=[print])
+
+
+@hooked.on(JobDied)
+def died(event: JobDied) -> None:
+    assert_type(event.reason, str)
+
+
+@hooked.on(JobDied, JobRetried)
+async def failed(event: JobDied | JobRetried) -> None: ...
+
+
+@hooked.on(JobDone, JobDied, JobRetried, JobSnoozed, JobDiscarded)
+def over(event: Event) -> None: ...
+
+
+@hooked.on(JobDone)
+def anything(event: Event) -> int:
+    return 1
+
+
+assert_type(died, Callable[[JobDied], None])
+
+
+@jobs.around
+@contextmanager
+def wrapped(ctx: Context) -> Generator[None]:
+    yield
+
+
+@jobs.around
+def generated(ctx: Context | BatchContext) -> Iterator[None]:
+    assert_type(ctx.jobs, tuple[Job, ...])
+    yield
+
+
+@jobs.around(flavour="async")
+@asynccontextmanager
+async def wrapped_async(ctx: AsyncContext[State]) -> AsyncGenerator[None]:
+    assert_type(ctx.state, State)
+    yield
+
+
+@jobs.around(flavour="async")
+async def generated_async(ctx: AsyncContext) -> AsyncIterator[None]:
+    yield
+
+
+@jobs.around
+def veto(ctx: Context) -> Discard | None:
+    return Discard("no") if ctx.job.attempt > 5 else None
+
+
+@jobs.around(flavour="async")
+async def veto_async(ctx: AsyncContext) -> Outcome | None:
+    return None
+
+
+@jobs.around
+class Span:
+    def __init__(self, ctx: Context) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
+
+
+@jobs.around
+def nothing(ctx: Context) -> None: ...
+
+
+assert_type(veto(Context(Job.__new__(Job), None, OutboxSession())), Discard | None)

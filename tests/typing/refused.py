@@ -1,4 +1,5 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+# mypy: enable-error-code="truthy-bool"
 """What type checkers refuse: each `type: ignore` below is an error that must be there. Checked, never run."""
 
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from outboxq import (
+    Acceptance,
     AsyncContext,
+    AsyncOutboxSession,
     BatchContext,
     BatchItem,
     Context,
@@ -21,6 +24,7 @@ from outboxq import (
     add_job,
     external,
 )
+from outboxq.events import JobDied, JobDone, JobRetried
 from outboxq.tables import job
 
 jobs = Jobs()
@@ -67,12 +71,20 @@ def wrong_options() -> None:
 
 
 def wrong_handlers() -> None:
-    jobs.handler("credit")  # type: ignore[call-arg]
-    jobs.handler(claim="leese")  # type: ignore[arg-type]
-    jobs.handler(timeout_seconds="30")  # type: ignore[arg-type]
+    jobs.handler("credit")  # type: ignore[call-overload]
+    jobs.handler(claim="leese")  # type: ignore[call-overload]
+    jobs.handler(timeout_seconds="30")  # type: ignore[call-overload]
+    jobs.handler(retry=5)  # type: ignore[call-overload]
 
     @jobs.handler()  # type: ignore[arg-type]
     def no_context(address: str) -> None: ...
+
+    @jobs.handler  # type: ignore[arg-type]
+    def no_context_either(address: str) -> None: ...
+
+    @jobs.handler  # type: ignore[type-var]
+    def returns_another_number(ctx: Context) -> int:
+        return 5
 
     @jobs.handler()  # type: ignore[type-var]
     def returns_a_number(ctx: Context) -> int:
@@ -94,6 +106,23 @@ def wrong_effects(ctx: Context, async_ctx: AsyncContext, session: Session) -> No
     Inbox("payments").accept_job(session, "m1", credit)  # type: ignore[call-overload]
 
 
+async def forgotten_awaits(session: AsyncOutboxSession) -> str:
+    payments = Inbox("payments")
+    payments.accept(session, "m1")  # type: ignore[unused-coroutine]
+    payments.accept_all(session, ["m1"])  # type: ignore[unused-coroutine]
+    payments.accept_job(session, "m1", credit.job(1))  # type: ignore[unused-coroutine]
+    if payments.accept(session, "m1"):  # type: ignore[truthy-bool]
+        return "accepted"
+    if not payments.try_accept(session, "m1"):  # type: ignore[truthy-bool]
+        return "accepted"
+    if payments.try_accept(session, "m1") is Acceptance.DUPLICATE:  # type: ignore[comparison-overlap]
+        return "duplicate"
+    accepted: bool = payments.accept(session, "m1")  # type: ignore[assignment]
+    count = len(payments.accept_all(session, ["m1"]).accepted)  # type: ignore[attr-defined]
+    # What stands here is checked, too: the lines above do not make it unreachable.
+    return count if accepted else 5  # type: ignore[return-value]
+
+
 @dataclass
 class Credit:
     account_id: int
@@ -109,7 +138,7 @@ def wrong_batches(session: OutboxSession, ctx: Context, async_ctx: AsyncContext)
     session.add_job(credit_all, account_id="one")  # type: ignore[arg-type]
     session.add_job(credit_all, 1, cent=5)  # type: ignore[call-arg]
     jobs.batch_handler(Credit, max_size="many")  # type: ignore[arg-type]
-    jobs.handler(batchable="yes")  # type: ignore[arg-type]
+    jobs.handler(batchable="yes")  # type: ignore[call-overload]
     ctx.defer(select(job))  # type: ignore[arg-type]
     async_ctx.defer(insert(job), [{"id": 1}])  # type: ignore[arg-type]
 
@@ -119,3 +148,23 @@ def wrong_batches(session: OutboxSession, ctx: Context, async_ctx: AsyncContext)
     @jobs.batch_handler(Credit)  # type: ignore[arg-type]
     def returns_a_number(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> int:
         return 5
+
+
+@jobs.on(JobDone)  # type: ignore[arg-type]
+def hook_of_another(event: JobDied) -> None: ...
+
+
+@jobs.on(JobDone, JobRetried)  # type: ignore[arg-type]
+def hook_of_one_of_them(event: JobDone) -> None: ...
+
+
+@jobs.on  # type: ignore[call-overload]
+def hook_of_none(event: JobDone) -> None: ...
+
+
+@jobs.around  # type: ignore[type-var]
+def around_that_gives_a_word(ctx: Context) -> str:
+    return "word"
+
+
+jobs.around(flavour="both")  # type: ignore[call-overload]

@@ -1,4 +1,7 @@
-"""The pruner: the periodic task that deletes the messages and the effects whose retention is over.
+"""The pruner: the periodic task that deletes what is over (messages, effects, unique keys, cancellations).
+
+It sweeps batches (`jobs.batch`), too. One is over without a relay coming to it if the relay of its last member died
+between that one's COMMIT and its look, or if an operator, a reaper or an older relay removed the member.
 
 A round opens a connection, deletes in small transactions, and closes it. It waits for no row locks, any number of
 relays may prune at once, and nothing depends on when it happens: only the tables' size does.
@@ -9,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from uuid import UUID
 
 import psycopg
 from psycopg.pq.abc import PGconn
@@ -18,6 +22,9 @@ from outboxq.events import Pruned
 from outboxq.execution.aside import is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
+from outboxq.statements.job_batches import SETTINGS, sweep_batches
+from outboxq.statements.transaction import BEGIN
+from outboxq.statements.unique import delete_idle_keys, lock_idle_keys
 
 logger = logging.getLogger("outboxq.pruner")
 
@@ -40,6 +47,7 @@ class Pruner(PeriodicTask):
 
     Args:
         first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
+        deletes: Whether to delete what has expired. Batches are swept in any case.
         batch_rows: The most rows that one transaction deletes.
         max_batches: The most batches of each table in one round.
     """
@@ -49,12 +57,59 @@ class Pruner(PeriodicTask):
     first_seconds: float = 60.0
     batch_rows: int = 1_000
     max_batches: int = 100
+    deletes: bool = True
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
+    # The next round looks at the unique keys behind this one.
+    _last_key: str = field(default="", init=False)
 
     def _run_on(self, connection: PGconn) -> Pruned | None:
-        messages = self._delete_all(connection, "messages", statements.delete_messages)
-        effects = self._delete_all(connection, "effects", statements.delete_effects)
-        return Pruned(messages, effects) if messages or effects else None
+        messages = effects = keys = 0
+        if self.deletes:
+            messages = self._delete_all(connection, "messages", statements.delete_messages)
+            effects = self._delete_all(connection, "effects", statements.delete_effects)
+            keys = self._delete_idle_keys(connection)
+        self._delete_all(connection, "cancellations", statements.delete_requests)
+        batches = self._sweep(connection)
+        return Pruned(messages, effects, keys, batches) if messages or effects or keys or batches else None
+
+    def _sweep(self, connection: PGconn) -> int:
+        """Add the callbacks of batches that are over; how many were."""
+        over, after = 0, UUID(int=0)
+        for _ in range(self.max_batches):
+            statement = sweep_batches(self.schema, after, self.batch_rows)
+            try:
+                (row,) = run_on_libpq(connection, f"{BEGIN}; {SETTINGS}{statement}; COMMIT")
+            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+                self._report("batches", error)
+                with contextlib.suppress(psycopg.Error, OSError):
+                    run_on_libpq(connection, "ROLLBACK")
+                break
+            looked, last, finished = row
+            over += int(finished or 0)
+            if last is None or int(looked or 0) < self.batch_rows or self.stopping.wait(_BREATH_SECONDS):
+                break
+            after = UUID(last)
+        return over
+
+    def _delete_idle_keys(self, connection: PGconn) -> int:
+        """Delete the unique keys that nothing needs, from where the round before has stopped; how many were deleted.
+
+        A round looks at `batch_rows` times `max_batches` keys, whether they are needed or not.
+        """
+        deleted = 0
+        for _ in range(self.max_batches):
+            try:
+                rows, found, self._last_key = _delete_keys(connection, self.schema, self._last_key, self.batch_rows)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+                self._report("unique keys", error)
+                break
+            deleted += rows
+            if found < self.batch_rows:
+                self._last_key = ""
+                break
+            if self.stopping.wait(_BREATH_SECONDS):
+                break
+        return deleted
 
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
         """Delete batch after batch, while they are full; how many rows were deleted."""
@@ -96,9 +151,7 @@ class Pruner(PeriodicTask):
             script = f"{statements.BEGIN}; {deletion}; COMMIT"
             return int(str(run_on_libpq(connection, script)[0][0]))
         except Exception:
-            # The connection goes on to the other table.
-            with contextlib.suppress(psycopg.Error, OSError):
-                run_on_libpq(connection, "ROLLBACK")
+            _roll_back(connection)
             raise
 
     def _report(self, what: str, error: Exception) -> None:
@@ -109,10 +162,34 @@ class Pruner(PeriodicTask):
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))
             logger.warning(
-                "expired %s could not be deleted: %s (%s): %s",
-                what,
+                "%s: %s (%s): %s",
+                "batches could not be swept" if what == "batches" else f"expired {what} could not be deleted",
                 type(error).__name__,
                 sqlstate,
                 _ADVICE.get(sqlstate, _OTHERWISE),
                 extra={"outboxq_sqlstate": sqlstate},
             )
+
+
+def _delete_keys(connection: PGconn, schema: str, after: str, limit: int) -> tuple[int, int, str]:
+    """Look at the next unique keys behind `after`, and delete those that nothing needs, in one transaction.
+
+    Returns:
+        How many were deleted, how many were looked at, and the last of these.
+    """
+    try:
+        page = run_on_libpq(connection, f"{statements.BEGIN}; {lock_idle_keys(schema, after, limit)}")
+        locked = [str(key) for key, is_locked in page if is_locked == "t"]
+        # A statement of its own: its snapshot is taken with the locks held.
+        deletion = f"{delete_idle_keys(schema, locked)}; " if locked else ""
+        deleted = run_on_libpq(connection, f"{deletion}COMMIT")
+    except Exception:
+        _roll_back(connection)
+        raise
+    return int(str(deleted[0][0])) if locked else 0, len(page), str(page[-1][0]) if page else ""
+
+
+def _roll_back(connection: PGconn) -> None:
+    # The connection goes on to other rows.
+    with contextlib.suppress(psycopg.Error, OSError):
+        run_on_libpq(connection, "ROLLBACK")

@@ -14,6 +14,9 @@ from outboxq.relay.maintenance.task import PeriodicTask
 
 Connector: TypeAlias = Callable[[], DriverConnection]
 
+# The longest time between two sweeps if nothing is pruned.
+_SWEEP_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
@@ -35,8 +38,11 @@ class Maintenance:
     ) -> "Maintenance":
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
-        if seconds := config.prune_seconds:
-            made.append(Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds))
+        seconds = config.prune_seconds or _SWEEP_SECONDS
+        pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds)
+        # Batches are swept in any case: without the sweep the callback of one might never run.
+        pruner.deletes = config.prune_seconds > 0
+        made.append(pruner)
         if until_empty:
             # The drain of a cron job may be the only relay there is.
             return cls((), tuple(made))

@@ -57,22 +57,23 @@ def paused_queues(schema: str) -> TextClause:
 
 
 def suspects(schema: str) -> TextClause:
-    """Suspect jobs per queue. Index: job_suspect, 10,000 entries of it."""
+    """Suspect jobs per queue. Indexes: job_suspect and job_group_state, 10,000 entries of them."""
     return text(
         f"SELECT queue, pg_catalog.count(*) AS jobs FROM (SELECT queue FROM {qualified(schema, 'job')} "
-        "WHERE state = 'suspect' LIMIT :max_jobs) AS found GROUP BY 1 ORDER BY 1"
+        "WHERE state = 'suspect' OR state = 'group_suspect' LIMIT :max_jobs) AS found GROUP BY 1 ORDER BY 1"
     ).bindparams(max_jobs=MAX_JOBS)
 
 
 def orphaned_leases(schema: str, grace_seconds: float) -> TextClause:
-    """Leased jobs per owner that is not alive, or not known. Index: job_leased, 10,000 entries of it."""
+    """Leased jobs per owner that is not alive, or not known. Indexes: job_leased, job_group_state, 10,000 entries."""
     return text(
         f"""\
 SELECT leased.lease_owner::text AS owner, relay.host, relay.pid, leased.jobs,
   extract(epoch FROM pg_catalog.clock_timestamp() - relay.alive_until)::float8 AS seconds
 FROM (
   SELECT lease_owner, pg_catalog.count(*) AS jobs
-  FROM (SELECT lease_owner FROM {qualified(schema, "job")} WHERE state = 'leased' LIMIT :max_jobs) AS found
+  FROM (SELECT lease_owner FROM {qualified(schema, "job")}
+    WHERE state = 'leased' OR state = 'group_leased' LIMIT :max_jobs) AS found
   GROUP BY 1
 ) AS leased LEFT JOIN {qualified(schema, "relay")} AS relay ON relay.id = leased.lease_owner
 WHERE relay.id IS NULL
@@ -94,3 +95,66 @@ def living_relays(schema: str) -> TextClause:
     return text(
         f"SELECT pg_catalog.count(*) FROM {qualified(schema, 'relay')} WHERE alive_until > pg_catalog.clock_timestamp()"
     )
+
+
+# One entry of job_group for each of the first groups of a queue, and up to 1,000 entries behind a job that is put off.
+_BLOCKED = """\
+WITH RECURSIVE queues (name) AS (
+  (SELECT queue FROM {job} WHERE group_key IS NOT NULL AND state <> 'group_waiting' ORDER BY queue LIMIT 1)
+  UNION ALL
+  SELECT (SELECT queue FROM {job} WHERE group_key IS NOT NULL AND state <> 'group_waiting' AND queue > queues.name
+    ORDER BY queue LIMIT 1)
+  FROM queues WHERE queues.name IS NOT NULL
+), heads AS (
+  SELECT first.*, 1 AS place
+  FROM (SELECT name FROM queues WHERE name IS NOT NULL LIMIT :max_queues) AS names CROSS JOIN LATERAL (
+    SELECT id, queue, group_key, kind, state, run_at, attempt, parked FROM {job}
+    WHERE queue = names.name AND state <> 'group_waiting' AND group_key COLLATE "C" > ''
+    ORDER BY group_key COLLATE "C", seq LIMIT 1) AS first
+  UNION ALL
+  SELECT next.*, heads.place + 1 FROM heads CROSS JOIN LATERAL (
+    SELECT id, queue, group_key, kind, state, run_at, attempt, parked FROM {job}
+    WHERE queue = heads.queue AND state <> 'group_waiting' AND group_key COLLATE "C" > heads.group_key
+    ORDER BY group_key COLLATE "C", seq LIMIT 1) AS next
+  WHERE heads.place < :max_groups
+)
+SELECT heads.queue, heads.id::text AS id, heads.kind, heads.attempt, heads.parked, behind.jobs,
+  extract(epoch FROM heads.run_at - pg_catalog.clock_timestamp())::float8 AS due_in_seconds
+FROM heads CROSS JOIN LATERAL (
+  SELECT pg_catalog.count(*) - 1 AS jobs FROM (
+    SELECT FROM {job} WHERE queue = heads.queue AND state <> 'group_waiting'
+      AND group_key COLLATE "C" = heads.group_key LIMIT 1001) AS found) AS behind
+WHERE heads.state = 'grouped' AND heads.run_at > pg_catalog.clock_timestamp() AND behind.jobs > 0
+ORDER BY behind.jobs DESC, heads.id"""
+MAX_GROUPS = 1_000
+
+
+def blocked_groups(schema: str) -> TextClause:
+    """The jobs that hold up their groups, and how many wait behind each, up to 1,000, the most first.
+
+    Index: job_group, an entry for each of the first 1,000 groups of a queue. No locks.
+    """
+    statement = _BLOCKED.format(job=qualified(schema, "job"))
+    return text(statement).bindparams(max_queues=MAX_QUEUES, max_groups=MAX_GROUPS)
+
+
+# The oldest open batches that are looked at.
+MAX_BATCHES = 1_000
+
+
+def stale_batches(schema: str, seconds: float) -> TextClause:
+    """Open batches that are older than this: whether any of them has no member left, and has none in a nested batch.
+
+    Index: the primary key of `batch`, the first 1,000 entries; job_batch and batch_parent, one probe each. No locks.
+    """
+    batch, job = qualified(schema, "batch"), qualified(schema, "job")
+    return text(
+        f"SELECT oldest.id, oldest.kind, "
+        f"extract(epoch FROM pg_catalog.clock_timestamp() - oldest.created_at)::float8 AS age_seconds, "
+        f"NOT EXISTS (SELECT FROM {job} AS member WHERE member.batch_id = oldest.id) "
+        f"AND NOT EXISTS (SELECT FROM {batch} AS nested WHERE nested.parent_id = oldest.id) AS is_over "
+        f"FROM (SELECT id, pg_catalog.jsonb_extract_path_text(callback, 'kind') AS kind, created_at "
+        f"FROM {batch} ORDER BY id LIMIT {MAX_BATCHES}) AS oldest "
+        "WHERE oldest.created_at < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => :seconds) "
+        "ORDER BY oldest.id"
+    ).bindparams(seconds=seconds)

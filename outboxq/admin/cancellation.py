@@ -1,0 +1,63 @@
+"""Cancel jobs that run, for operators: ask for it, see what became of it, and end the backend of one by force.
+
+Every function reads or changes in the caller's transaction; a request takes effect when that is committed.
+"""
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.database.driver import run_script
+from outboxq.outbox.cancel import CancelOutcome as CancelOutcome
+from outboxq.outbox.cancel import Requested as Requested
+from outboxq.outbox.cancel import cancel_or_request, end_waiting
+from outboxq.statements import cancel as statements
+from outboxq.tables import mapped_schema
+
+
+def cancel_running(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome = "discard") -> Requested:
+    """Cancel jobs by id, those that run too; 200 a transaction are a good measure.
+
+    What waits is gone at once; what runs is ended by its relay, which `progress` tells.
+    """
+    return cancel_or_request(connection, list(dict.fromkeys(ids)), outcome)
+
+
+def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
+    """How far the cancellation of each of these jobs has come.
+
+    `running`: it runs on; `waiting`: it waits, and its next claim ends it; `cancelled`; `dead`: it is a dead letter;
+    `over`: it came to its end by itself, before its relay heard of the request.
+    """
+    return {row.id: row.state for row in connection.execute(statements.progress(ids))}
+
+
+def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> tuple[UUID, ...]:
+    """End jobs whose cancellation was asked for and that wait now, without waiting for their next claim."""
+    gone = tuple(end_waiting(connection, ids, outcome))
+    if gone:
+        connection.execute(statements.drop_requests(gone))
+    return gone
+
+
+def count_sharing(connection: Connection, job_id: UUID) -> int:
+    """How many other jobs share the transaction that runs this one: they are rolled back with it, and run again."""
+    jobs: int = connection.execute(statements.sharing(job_id)).scalar_one()
+    return max(0, jobs - 1)
+
+
+def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "discard") -> bool:
+    """End the backend whose transaction runs a job, or take the job from its lease; whether there was one.
+
+    For a relay that does not answer; the request has to be committed before. All jobs of the transaction are rolled
+    back, and each runs again by itself; the cancelled one is ended by its next claim, or by `end_returned`. A handler
+    under a lease goes on, and what it wrote is refused.
+    """
+    ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))[0].rows
+    if ended:
+        return True
+    taken = end_waiting(connection, [job_id], outcome, leased=True)
+    if taken:
+        connection.execute(statements.drop_requests([job_id]))
+    return bool(taken)

@@ -1,0 +1,318 @@
+"""Schedules: jobs that relays add when their time comes. What they are, and how they are made, changed and run.
+
+Every function works in the caller's transaction, on a connection or a session: `outboxq.schedules` has them for async
+ones too. A change waits for a relay that fires the schedule at this moment, which takes some milliseconds.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import Any, Literal, TypeAlias, get_args
+
+import msgspec
+from sqlalchemy import Connection, Row
+from sqlalchemy.orm import Session
+
+from outboxq.clock import uuid7s
+from outboxq.cron import Cron
+from outboxq.database.sessions import transaction_connection
+from outboxq.errors import ArgumentError, ScheduleDeclared, ScheduleNotFound
+from outboxq.names import MAX_SCOPE_BYTES, check_key
+from outboxq.new_job import (
+    JobHandle,
+    JobKeys,
+    NewJob,
+    UniqueJob,
+    UniqueJobHandle,
+    check_size,
+    has_unique_key,
+    with_answer,
+)
+from outboxq.outbox.insert import insert_all
+from outboxq.outbox.stored_job import dump, load
+from outboxq.statements import schedules as statements
+from outboxq.statements.paging import database_clock
+
+Missed: TypeAlias = Literal["skip", "one", "all"]
+# What can execute a statement: a session or a connection.
+Executor: TypeAlias = Session | Connection
+
+NAME_HEADER, FIRE_TIME_HEADER = "outboxq.schedule", "outboxq.fire_time"
+# Given as an argument of a schedule's job, it stands for the time that the job is due.
+FIRE_TIME = datetime.min.replace(tzinfo=UTC)
+_STANDS_FOR_FIRE_TIME = msgspec.json.encode(FIRE_TIME)
+MAX_JITTER = timedelta(days=1)
+_SHOWN_FIRES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSchedule:
+    """A schedule as code or an operator gives it, checked.
+
+    Raises:
+        ArgumentError: a value that cannot be, or options of the job that make no sense for one that is due again.
+        InvalidKey: such a name cannot be.
+    """
+
+    name: str
+    job: NewJob
+    cron: Cron
+    missed: Missed = "one"
+    jitter: timedelta = timedelta(0)
+
+    def __post_init__(self) -> None:
+        check_key("schedule name", self.name, MAX_SCOPE_BYTES)
+        if not isinstance(self.job, NewJob):
+            raise ArgumentError(f"a schedule takes a job made by kind.job(...), got {type(self.job).__name__}")
+        if self.missed not in get_args(Missed):
+            raise ArgumentError(f"missed takes {' or '.join(map(repr, get_args(Missed)))}, got {self.missed!r}")
+        if not isinstance(self.jitter, timedelta) or not timedelta(0) <= self.jitter <= MAX_JITTER:
+            raise ArgumentError(f"jitter takes a timedelta from 0 to 24 hours, got {self.jitter!r}")
+        if self.job.envelope.run_at is not None:
+            raise ArgumentError("a schedule says itself when its job is due: leave run_at= out, or take delay=")
+        if self.jitter and isinstance(self.job.keys, JobKeys) and self.job.keys.group is not None:
+            raise ArgumentError("a job of a group runs when its turn comes: leave out the group or the jitter")
+
+    def as_row(self, now: datetime, *, declared: bool) -> dict[str, object]:
+        """The schedule as a row, due for the first time behind `now`."""
+        stored = dump(self.job)
+        fields = msgspec.json.decode(_json(stored.pop("args")), type=dict[str, msgspec.Raw])
+        fire_time = [name for name, value in fields.items() if bytes(value) == _STANDS_FOR_FIRE_TIME]
+        args = {name: value for name, value in fields.items() if name not in fire_time}
+        if fire_time:
+            stored["fire_time"] = fire_time
+        return {
+            "name": self.name,
+            "kind": stored.pop("kind"),
+            "queue": stored.pop("queue"),
+            "args": _json(args),
+            "options": _json(stored),
+            "cron": self.cron.text,
+            "time_zone": self.cron.time_zone,
+            "missed": self.missed,
+            "jitter_seconds": self.jitter.total_seconds(),
+            "declared": declared,
+            "next_at": self.cron.after(now),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule.
+
+    Attributes:
+        missed: What becomes of the times that no relay was there for.
+        declared: Whether an application's code declares it.
+        next_at: When it is due next. `last_at`: the newest time that was fired.
+    """
+
+    name: str
+    kind: str
+    queue: str
+    cron: str
+    time_zone: str
+    missed: Missed
+    jitter_seconds: float
+    declared: bool
+    next_at: datetime
+    last_at: datetime | None
+    paused_at: datetime | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDetail:
+    """A schedule with its job; `args` and `options` are JSON text.
+
+    `next_fires`: the times that it is due next, as its own clocks show them.
+    """
+
+    schedule: Schedule
+    next_fires: tuple[str, ...]
+    args: str = field(repr=False)
+    options: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A schedule that an application's code declared once, and that this code does not declare."""
+
+    name: str
+    kind: str
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSchedule:
+    """A schedule as it is stored, with the job that it adds.
+
+    Raises:
+        ArgumentError, PayloadError: this relay cannot read it: its time zone is not known here, perhaps.
+    """
+
+    schedule: Schedule
+    cron: Cron
+    job: NewJob
+    fire_time: tuple[str, ...]
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> "StoredSchedule":
+        """Read a row of `lock_due` or `select_schedule`."""
+        found = _schedule(row)
+        options = msgspec.json.decode(row.options, type=dict[str, msgspec.Raw])
+        names = msgspec.json.decode(options.pop("fire_time", b"[]"), type=tuple[str, ...])
+        job = load({"kind": found.kind, "queue": found.queue, "args": msgspec.Raw(row.args.encode()), **options})
+        return cls(found, Cron(found.cron, found.time_zone), job, names)
+
+    def jobs_at(self, due_times: Iterable[datetime]) -> dict[str, NewJob]:
+        """A job for each time, by ids of their own."""
+        made = [self._job_at(due) for due in due_times]
+        jobs = [with_answer(new) if has_unique_key(new) else new for new in made]
+        return dict(zip(uuid7s(len(jobs)), jobs, strict=True))
+
+    def _job_at(self, due: datetime) -> NewJob:
+        at = self.cron.local(due)
+        envelope = self.job.envelope
+        headers = msgspec.json.decode(envelope.headers, type=dict[str, str])
+        headers |= {NAME_HEADER: self.schedule.name, FIRE_TIME_HEADER: at.isoformat()}
+        changes: dict[str, object] = {"headers": _json(headers)}
+        if self.schedule.jitter_seconds:
+            later = timedelta(seconds=random.random() * self.schedule.jitter_seconds)
+            changes |= {"run_at": due + (envelope.delay or timedelta(0)) + later, "delay": None}
+        args = self.job.args
+        if self.fire_time:
+            fields = msgspec.json.decode(args, type=dict[str, msgspec.Raw])
+            args = _json({**fields, **dict.fromkeys(self.fire_time, at)})
+        changed = msgspec.structs.replace(envelope, **changes)
+        return msgspec.structs.replace(self.job, envelope=changed, args=check_size(self.job.kind, args))
+
+
+def put(connection: Executor, new: NewSchedule) -> Schedule:
+    """Make a schedule, or change the one of this name, which stays paused if it is.
+
+    Raises:
+        ScheduleDeclared: code declares it.
+    """
+    row = new.as_row(_clock(connection), declared=False)
+    connection.execute(statements.put([row], keep_declared=True))
+    found = _find(connection, new.name)
+    if found.declared:
+        raise ScheduleDeclared(new.name)
+    return _schedule(found)
+
+
+def declare(connection: Executor, schedules: Iterable[NewSchedule]) -> tuple[Gone, ...]:
+    """Make or change the schedules that an application's code declares; returns what other code has declared.
+
+    Many relays may do so at once. None is paused or resumed, and none removed.
+    """
+    now = _clock(connection)
+    wanted = {new.name: new.as_row(now, declared=True) for new in schedules}
+    if wanted:
+        # In their order: relays that start at the same time lock the rows in the same order.
+        connection.execute(statements.put([wanted[name] for name in sorted(wanted)], keep_declared=False))
+    found = connection.execute(statements.select_declared())
+    return tuple(Gone(*row) for row in found if row.name not in wanted)
+
+
+def remove(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
+    """Delete schedules; the jobs that they added stay. Returns the names of those that were there.
+
+    One that an application's code declares comes back when its relay starts again.
+    """
+    return tuple(sorted(connection.execute(statements.remove(_sorted(names))).scalars()))
+
+
+def pause(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
+    """Keep schedules from being fired, until they are resumed; returns the names of those that were not paused."""
+    return tuple(sorted(connection.execute(statements.pause(_sorted(names))).scalars()))
+
+
+def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
+    """Have schedules fired again, from their next time on: what was due while they were paused is not made up for.
+
+    Returns:
+        The names of those that were paused.
+    """
+    resumed: list[str] = []
+    for name in _sorted(names):
+        row = connection.execute(statements.select_schedule(name, lock=True)).one_or_none()
+        if row is not None and row.paused_at is not None:
+            next_at = Cron(row.cron, row.time_zone).after(_clock(connection))
+            connection.execute(statements.resume(name, next_at))
+            resumed.append(name)
+    return tuple(resumed)
+
+
+def run_now(connection: Executor, name: str) -> JobHandle:
+    """Add a schedule's job once more, now, also if it is paused; when it is due next stays as it is.
+
+    Raises:
+        ScheduleNotFound: no schedule has this name.
+    """
+    stored = StoredSchedule.of(_find(connection, name))
+    jobs = stored.jobs_at([_clock(connection)])
+    insert_all(_transaction(connection), jobs, wakes="by queue")
+    ((job_id, new),) = jobs.items()
+    if isinstance(new, UniqueJob):
+        return UniqueJobHandle(job_id, new.kind, new.queue, new.answer)
+    return JobHandle(job_id, new.kind, new.queue)
+
+
+def list_schedules(
+    connection: Executor, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> list[Schedule]:
+    """The schedules, of this queue or kind, by name."""
+    rows = connection.execute(statements.select_schedules(queue=queue, kind=kind, limit=limit))
+    return [_schedule(row) for row in rows]
+
+
+def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
+    """One schedule with its job, and when it is due.
+
+    Raises:
+        ScheduleNotFound: no schedule has this name.
+    """
+    row = _find(connection, name)
+    found = _schedule(row)
+    cron = Cron(found.cron, found.time_zone)
+    due = islice(cron.times_from(found.next_at), _SHOWN_FIRES)
+    return ScheduleDetail(found, tuple(cron.local(each).isoformat() for each in due), row.args, row.options)
+
+
+def seconds_to_next(connection: Executor, without: Iterable[str] = ()) -> float:
+    """In how many seconds the next schedule is due, negative if it is; infinite if there is none."""
+    found: float | None = connection.execute(statements.seconds_to_next(tuple(without))).scalar_one_or_none()
+    return math.inf if found is None else found
+
+
+def _find(connection: Executor, name: str) -> Row[Any]:
+    row = connection.execute(statements.select_schedule(name)).one_or_none()
+    if row is None:
+        raise ScheduleNotFound(name)
+    return row
+
+
+def _schedule(row: Row[Any]) -> Schedule:
+    return Schedule(*(getattr(row, name) for name in statements.SUMMARY_COLUMNS))
+
+
+def _transaction(connection: Executor) -> Connection:
+    return connection if isinstance(connection, Connection) else transaction_connection(connection)
+
+
+def _clock(connection: Executor) -> datetime:
+    return database_clock(_transaction(connection))
+
+
+def _sorted(names: Sequence[str]) -> list[str]:
+    if isinstance(names, str):
+        raise ArgumentError(f"schedules are named by a list of names, got one text: [{names!r}]")
+    return sorted({check_key("schedule name", name, MAX_SCOPE_BYTES) for name in names})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

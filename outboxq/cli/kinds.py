@@ -1,0 +1,111 @@
+"""`outboxq kinds`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.bulk import Total, sweep, unmarked
+from outboxq.cli.help import Commands
+from outboxq.cli.options import DatabaseOptions, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists
+from outboxq.cli.tables import Column
+from outboxq.codec.text import several
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from sqlalchemy import Connection
+
+    from outboxq.statements.paging import Page
+
+app = Commands(help="Pause and resume kinds of jobs, while the other kinds of their queue go on.")
+
+
+@app.command("list")
+@lists(
+    "kinds", (Column("queue", "name"), Column("kind", "name"), Column("paused_at"), Column("jobs")), "--limit",
+    things="paused kinds",
+)  # fmt: skip
+def list_kinds(connection: "Connection", *, limit: int) -> "Sequence[object]":
+    """List the kinds that are paused.
+
+    `jobs` counts those that wait or run.
+
+    \b
+    Example:
+      outboxq kinds list
+    """
+    from outboxq.admin import kinds
+
+    return kinds.list_paused(connection)[:limit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindsOptions(DatabaseOptions):
+    """A field per option of the commands that change kinds."""
+
+    names: Annotated[list[str], typer.Argument(metavar="KIND", help="The names of kinds.", show_default=False)]
+    queue: Annotated[str, typer.Option("--queue", metavar="NAME", help="The queue of the kinds.", show_default=False)]
+
+
+@app.command("pause")
+@takes(KindsOptions)
+def pause(options: KindsOptions) -> None:
+    """Keep relays from running jobs of these kinds.
+
+    Jobs that run already go on, and new jobs can still be added. Relays that listen know at once, others within some
+    seconds.
+
+    \b
+    Example:
+      outboxq kinds pause send_welcome --queue mail
+    """
+    from outboxq.admin import kinds
+
+    with options.transaction() as connection:
+        changed = kinds.pause(connection, options.queue, options.names)
+    _report(options, changed, "paused", "paused already")
+
+
+@app.command("resume")
+@takes(KindsOptions)
+def resume(options: KindsOptions) -> None:
+    """Let relays run jobs of these kinds again; those that were put off run at once.
+
+    \b
+    Example:
+      outboxq kinds resume send_welcome --queue mail
+    """
+    from outboxq.admin import kinds
+
+    with options.open() as begin:
+        with begin() as connection:
+            changed = kinds.resume(connection, options.queue, options.names)
+
+        def bring_back(after: "UUID | None") -> "Page":
+            with begin() as connection:
+                ids = kinds.put_off_ids(connection, options.queue, options.names, after=after)
+            with unmarked(begin, ids), begin() as connection:
+                return kinds.bring_back(connection, options.queue, options.names, after=after)
+
+        # Committed by now: relays that hear of the resumption do not put them off again.
+        total = sweep(bring_back, "brought back")
+    _report(options, changed, "resumed", "not paused", total)
+
+
+def _report(
+    options: KindsOptions, changed: "Sequence[str]", done: str, before: str, total: Total | None = None
+) -> None:
+    wanted = list(dict.fromkeys(options.names))
+    if options.as_json:
+        unchanged = [name for name in wanted if name not in changed]
+        brought = {} if total is None else {"brought_back": total.changed}
+        print_json({done: changed, "unchanged": unchanged, **brought})
+        return
+    for name in wanted:
+        typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} was {before}")
+    if total is not None and total.changed:
+        notice(f"{several(total.changed, 'job that was put off runs', 'jobs that were put off run')} now")

@@ -1,0 +1,133 @@
+"""`outboxq relay --reload`: for development, a relay process that is started anew when the application changes."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.relay import RelayOptions
+from outboxq.config import PARENT_PIPE_VARIABLE
+from outboxq.relay.signals import stop_signals
+from outboxq.relay.supervisor import EXIT_STUCK
+
+# What a relay may take to give its jobs back after its time to drain.
+_GRACE_SECONDS = 20.0
+_LOOK_MILLISECONDS = 200
+_log = logging.getLogger("outboxq.relay")
+
+
+def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoReturn:
+    """Run a relay in a process of its own, and start it anew after each change of a .py file, until told to stop.
+
+    A relay that ends by itself, as over a syntax error, is started again after the next change.
+
+    Raises:
+        WrongUsage: watchfiles is not installed, or a directory that is to be watched is not there.
+    """
+    if find_spec("watchfiles") is None:
+        raise WrongUsage("--reload needs watchfiles: pip install 'outboxq[reload]'")
+    from watchfiles import PythonFilter, watch
+
+    directories = options.reload_dirs or list(_directories_of(options.target))
+    missing = [str(path) for path in directories if not path.is_dir()]
+    if missing:
+        raise WrongUsage(f"--reload-dir takes a directory, and there is none at {', '.join(missing)}")
+    # It logs every change that it sees.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
+    stopping = threading.Event()
+    relay = _Relay(options, environment)
+    with stop_signals(stopping.set, before_death=relay.kill):
+        # Started within the loop: a change that comes while it is imported is seen.
+        for changes in watch(
+            *directories,
+            watch_filter=PythonFilter(),
+            stop_event=stopping,
+            rust_timeout=_LOOK_MILLISECONDS,
+            yield_on_timeout=True,
+            raise_interrupt=False,
+        ):
+            relay.tend(changed=[path for _, path in changes])
+        relay.stop()
+    raise typer.Exit(0)
+
+
+def _directories_of(target: str) -> Iterable[Path]:
+    """The current directory, and that of the registry's top-level package if it lies elsewhere."""
+    here = Path.cwd()
+    yield here
+    name = target.partition(":")[0].partition(".")[0]
+    spec = PathFinder.find_spec(name, [str(here), *sys.path])
+    for place in map(Path, (spec.submodule_search_locations or ()) if spec is not None else ()):
+        if not place.is_relative_to(here):
+            yield place
+
+
+class _Relay:
+    """The relay's process: the one that runs, or that has ended."""
+
+    def __init__(self, options: RelayOptions, environment: Mapping[str, str]) -> None:
+        self._command = options.of_one_process()
+        if options.health_file is not None:
+            self._command += ["--health-file", str(options.health_file)]
+        # A source that is written twice within a second, with as many bytes, would be taken from the first one's cache.
+        self._environment = {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
+        self._stop_seconds = options.drain_seconds + _GRACE_SECONDS
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_said_its_end = False
+        self._write_end = -1
+
+    def tend(self, changed: list[str]) -> None:
+        """Start it, start it anew after changes, and tell that it has ended by itself."""
+        if changed:
+            more = f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+            _log.info("%s has changed%s: starting the relay again", os.path.relpath(min(changed)), more)
+            self.stop()
+        if self._process is None:
+            self._start()
+        code = self._process.poll() if self._process is not None else None
+        if code == EXIT_STUCK:
+            self.stop()
+        elif code is not None and not self._has_said_its_end:
+            self._has_said_its_end = True
+            _log.error("the relay ended with exit code %d: it starts again when a .py file changes", code)
+
+    def stop(self) -> None:
+        """Let it finish its jobs, and wait for its end."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(self._stop_seconds)
+        except subprocess.TimeoutExpired:
+            # The server rolls back what it had not committed.
+            self.kill()
+            self._process.wait()
+        os.close(self._write_end)
+        self._process = None
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self) -> None:
+        read_end, self._write_end = os.pipe()
+        # A session of its own, so that Ctrl-C at the terminal reaches this process alone; and a pipe, at whose end it
+        # stops if this process is killed.
+        self._process = subprocess.Popen(  # noqa: S603  # our own command line
+            self._command,
+            env={**self._environment, PARENT_PIPE_VARIABLE: str(read_end)},
+            pass_fds=(read_end,),
+            start_new_session=True,
+        )
+        os.close(read_end)
+        self._has_said_its_end = False

@@ -1,0 +1,265 @@
+"""`outboxq schedules`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import typer
+
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.help import Commands
+from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, takes
+from outboxq.cli.output import notice, print_json, print_wrapped
+from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
+from outboxq.cli.values import moment
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from outboxq.new_job import NewJob
+
+app = Commands(help="List, show, change, pause and run schedules: jobs that relays add at times.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as `list` prints it.", show_default=False)]
+
+
+@app.command("list")
+@lists(
+    "schedules",
+    (
+        Column("name", "name"),
+        Column("kind", "name", rank=3),
+        Column("queue", "name", rank=4),
+        Column("cron"),
+        Column("time_zone", rank=2),
+        Column("next_at"),
+        Column("last_at", rank=1),
+        Column("paused_at", rank=1),
+        Column("missed", rank=5),
+        Column("jitter_seconds", rank=6),
+        Column("declared", rank=7),
+        Column("created_at", rank=8),
+    ),
+    "--queue or --kind",
+)
+def list_schedules(
+    connection: "Connection", queue: QueueFilter = None, kind: KindFilter = None, *, limit: int
+) -> Sequence[object]:
+    """List schedules by name, and when they are due.
+
+    One that is declared is written in the code of an application. Times that a paused one is due at are passed over.
+
+    \b
+    Examples:
+      outboxq schedules list
+      outboxq schedules list --kind nightly --json
+    """
+    from outboxq.admin import schedules
+
+    return schedules.list_schedules(connection, queue=queue, kind=kind, limit=limit)
+
+
+@app.command("show")
+@shows
+def show_schedule(connection: "Connection", name: Name) -> object:
+    """Show one schedule with the job that it adds, and its next five times, as the clocks of its time zone show them.
+
+    \b
+    Example:
+      outboxq schedules show nightly
+    """
+    from outboxq.admin import schedules
+
+    return schedules.show_schedule(connection, name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PutOptions(DatabaseOptions):
+    """A field per option."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called.", show_default=False)]
+    cron: Annotated[
+        str,
+        typer.Option("--cron", metavar="TEXT", help="When: '30 2 * * *', or @daily and the like.", show_default=False),
+    ]
+    kind: Annotated[str, typer.Option("--kind", metavar="NAME", help="The kind of its job.", show_default=False)]
+    queue: Annotated[str, typer.Option("--queue", metavar="NAME", help="The queue of its job.")] = "default"
+    args: Annotated[
+        str | None,
+        typer.Option("--args", metavar="JSON", help="The arguments of its job, a JSON object.", show_default=False),
+    ] = None
+    fire_time: Annotated[
+        str | None,
+        typer.Option(
+            "--fire-time",
+            metavar="ARGUMENT",
+            help="The argument that is given the time when the job is due.",
+            show_default=False,
+        ),
+    ] = None
+    time_zone: Annotated[str, typer.Option("--time-zone", metavar="NAME", help="In whose clocks.")] = "UTC"
+    missed: Annotated[
+        Literal["skip", "one", "all"],
+        typer.Option(
+            "--missed",
+            metavar="WORD",
+            help="Of the times that no relay was there for: skip them, one job for all, or all of them.",
+        ),
+    ] = "one"
+    jitter_seconds: Annotated[
+        float,
+        typer.Option("--jitter-seconds", metavar="SECONDS", min=0, max=86_400, help="Run so much later at most."),
+    ] = 0.0
+    priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="The priority of its job.")] = 0
+
+
+@app.command("put")
+@takes(PutOptions)
+def put(options: PutOptions) -> None:
+    """Make a schedule, or change the one of this name.
+
+    One that is paused stays paused. It keeps the time that it is due next, unless the cron text or the time zone is
+    another one. The arguments are not compared with the handler's. A schedule that an application's code declares is
+    changed there.
+
+    \b
+    Examples:
+      outboxq schedules put cleanup --kind clean_up --queue upkeep --cron @hourly
+      outboxq schedules put monday --kind report --queue reports \\
+        --cron '0 6 * * 1' --time-zone Europe/Berlin --fire-time fire_time
+    """
+    from datetime import timedelta
+
+    from outboxq.admin import schedules
+    from outboxq.cron import Cron
+
+    new = schedules.NewSchedule(
+        name=options.name,
+        job=_job(options),
+        cron=Cron(options.cron, options.time_zone),
+        missed=options.missed,
+        jitter=timedelta(seconds=options.jitter_seconds),
+    )
+    with options.transaction() as connection:
+        made = schedules.put(connection, new)
+    if options.as_json:
+        print_json({"schedule": made})
+        return
+    print_wrapped(f"schedule {made.name!r} is due next at {moment(made.next_at)}")
+    if made.paused_at is not None:
+        notice(f"it is paused: `outboxq schedules resume {made.name}`")
+
+
+def _job(options: PutOptions) -> "NewJob":
+    from outboxq.admin.schedules import FIRE_TIME
+    from outboxq.outbox.kinds import external
+
+    try:
+        values = msgspec.json.decode(options.args or "{}", type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise WrongUsage(f"--args takes a JSON object, such as '{{\"tenant\": 7}}': {error}") from error
+    fire_time = {} if options.fire_time is None else {options.fire_time: FIRE_TIME}
+    return external(options.kind, queue=options.queue).options(priority=options.priority).job(**values, **fire_time)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamesOptions(DatabaseOptions):
+    """A field per option of the commands that change schedules."""
+
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of schedules.", show_default=False)]
+
+
+@app.command("pause")
+@takes(NamesOptions)
+def pause(options: NamesOptions) -> None:
+    """Keep schedules from adding jobs, until they are resumed. Jobs that were added stay.
+
+    \b
+    Example:
+      outboxq schedules pause nightly
+    """
+    from outboxq.admin import schedules
+
+    _change(options, schedules.pause, "paused", "was paused already")
+
+
+@app.command("resume")
+@takes(NamesOptions)
+def resume(options: NamesOptions) -> None:
+    """Have schedules add jobs again, from their next time on: what they missed meanwhile is not made up for.
+
+    \b
+    Example:
+      outboxq schedules resume nightly
+    """
+    from outboxq.admin import schedules
+
+    _change(options, schedules.resume, "resumed", "was not paused")
+
+
+@app.command("remove")
+@takes(NamesOptions)
+def remove(options: NamesOptions) -> None:
+    """Remove schedules. Jobs that they added stay.
+
+    One that is still declared in the code of an application comes back when its relay starts: pause it instead.
+
+    \b
+    Example:
+      outboxq schedules remove report-7
+    """
+    from outboxq.admin import schedules
+
+    _change(options, schedules.remove, "removed", "was not there")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameOptions(DatabaseOptions):
+    """A field per option of `run-now`."""
+
+    name: Name
+
+
+@app.command("run-now")
+@takes(NameOptions)
+def run_now(options: NameOptions) -> None:
+    """Add a schedule's job once more, now, also if it is paused. When it is due next stays as it is.
+
+    \b
+    Example:
+      outboxq schedules run-now nightly
+    """
+    from outboxq.admin import schedules
+
+    with options.transaction() as connection:
+        added = schedules.run_now(connection, options.name)
+    if options.as_json:
+        print_json({"id": added.id, "kind": added.kind, "queue": added.queue})
+    else:
+        typer.echo(f"job {added.id} of kind {added.kind!r} is added")
+
+
+def _change(
+    options: NamesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
+) -> None:
+    """Change schedules, and print for each whether that changed it; 1 if one is not there."""
+    from outboxq.admin import schedules
+
+    with options.transaction() as connection:
+        known = {row.name for row in schedules.list_schedules(connection)}
+        changed = change(connection, options.names)
+    wanted = list(dict.fromkeys(options.names))
+    unknown = [name for name in wanted if name not in known]
+    unchanged = [name for name in wanted if name in known and name not in changed]
+    if options.as_json:
+        print_json({done: changed, "unchanged": unchanged, "not_found": unknown})
+    else:
+        for name in wanted:
+            if name not in unknown:
+                typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} {before}")
+    for name in unknown:
+        notice(f"there is no schedule {name!r}: see `outboxq schedules list`")
+    if unknown:
+        raise typer.Exit(1)

@@ -1,0 +1,60 @@
+"""Values as text: in full for pipes and details, in short for tables at a terminal."""
+
+from datetime import UTC, datetime
+
+from outboxq.codec.text import printable
+
+_UNITS = (("d", 86_400.0), ("h", 3_600.0), ("m", 60.0))
+
+
+def in_full(value: object) -> str:
+    """A value for a program's eyes or a reader of details: a time as in the JSON, a number without separators."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:.1f}"
+        case datetime():
+            return moment(value)
+        case tuple():
+            return ", ".join(map(in_full, value))
+        case _:
+            return printable(str(value))
+
+
+def in_short(value: object, now: datetime | None) -> str:
+    """A value for a table: a time as its distance from `now`, seconds in the unit that fits, thousands separated."""
+    match value:
+        case None | False:
+            return ""
+        case True:
+            return "true"
+        case int():
+            return f"{value:,}"
+        case float():
+            return duration(value)
+        case datetime() if now is not None:
+            return age(value, now)
+        case _:
+            return in_full(value)
+
+
+def moment(value: datetime) -> str:
+    """A time in UTC as RFC 3339 writes it, also in the JSON: 2026-01-31T08:00:00.123456Z."""
+    return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def age(value: datetime, now: datetime) -> str:
+    """`3 m` for what was three minutes ago, `in 5 m` for what will be in five."""
+    seconds = (now - value).total_seconds()
+    return f"in {duration(-seconds)}" if seconds < 0 else duration(seconds)
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 m`, `2 h`, `4 d`: the largest unit of which there are two at least."""
+    for unit, size in _UNITS:
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,132 @@
+"""Cron texts: when a schedule is due. Times go in and come out in UTC; its time zone decides what is between them.
+
+The next time is computed from the last one, and never from now, so that nothing drifts and nothing is left out.
+"""
+
+import difflib
+import zoneinfo
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, tzinfo
+from itertools import islice, takewhile
+
+from cronsim import CronSim, CronSimError
+
+from outboxq.errors import ArgumentError
+
+SHORTHANDS = {
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+    "@monthly": "0 0 1 * *",
+    "@weekly": "0 0 * * 0",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@hourly": "0 * * * *",
+}
+_FIELDS = ("minute", "hour", "day of month", "month", "day of week")
+_FORM = (
+    f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}"
+)
+# Wider than any change of the clocks; the next stretches grow, and have nothing behind them.
+_FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cron:
+    """When a schedule is due.
+
+    If the hour and the minute are named (`30 2 * * *`), a time that the clocks skip is due when they have been changed,
+    and one that comes twice is due the first time. If one of the two begins with a star (`0 * * * *`), the times are
+    those that a clock on the wall shows: none in the hour that is skipped, and all of them in the one that comes twice.
+
+    Raises:
+        ArgumentError: the text has another form or is never due, or there is no such time zone.
+    """
+
+    text: str
+    time_zone: str = "UTC"
+    _fields: str = field(init=False, repr=False, compare=False)
+    _zone: tzinfo = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_fields", _checked_fields(self.text))
+        object.__setattr__(self, "_zone", _find_zone(self.time_zone))
+        try:
+            self.after(datetime.now(UTC))
+        except CronSimError as error:
+            said = str(error).lower()
+            raise ArgumentError(f"the cron text {self.text!r} cannot be or is never due ({said}): {_FORM}") from None
+
+    def after(self, moment: datetime) -> datetime:
+        """The first time that is later than `moment`."""
+        for due in self._later(moment):
+            return due
+        raise ArgumentError(f"the cron text {self.text!r} is not due within 50 years: see its day and its month")
+
+    def due_times(self, first: datetime, now: datetime, most: int) -> list[datetime]:
+        """`first`, which is due, and the times that follow it up to `now`, `most` of them together."""
+        return list(islice(takewhile(lambda due: due <= now, self.times_from(first)), most))
+
+    def times_from(self, first: datetime) -> Iterator[datetime]:
+        """`first`, which is due, and all times that follow it."""
+        yield first
+        yield from self._later(first)
+
+    def newest(self, first: datetime, now: datetime) -> datetime:
+        """The last time up to `now`, and not before `first`, which is due: a few steps, however long ago that was."""
+        stretch = _FIRST_STRETCH
+        while now - first > stretch:
+            found = list(takewhile(lambda due: due <= now, self._later(now - stretch)))
+            if found:
+                return found[-1]
+            stretch *= _GROWTH
+        found = list(takewhile(lambda due: due <= now, self._later(first)))
+        return found[-1] if found else first
+
+    def local(self, moment: datetime) -> datetime:
+        """A time as the schedule's clocks show it, with their distance from UTC."""
+        return moment.astimezone(self._zone)
+
+    def _later(self, moment: datetime) -> Iterator[datetime]:
+        last = moment.astimezone(UTC)
+        for found in CronSim(self._fields, last.astimezone(self._zone)):
+            due = found.astimezone(UTC)
+            # In the hour that comes twice, the first of the two may be named, which is over.
+            if due > last:
+                yield due
+                last = due
+
+
+def _checked_fields(text: str) -> str:
+    if not isinstance(text, str):
+        raise ArgumentError(f"cron is a text, got {type(text).__name__}: {_FORM}")
+    fields = SHORTHANDS.get(text.strip().lower(), text).split()
+    if fields == ["@reboot"]:
+        raise ArgumentError("@reboot has no time that is due: do in the registry's lifespan what a start needs")
+    if len(fields) == 6:
+        raise ArgumentError(
+            f"the cron text {text!r} has six fields, and the first of six would mean seconds: a schedule is due on "
+            f"whole minutes, so leave the seconds out: {' '.join(fields[1:])!r}"
+        )
+    if len(fields) != len(_FIELDS):
+        raise ArgumentError(f"the cron text {text!r} has {len(fields)} fields: {_FORM}")
+    return " ".join(fields)
+
+
+def _find_zone(name: str) -> tzinfo:
+    if not isinstance(name, str):
+        raise ArgumentError(f"time_zone is a name such as 'Europe/Berlin', got {type(name).__name__}")
+    if name == "UTC":
+        # Needs no data.
+        return UTC
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        known = zoneinfo.available_timezones()
+    if not known:
+        raise ArgumentError(
+            f"the time zone {name!r} cannot be found, for this system has no time zone data: install it, such as with "
+            "`pip install tzdata`"
+        )
+    near = ", ".join(map(repr, difflib.get_close_matches(name, sorted(known), 3))) or "'Europe/Berlin' or 'UTC'"
+    raise ArgumentError(f"there is no time zone {name!r}: did you mean {near}? (A new one: `pip install -U tzdata`)")

@@ -1,0 +1,78 @@
+"""Schedules that are late or stay paused, that nothing handles or declares any more, or whose jobs die."""
+
+import shlex
+from collections.abc import Iterator
+
+from outboxq.codec.text import several
+from outboxq.doctor.findings import CheckContext, Finding, detail_of
+from outboxq.doctor.formatting import age
+from outboxq.statements.doctor import schedules as statements
+
+# A relay that runs fires within seconds.
+_LATE_SECONDS = 60.0
+_LONG_PAUSED_SECONDS = 7 * 86_400.0
+
+
+def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
+    """Schedules whose time has come, and that no relay has fired."""
+    for row in context.rows(statements.late_schedules(context.schema, _LATE_SECONDS)):
+        yield Finding(
+            "schedule-late",
+            "problem",
+            f"schedule {row.name!r} has been due for {age(row.late_seconds)}, and no relay has fired it",
+            detail_of(row),
+            "Start a relay, of any queue. If relays run, their logs say why they cannot fire it: a time zone that they "
+            "do not know, or a right that is missing.",
+        )
+
+
+def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
+    """Schedules that have been paused for more than a week, and may have been forgotten."""
+    for row in context.rows(statements.paused_schedules(context.schema, _LONG_PAUSED_SECONDS)):
+        yield Finding(
+            "schedule-paused",
+            "info",
+            f"schedule {row.name!r} has been paused for {age(row.paused_seconds)}",
+            detail_of(row),
+            f"When the reason is gone: outboxq schedules resume {shlex.quote(row.name)}",
+        )
+
+
+def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:
+    """Schedules of queues of the registry whose kind it does not know, or that it does not declare any more."""
+    registry = context.registry
+    if registry is None:
+        return
+    declared = {new.name for new in registry.schedules}
+    for row in context.rows(statements.all_schedules(context.schema)):
+        if row.kind not in registry.handlers and row.queue in registry.flavours:
+            yield Finding(
+                "schedule-kind-unknown",
+                "warning",
+                f"schedule {row.name!r} adds jobs of kind {row.kind!r} to queue {row.queue!r}, and the registry has no "
+                "handler for it",
+                detail_of(row),
+                "Import the module that defines its handler, give a renamed handler aliases=(...), or remove it: "
+                f"outboxq schedules remove {shlex.quote(row.name)}",
+            )
+        elif row.declared and row.name not in declared and row.queue in registry.flavours:
+            yield Finding(
+                "schedule-not-declared",
+                "warning",
+                f"schedule {row.name!r} was declared in code, and this registry does not declare it any more",
+                detail_of(row),
+                f"It goes on until it is removed: outboxq schedules remove {shlex.quote(row.name)}",
+            )
+
+
+def find_dying_schedules(context: CheckContext) -> Iterator[Finding]:
+    """Schedules with jobs among the newest dead letters of their queues."""
+    for row in context.rows(statements.dead_letters_of_schedules(context.schema)):
+        yield Finding(
+            "schedule-dead",
+            "warning",
+            f"{several(row.jobs, 'job', 'jobs')} of schedule {row.name!r} {'is' if row.jobs == 1 else 'are'} among the "
+            f"newest dead letters of queue {row.queue!r}",
+            detail_of(row),
+            f"See why, and retry or discard them: outboxq dead list --kind {shlex.quote(row.kind)}",
+        )

@@ -1,0 +1,40 @@
+"""Chains: the transaction in which a job is done adds the job that follows it, once."""
+
+from collections.abc import Mapping
+
+import msgspec
+from sqlalchemy import Connection
+
+from outboxq.clock import uuid7s
+from outboxq.job import THEN_HEADER, Job
+from outboxq.new_job import NewJob
+from outboxq.outbox.insert import insert_all
+from outboxq.outbox.stored_job import unfold_chain
+
+
+def has_follower(job: Job) -> bool:
+    """Whether another job follows this one."""
+    return THEN_HEADER in job.headers
+
+
+def follower_of(job: Job) -> Mapping[str, NewJob]:
+    """The job that follows this one, by its id in hex, in the same batch; empty if none does.
+
+    Raises:
+        PayloadError: it cannot be read.
+    """
+    if not has_follower(job):
+        return {}
+    text = msgspec.json.decode(job.headers, type=dict[str, str]).get(THEN_HEADER)
+    if text is None:
+        return {}
+    follower = unfold_chain(text)
+    if job.batch_id is not None:
+        follower = follower.in_batch(job.batch_id.hex)
+    return {uuid7s(1)[0]: follower}
+
+
+def add_follower(connection: Connection, job: Job) -> None:
+    """Add the job that follows one that is done, in the transaction of its rows."""
+    if follower := follower_of(job):
+        insert_all(connection, follower, wakes="by queue")

@@ -1,0 +1,168 @@
+"""Coalesce: before the handlers of a claim run, the jobs of their keys that wait are taken along.
+
+In transaction mode they are deleted below the claim's savepoints: whatever a handler does, they go and come back with
+the claim. Under a lease that is a transaction of its own, in which the leased row takes over the newest arguments: if
+the relay dies before it, they wait on, and if it dies after it, the row runs again with what is newest.
+
+Two runs of a key may overlap, as two slots may claim two of its jobs in the same moment. Only a group excludes that.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+import psycopg
+from sqlalchemy import Connection
+
+from outboxq.database.driver import is_lost, run_script
+from outboxq.database.errors import describe_error
+from outboxq.events import JobsCoalesced
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.job import Job
+from outboxq.statements.coalesce import CONTENT, TAKEN_AT_ONCE, take_along, take_along_leased
+from outboxq.statements.lease_mode import finish_leased
+from outboxq.statements.transaction import READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
+
+logger = logging.getLogger("outboxq.relay")
+
+_place = attrgetter("created_at", "seq")
+
+
+@dataclass(slots=True)
+class Runs:
+    """Of each key among claimed jobs, the one that runs, with what is newest; and the jobs that it stands for.
+
+    Attributes:
+        dropped: Claimed jobs for which a newer one of the same claim runs.
+    """
+
+    jobs: tuple[Job, ...]
+    dropped: tuple[Job, ...] = field(init=False)
+    _runs: dict[str, Job] = field(init=False)
+    _others: dict[str, list[UUID]] = field(init=False)
+    _kept: set[UUID] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        keyed = sorted((job for job in self.jobs if job.unique_key is not None), key=_place)
+        self._runs = {job.unique_key: job for job in keyed if job.unique_key is not None}
+        self._others = {key: [] for key in self._runs}
+        running = {job.id for job in self._runs.values()}
+        self.dropped = tuple(job for job in keyed if job.id not in running)
+        for job in self.dropped:
+            self._others[cast("str", job.unique_key)].append(job.id)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._runs)
+
+    @property
+    def running_with_keys(self) -> list[Job]:
+        return list(self._runs.values())
+
+    def keep(self, job_ids: set[UUID]) -> None:
+        """Have these jobs, of those that were to be dropped, run by themselves."""
+        self._kept |= job_ids
+        for ids in self._others.values():
+            ids[:] = [job_id for job_id in ids if job_id not in job_ids]
+
+    def add(self, rows: Iterable[Sequence[object]]) -> int:
+        """Take over what a statement has taken along; returns how many jobs that were."""
+        count = 0
+        for row in rows:
+            key, ids, seq, *content = cast("tuple[str, list[UUID], int, *tuple[Any, ...]]", row)
+            self._others[key] += ids
+            count += len(ids)
+            run, newest = self._runs[key], dict(zip(CONTENT, content, strict=True))
+            if (newest["created_at"], seq) > _place(run):
+                # Its `id` and `seq` stay: by them it is found again if the answer to COMMIT is lost.
+                self._runs[key] = msgspec.structs.replace(run, **newest)
+        return count
+
+    def running(self) -> tuple[Job, ...]:
+        """The jobs that run, in the order in which they were claimed."""
+        by_id = {job.id: job for job in self._runs.values()}
+        alone = {job.id for job in self.jobs if job.unique_key is None} | self._kept
+        return tuple(by_id.get(job.id, job) for job in self.jobs if job.id in by_id or job.id in alone)
+
+    def taken_along(self) -> tuple[UUID, ...]:
+        """The jobs for which others run."""
+        return tuple(job_id for ids in self._others.values() for job_id in ids)
+
+    def events(self) -> tuple[JobsCoalesced, ...]:
+        """The events, once the taking is committed."""
+        return tuple(JobsCoalesced(self._runs[key], len(ids)) for key, ids in self._others.items() if ids)
+
+
+def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
+    """Take along what waits for the keys of a batch in transaction mode; sends nothing if no job has a key."""
+    transaction = batch.transaction
+    if transaction is None or not has_keys(batch.jobs):
+        return
+    runs = Runs(batch.jobs)
+    settings = local_timeouts(batch.timeout_seconds) or TIMED_AGAIN
+    # The savepoints are set anew, above the deletes.
+    script = f"{UNTIMED}{take_along(schema, runs.keys)}{settings}{transaction.renew()}"
+    try:
+        while runs.add(_selected(connection, script)[-1]) == TAKEN_AT_ONCE:
+            pass
+    except psycopg.Error as error:
+        if is_lost(connection):
+            raise
+        # A row that cannot be read or deleted, mostly: jobs that are left behind run by themselves.
+        _warn(error)
+        run_script(connection, transaction.reset())
+    batch.coalesce(runs.running(), runs.taken_along(), runs.events())
+
+
+def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:
+    """Take along what waits for the keys of leased jobs, and commit that; returns the events."""
+    if not has_keys(leased.jobs):
+        return ()
+    runs = Runs(leased.jobs)
+    try:
+        while _take_along_leased(connection, runs, schema) == TAKEN_AT_ONCE:
+            pass
+    except psycopg.Error as error:
+        if is_lost(connection):
+            raise
+        _warn(error)
+        run_script(connection, "ROLLBACK")
+        runs.keep({job.id for job in runs.dropped})
+    leased.coalesce(runs.running())
+    return runs.events()
+
+
+def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
+    dropped = runs.dropped
+    script = f"{UNTIMED}{READABLE_DATES}"
+    if dropped:
+        # They were committed before their claim, and the run begins behind it: also if it is another relay's by now.
+        script += f"{finish_leased(schema, dropped, free=True)}; "
+    script += f"{take_along_leased(schema, runs.running_with_keys)}; COMMIT"
+    # Users' listeners set up what each transaction needs.
+    with nullcontext() if connection.in_transaction() else connection.begin():
+        *left, rows = _selected(connection, script)
+    runs.dropped = ()
+    # Jobs whose rows another transaction holds.
+    runs.keep({cast("UUID", job_id) for found in left for (job_id,) in found})
+    return runs.add(rows)
+
+
+def has_keys(jobs: Iterable[Job]) -> bool:
+    """Whether one of these jobs has a key to be coalesced by."""
+    return any(job.unique_key is not None for job in jobs)
+
+
+def _selected(connection: Connection, script: str) -> list[Sequence[tuple[object, ...]]]:
+    """The rows of each query of a script."""
+    return [result.rows for result in run_script(connection, script) if result.tag.startswith("SELECT")]
+
+
+def _warn(error: psycopg.Error) -> None:
+    logger.warning("jobs with the key of a claimed job could not be taken along: %s", describe_error(error))

@@ -1,0 +1,208 @@
+"""The frames of a failure: which of them are the user's own code, and what is kept of the others."""
+
+import functools
+import importlib.metadata
+import re
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby, islice
+from os import path
+from pathlib import PurePath
+from types import FrameType, TracebackType
+from typing import NamedTuple, TypeVar
+
+from outboxq.codec.text import storable
+from outboxq.error_record import StoredFrame
+
+T = TypeVar("T")
+
+_FOLDED = ("outboxq", "the standard library")
+
+_OURS = str(PurePath(__file__).parent.parent) + path.sep
+_STANDARD = tuple({sysconfig.get_path(name) + path.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+# How many frames of users' code `where` names.
+_NAMED_FRAMES = 5
+# How many frames are looked at: at the outer and at the inner end of the stack of an endless recursion.
+_OUTER_FRAMES, _INNER_FRAMES = 50, 100
+_PATH_CHARACTERS = 200
+
+
+class Frame(NamedTuple):
+    """A frame of a call stack: the file, the line and the function's name; without a path, `line` that are left out.
+
+    `is_made`: its code is not that of a module's file; its names may have been made from values.
+    """
+
+    path: str
+    line: int
+    name: str
+    is_made: bool = False
+
+
+def frames_of(error: BaseException) -> list[Frame]:
+    """The frames of an exception's traceback, the innermost last."""
+
+    def steps() -> Iterator[TracebackType]:
+        # Read as Python does: users' classes can give the attribute another meaning.
+        step: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+        while step is not None:
+            yield step
+            step = step.tb_next
+
+    return _ends(steps(), lambda step: _frame_of(step.tb_frame, step.tb_lineno))
+
+
+def frames_of_stack(innermost: FrameType) -> list[Frame]:
+    """The frames of a call stack that is looked at from outside, the innermost last."""
+    found: list[FrameType] = []
+    step: FrameType | None = innermost
+    while step is not None:
+        found.append(step)
+        step = step.f_back
+    return _ends(reversed(found), lambda step: _frame_of(step, step.f_lineno))
+
+
+def _ends(steps: Iterable[T], frame_of: Callable[[T], Frame]) -> list[Frame]:
+    """Both ends of a stack; between them, if it is that of an endless recursion, the number of those left out."""
+    following = iter(steps)
+    outer = list(map(frame_of, islice(following, _OUTER_FRAMES)))
+    inner, number = deque[T](maxlen=_INNER_FRAMES), 0
+    for step in following:
+        inner.append(step)
+        number += 1
+    gap = [Frame("", number - len(inner), "")] if number > len(inner) else []
+    return [*outer, *gap, *map(frame_of, inner)]
+
+
+def _frame_of(frame: FrameType, line: int | None) -> Frame:
+    code, file, module = frame.f_code, frame.f_globals.get("__file__"), frame.f_globals.get("__name__")
+    is_of_module = type(file) is type(module) is str and file == code.co_filename and module in sys.modules
+    return Frame(code.co_filename or "?", line or 0, code.co_name, not is_of_module)
+
+
+def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
+    """The innermost frames of users' code, `app/jobs.py:12 in credit`; if there are none, of libraries."""
+    own = [frame for frame in frames if _owner(frame.path, homes) == "user"]
+    named = own or [frame for frame in frames if _owner(frame.path, homes) not in ("outboxq", "")]
+    return tuple(
+        storable(f"{'/'.join(PurePath(frame.path).parts[-3:])}:{frame.line} in {frame.name}")
+        for frame in named[-_NAMED_FRAMES:]
+    )
+
+
+def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) -> tuple[StoredFrame, ...]:
+    """The frames of a handler's failure, from the handler's on; all but users' are folded.
+
+    Args:
+        most: How many frames are kept at most, two thirds of them at the inner end.
+    """
+    return shortened(tuple(_folded(_without_relay(frames, homes), homes)), most)
+
+
+def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, ...]:
+    """At most so many frames, two thirds of them from the inner end."""
+    if len(frames) <= most:
+        return frames
+    outer = most // 3
+    gap = frames[outer : outer - most]
+    left_out = StoredFrame("", sum(1 if frame.path else frame.line for frame in gap), "")
+    return (*frames[:outer], left_out, *frames[outer - most :])
+
+
+def _without_relay(frames: Sequence[Frame], homes: tuple[str, ...]) -> Sequence[Frame]:
+    """The frames without those before the handler: the start of a thread, the relay, and what drives a coroutine."""
+    owners = [_owner(frame.path, homes) for frame in frames]
+    foreign = [number for number, owner in enumerate(owners) if owner not in _FOLDED]
+    first = owners.index("user") if "user" in owners else min(foreign, default=len(frames))
+    return frames[first:]
+
+
+def _folded(frames: Sequence[Frame], homes: tuple[str, ...]) -> Iterator[StoredFrame]:
+    for owner, grouped in groupby(frames, key=lambda frame: _owner(frame.path, homes)):
+        run = list(grouped)
+        if owner == "user":
+            yield from map(_stored, run)
+        elif not owner:
+            yield StoredFrame("", run[0].line, "")
+        elif owner in _FOLDED:
+            yield StoredFrame("", len(run), owner)
+        else:
+            # Of a library, where it was called and where it failed.
+            yield _stored(run[0])
+            if len(run) > 2:
+                yield StoredFrame("", len(run) - 2, owner)
+            yield from map(_stored, run[1:][-1:])
+
+
+def _stored(frame: Frame) -> StoredFrame:
+    name, shown = storable(frame.name)[:_PATH_CHARACTERS], storable(frame.path[-_PATH_CHARACTERS:])
+    return StoredFrame(shown or "?", frame.line, name)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _owner(file: str, homes: tuple[str, ...]) -> str:
+    """Whose code a file is: "user", one of `_FOLDED`, or the name of an installed package; "" if there is no file."""
+    if not file:
+        return ""
+    if file.startswith(_OURS):
+        return "outboxq"
+    if file.startswith(homes):
+        return "user"
+    parts = PurePath(file).parts
+    if not _INSTALLED.isdisjoint(parts):
+        below = max(number for number, part in enumerate(parts) if part in _INSTALLED) + 1
+        return parts[below].removesuffix(".py") if below < len(parts) else "a library"
+    # Generated code has names such as `<string>`, `<frozen importlib._bootstrap>` or `<attrs generated init Order>`.
+    return "the standard library" if file.startswith((*_STANDARD, "<")) else "user"
+
+
+def homes_of(module: str) -> tuple[str, ...]:
+    """The paths below which the code of a handler's application lies: its top-level package, and its distribution's.
+
+    Looked up when a relay starts, because reading what is installed takes a while.
+
+    Args:
+        module: The name of the module that the handler is written in.
+    """
+    if module == "__main__":
+        # `python -m shop.relay`: the module has its own name in its spec.
+        module = getattr(getattr(sys.modules[module], "__spec__", None), "name", module)
+    return _homes_of_top(module.partition(".")[0])
+
+
+@functools.cache
+def _homes_of_top(top: str) -> tuple[str, ...]:
+    own = tuple(_paths_of(top))
+    folders = {path.dirname(each.rstrip(path.sep)) for each in own}
+    beside: list[str] = []
+    # Whatever an importer or the metadata of some package makes of this: the top-level package is known.
+    with suppress(Exception):
+        for folder in sorted(each for each in folders if not _INSTALLED.isdisjoint(PurePath(each).parts)):
+            for name in sorted(_names_beside(top, folder)):
+                beside += path.join(folder, name) + path.sep, path.join(folder, f"{name}.py")
+    return (*own, *beside)
+
+
+def _paths_of(top: str) -> Iterator[str]:
+    found = sys.modules.get(top)
+    file = getattr(found, "__file__", None)
+    for folder in list(getattr(found, "__path__", ())):
+        yield str(folder) + path.sep
+    if isinstance(file, str) and not hasattr(found, "__path__"):
+        yield file
+
+
+def _names_beside(top: str, folder: str) -> set[str]:
+    """The other top-level packages and modules of the distributions in this folder that have the package `top`."""
+    beside: set[str] = set()
+    for distribution in importlib.metadata.distributions(path=[folder]):
+        # The files as text: taking all of them apart would take a second. Debian's packages have the names alone.
+        written = distribution.read_text("RECORD") or distribution.read_text("top_level.txt") or ""
+        if re.search(rf"^{re.escape(top)}(/|\.py,|$)", written, re.MULTILINE):
+            names = {re.split(r"[/,]", line)[0].removesuffix(".py") for line in written.splitlines()}
+            beside |= {name for name in names - {top} if name.isidentifier() and not name.startswith("__")}
+    return beside

@@ -1,0 +1,128 @@
+"""Surround: the call of a handler within its arounds.
+
+The arounds are entered first, the outermost before the others. Then the handler's arguments are loaded, its entities
+under all that the arounds have set; then it is called. Those that were entered are always left again, and whatever they
+answer, an error stays the error of the attempt.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, NamedTuple
+
+from outboxq.errors import HandlerError
+from outboxq.execution.handler_session import AttemptSession
+from outboxq.handlers.around import Around, Arounds, Wrapping
+from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, JobContext
+from outboxq.job import Job
+
+
+class Surrounded(NamedTuple):
+    """Takes the place of a call's arguments if there are arounds.
+
+    Attributes:
+        load: Makes the arguments; plain code, which may send statements.
+        batch: The jobs of a batch handler's call; None for any other handler.
+    """
+
+    arounds: Sequence[Around]
+    load: Callable[[], dict[str, object]]
+    batch: Sequence[Job] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        arounds: Arounds,
+        session: AttemptSession,
+        load: Callable[[], dict[str, object]],
+        batch: Sequence[Job] | None = None,
+    ) -> "Surrounded":
+        """Those of one job's attempt, whose session tells whether arounds use it."""
+
+        def note_and_load() -> dict[str, object]:
+            arounds.use_sessions |= session.made is not None
+            return load()
+
+        return cls(arounds.all, note_and_load, batch)
+
+    def context_of(self, ctx: JobContext[Any, Any]) -> object:
+        """The context that the arounds are given: the handler's own, or for a batch handler one like its own."""
+        if self.batch is None:
+            return ctx
+        kind: Any = AsyncBatchContext if isinstance(ctx, AsyncContext) else BatchContext
+        return kind(ctx.state, ctx.session, tuple(self.batch), ctx.call)
+
+
+def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], object]) -> object:
+    """Call a sync handler within these arounds; returns what it returned, or the outcome that an around gave."""
+    if not arounds:
+        return call()
+    around, *inner = arounds
+    wrapping = around.checked(around.make(ctx))
+    if wrapping is None:
+        return call_within(inner, ctx, call)
+    if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
+        return wrapping
+    if not isinstance(wrapping, AbstractContextManager):
+        raise HandlerError(
+            f"around {around.name} returned an async context manager, and the handler is sync: return a sync one, or "
+            'register it with @jobs.around(flavour="async")'
+        )
+    wrapping.__enter__()
+    try:
+        returned = call_within(inner, ctx, call)
+    except BaseException as error:
+        # Raised again, whatever it answers: what failed must not count as done.
+        wrapping.__exit__(type(error), error, error.__traceback__)
+        raise
+    wrapping.__exit__(None, None, None)
+    return returned
+
+
+async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[], Awaitable[object]]) -> object:
+    """Await an async handler within these arounds; returns what it returned, or the outcome that an around gave."""
+    if not arounds:
+        return await call()
+    around, *inner = arounds
+    wrapping = await _made(around, ctx)
+    if wrapping is None:
+        return await await_within(inner, ctx, call)
+    if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
+        return wrapping
+    both = _Both(wrapping)
+    await both.enter()
+    try:
+        returned = await await_within(inner, ctx, call)
+    except BaseException as error:
+        # Raised again, whatever it answers: what failed must not count as done.
+        await both.leave(error)
+        raise
+    await both.leave(None)
+    return returned
+
+
+async def _made(around: Around, ctx: object) -> Wrapping:
+    made = around.make(ctx)
+    # A context manager may be awaitable too, and is meant to be entered.
+    if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
+        made = await made
+    return around.checked(made)
+
+
+class _Both(NamedTuple):
+    """A context manager, sync or async, that a coroutine enters and leaves: as an async one, if it is both."""
+
+    wrapping: AbstractContextManager[object] | AbstractAsyncContextManager[object]
+
+    async def enter(self) -> None:
+        if isinstance(self.wrapping, AbstractAsyncContextManager):
+            await self.wrapping.__aenter__()
+        else:
+            self.wrapping.__enter__()
+
+    async def leave(self, error: BaseException | None) -> None:
+        said = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        if isinstance(self.wrapping, AbstractAsyncContextManager):
+            await self.wrapping.__aexit__(*said)
+        else:
+            self.wrapping.__exit__(*said)

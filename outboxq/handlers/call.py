@@ -1,0 +1,39 @@
+"""The call of a handler that runs: what cancels it, and what says that it is over."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from outboxq.job import Job
+
+
+class HandlerCall:
+    """One call of a handler, or of the handlers of a shared run, which may be cancelled until it is over.
+
+    Attributes:
+        jobs: The jobs that it runs.
+        is_cancelled: One of the jobs was cancelled: the handler should end. Read without a lock.
+        is_over: The handler has ended, and what it left on the connection is the relay's.
+    """
+
+    __slots__ = ("_lock", "is_cancelled", "is_over", "jobs")
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.is_cancelled = False
+        self.is_over = False
+        self._lock = threading.Lock()
+
+    def end(self) -> None:
+        """Record that the handler has ended; waits for a cancellation that is on its way to the server.
+
+        What is sent from now on is the relay's own: no cancellation may hit it.
+        """
+        with self._lock:
+            self.is_over = True
+
+    @contextmanager
+    def while_running(self) -> Iterator[bool]:
+        """Whether the handler has not ended; meanwhile it does not."""
+        with self._lock:
+            yield not self.is_over

@@ -1,0 +1,240 @@
+"""What a function must be to become a handler: looked at when it is registered, and again when imports are over."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ForwardRef, NewType, TypeVar, Union, get_args, get_origin
+
+from outboxq.codec.signature import declared_signature, resolve_head
+from outboxq.errors import ArgumentError, RegistryError
+from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, Context
+
+# The first argument's name says that it is the context, if its annotation says nothing; `_` is one that is not used.
+_CONTEXT_NAMES = frozenset({"ctx", "context", ""})
+_SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
+_CONTEXTS = (Context, AsyncContext, BatchContext, AsyncBatchContext)
+
+
+@dataclass(frozen=True, slots=True)
+class Receives:
+    """What a sort of handlers receives: the classes of its context, and, for a batch handler, its other parameter."""
+
+    sync: type[Any]
+    asynchronous: type[Any]
+    items: str | None = None
+
+    def context_of(self, function: Callable[..., Any]) -> type[Any]:
+        """The class of the context that this function receives."""
+        return self.asynchronous if inspect.iscoroutinefunction(function) else self.sync
+
+    def definition(self, function: Callable[..., Any], *, replaces_first: bool) -> str:
+        """How the function begins if it is defined as it should be."""
+        first, *others = declared_signature(function).parameters.values()
+        parameters = [str(each) for each in (others if replaces_first else [first, *others])]
+        if self.items is not None:
+            parameters = [self.items]
+        word = "async def" if inspect.iscoroutinefunction(function) else "def"
+        shown = ", ".join([f"ctx: {self.context_of(function).__name__}", *parameters])
+        return f"`{word} {function.__name__}({shown})`"
+
+
+PLAIN = Receives(Context, AsyncContext)
+
+
+def receives_batches(arguments: type[Any]) -> Receives:
+    """What a batch handler receives whose jobs have arguments of this class."""
+    return Receives(BatchContext, AsyncBatchContext, f"items: Sequence[BatchItem[{arguments.__name__}]]")
+
+
+def check_function(function: Callable[..., Any], receives: Receives, kind: str | None) -> None:
+    """Refuse what cannot be a handler, as far as that can be seen before all modules are imported.
+
+    Args:
+        kind: The name that it was given; None if its own is stored.
+
+    Raises:
+        RegistryError: no function with a name, a generator, a method, or a first parameter that is not the context.
+    """
+    _check_sort(function, kind)
+    name, parameters = function.__qualname__, list(declared_signature(function).parameters.values())
+    first = parameters[0] if parameters else None
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise RegistryError(
+            f"handler {name} takes no context: its first argument is `ctx: {receives.context_of(function).__name__}`"
+        )
+    if receives.items is not None and len(parameters) < 2:
+        raise RegistryError(
+            f"handler {name} takes no items: define it as {receives.definition(function, replaces_first=True)}"
+        )
+    if first.name in ("self", "cls") and first.annotation is first.empty:
+        raise RegistryError(
+            f"handler {name} is a method, and a job has no {first.name!r} to call it on: make it a function of the "
+            "module, or a @staticmethod, written above @jobs.handler"
+        )
+    if not any(isinstance(each, str | ForwardRef) for each in _alternatives(first.annotation)):
+        _check_context(function, receives, first, first.annotation)
+
+
+def check_context(function: Callable[..., Any], receives: Receives) -> None:
+    """Refuse a function whose first parameter is not the context that it receives, now that names can be found.
+
+    Raises:
+        RegistryError: it is not; the message shows how the function begins if it is right.
+    """
+    first = next(iter(declared_signature(function).parameters.values()))
+    _check_context(function, receives, first, resolve_head(function, first))
+
+
+@contextmanager
+def naming(function: Callable[..., Any], name: str | None = None) -> Iterator[None]:
+    """Have errors of a handler name it, if `name` is given, and end with the file and the line of its function."""
+    try:
+        yield
+    except (RegistryError, ArgumentError) as error:
+        place = place_of(function)
+        said = f"{'' if name is None else f'handler {name!r}: '}{error}{f'; defined at {place}' if place else ''}"
+        raise type(error)(said) from error.__cause__
+
+
+def place_of(function: object) -> str:
+    """The file and the line of the function behind a callable; empty if it has none, as a builtin has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+
+
+def name_of(function: object) -> str:
+    """The module and the name of the function or the class behind a callable; without what it is bound to."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named: Any = function if inspect.isroutine(function) or isinstance(function, type) else type(function)
+    return ".".join(filter(None, (getattr(named, "__module__", None), named.__qualname__)))
+
+
+def check_takes_one(function: Callable[..., object], role: str, argument: str) -> None:
+    """Refuse what cannot be called with one argument.
+
+    Raises:
+        RegistryError: it cannot; `role` begins the message.
+    """
+    try:
+        declared_signature(function).bind(None)
+    except ValueError:
+        # Written in C, without a signature that could be read.
+        return
+    except TypeError as error:
+        raise RegistryError(f"{role} takes one argument, {argument}: {error}") from error
+
+
+def _check_sort(function: Callable[..., Any], kind: str | None) -> None:
+    if not inspect.isfunction(function):
+        raise RegistryError(
+            f"a handler is a function whose first argument is its context, got {function!r}: define one with `def`, "
+            f"{_detour(function)}, and register that"
+        )
+    if function.__name__ == "<lambda>" and kind is None:
+        raise RegistryError(
+            "a handler is a function whose first argument is its context, got a lambda, which has no name to store "
+            "jobs under: define a function with `def`, or give it a name with kind=..."
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RegistryError(f"handler {function.__qualname__} yields: a handler returns when its work is done")
+
+
+def _detour(thing: object) -> str:
+    if inspect.ismethod(thing):
+        return "which finds the object that the method needs, for example in `ctx.state`"
+    if isinstance(thing, functools.partial):
+        return "which passes on what the partial has bound"
+    return "which calls it" if callable(thing) else "such as `def credit(ctx: Context, cents: int) -> None`"
+
+
+def _check_context(
+    function: Callable[..., Any], receives: Receives, first: inspect.Parameter, annotation: object
+) -> None:
+    name, wanted = function.__qualname__, receives.context_of(function)
+    given = _alternatives(annotation)
+    if any(_fits(each, wanted) for each in given):
+        return
+    if any(_is_context(each) for each in given):
+        sort = "an `async def`" if inspect.iscoroutinefunction(function) else "a plain `def`"
+        raise RegistryError(
+            f"handler {name} is {sort}, which receives {_a(wanted)} first, and is annotated `{_shown(first)}`: define "
+            f"it as {receives.definition(function, replaces_first=True)}{_other_way(function, receives, given)}"
+        )
+    if not all(map(_says_nothing, given)):
+        raise RegistryError(
+            f"handler {name} is annotated `{_shown(first)}`, and what it receives first is {_a(wanted)}: define it as "
+            f"{receives.definition(function, replaces_first=False)}"
+        )
+    if first.name.strip("_") not in _CONTEXT_NAMES:
+        raise RegistryError(
+            f"handler {name} does not say what {first.name!r} is, and receives {_a(wanted)} there: write "
+            f"`{first.name}: {wanted.__name__}` if it is that, else "
+            f"{receives.definition(function, replaces_first=False)}"
+        )
+
+
+def _other_way(function: Callable[..., Any], receives: Receives, given: list[object]) -> str:
+    """The second way to mend it, if sync and async are mixed up."""
+    other = receives.sync if inspect.iscoroutinefunction(function) else receives.asynchronous
+    if not any(_fits(each, other) for each in given):
+        return ""
+    return f", or make it {'a plain `def`' if inspect.iscoroutinefunction(function) else 'an `async def`'}"
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    # Without the module of ours that the class comes from: users import it from `outboxq`.
+    return str(parameter).replace(f"{Context.__module__}.", "")
+
+
+def _a(kind: type[Any]) -> str:
+    return f"{'an' if kind.__name__.startswith('A') else 'a'} {kind.__name__}"
+
+
+def _fits(annotation: object, wanted: type[Any]) -> bool:
+    """Whether an object of `wanted` may be what is annotated: by a base class, a subclass, or a Protocol."""
+    if not isinstance(annotation, type) or annotation is object:
+        return False
+    return (
+        getattr(annotation, "_is_protocol", False) or issubclass(annotation, wanted) or issubclass(wanted, annotation)
+    )
+
+
+def _says_nothing(annotation: object) -> bool:
+    # Not by `in`: an annotation may be anything, and compare as it likes.
+    return isinstance(annotation, str | ForwardRef) or any(annotation is nothing for nothing in _SAYS_NOTHING)
+
+
+def _is_context(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, _CONTEXTS)
+
+
+def _alternatives(annotation: object) -> list[object]:
+    """What an annotation allows: the members of a union, without parameters in brackets and other wrapping.
+
+    A text, or a ForwardRef, stands for what cannot be found yet.
+    """
+    if isinstance(annotation, NewType):
+        return _alternatives(annotation.__supertype__)
+    if isinstance(annotation, TypeVar):
+        bounds = annotation.__constraints__ or (annotation.__bound__ or object,)
+        return [each for bound in bounds for each in _alternatives(bound)]
+    try:
+        # Of an alias that was made by the statement `type`, which looks its names up now.
+        aliased = getattr(annotation, "__value__", None)
+    except NameError as error:
+        return [error.name or ""]
+    if aliased is not None:
+        return _alternatives(aliased)
+    origin = get_origin(annotation)
+    if origin is typing.Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [each for member in get_args(annotation) for each in _alternatives(member)]
+    return [annotation if origin is None else origin]

@@ -1,0 +1,85 @@
+"""Hooks of a registry: functions of the application that are told what happens to its jobs."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
+
+from outboxq.errors import RegistryError
+from outboxq.events import Event, SupervisorEvent
+from outboxq.handlers.function import check_takes_one, name_of
+
+E = TypeVar("E")
+R = TypeVar("R")
+
+_EVENTS: frozenset[type] = frozenset(get_args(Event))
+_OF_SUPERVISOR: frozenset[type] = frozenset(get_args(SupervisorEvent))
+_WANTED = "a hook is a function of an event, sync or async"
+# What the hooks of a registry can be told.
+HEARD = _EVENTS - _OF_SUPERVISOR
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventHook:
+    """A function, sync or async, and the classes of the events that it is told."""
+
+    function: Callable[[Any], object]
+    events: frozenset[type]
+
+    def wants(self, event: Event) -> bool:
+        """Whether the hook asked for such an event."""
+        return type(event) in self.events
+
+
+@dataclass(frozen=True, slots=True)
+class On(Generic[E]):
+    """What `jobs.on(...)` returns: it registers a hook by handing it to `add`, and returns it as it is."""
+
+    add: Callable[[EventHook], None]
+    events: frozenset[type]
+
+    def __call__(self, hook: Callable[[E], R], /) -> Callable[[E], R]:
+        """Register `hook`."""
+        self.add(checked_hook(hook, self.events))
+        return hook
+
+
+def checked_hook(hook: object, events: frozenset[type] = HEARD) -> EventHook:
+    """A hook that can be called with an event.
+
+    Raises:
+        RegistryError: it cannot.
+    """
+    if not callable(hook) or isinstance(hook, type):
+        raise RegistryError(f"{_WANTED}, got {hook!r}")
+    role = f"hook {name_of(hook)}"
+    if inspect.isgeneratorfunction(hook) or inspect.isasyncgenfunction(hook):
+        raise RegistryError(f"{role} yields, and its code would never run: {_WANTED}")
+    check_takes_one(hook, role, "the event")
+    return EventHook(hook, events)
+
+
+def checked_events(events: Iterable[object]) -> frozenset[type]:
+    """The classes of events that `jobs.on` was given.
+
+    Raises:
+        RegistryError: none, or something else.
+    """
+    given = tuple(events)
+    if not given:
+        raise RegistryError("jobs.on() names no event: give it classes of outboxq.events, such as @jobs.on(JobDied)")
+    return frozenset(map(_checked_event, given))
+
+
+def _checked_event(event: object) -> type:
+    if not isinstance(event, type) or event not in _EVENTS:
+        raise RegistryError(
+            f"jobs.on takes classes of outboxq.events, such as @jobs.on(JobDied, JobRetried), got {event!r}; for all "
+            "events there is Jobs(hooks=[...])"
+        )
+    if event in _OF_SUPERVISOR:
+        raise RegistryError(
+            f"no hook of a registry is told {event.__name__}: it is an event of the process that keeps the relays "
+            "running, which runs no code of yours, and logs it"
+        )
+    return event

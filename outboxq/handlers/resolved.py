@@ -1,0 +1,85 @@
+"""The resolved registry: what a relay knows of an application's handlers, once all of them are known and checked."""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from outboxq.admin.schedules import NewSchedule
+from outboxq.errors import UnknownKind
+from outboxq.handlers.around import Arounds
+from outboxq.handlers.handler import AnyHandler, BatchHandler, ClaimMode, Flavour
+from outboxq.handlers.hooks import EventHook
+from outboxq.handlers.retention import Window
+from outboxq.queue_limits import QueueLimits
+
+Lifespan: TypeAlias = Callable[
+    [], AbstractContextManager[object] | AbstractAsyncContextManager[object] | Iterator[object] | AsyncIterator[object]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes.
+
+    Attributes:
+        arounds: Those of each kind and alias whose handler has some.
+        limits: Those of each queue that has some.
+    """
+
+    handlers: Mapping[str, AnyHandler]
+    flavours: Mapping[str, Flavour]
+    claims: Mapping[str, ClaimMode]
+    lifespan: Lifespan | None
+    scopes: Mapping[str, Window]
+    default_retention: timedelta
+    hooks: tuple[EventHook, ...]
+    arounds: Mapping[str, Arounds]
+    limits: Mapping[str, QueueLimits]
+    schedules: tuple[NewSchedule, ...] = ()
+
+    def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
+        """The kinds, aliases included, whose handlers have this flavour."""
+        return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
+
+    def timeout_seconds(self, queue: str) -> float | None:
+        """The longest deadline of a queue's handlers; None if one has none."""
+        timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
+        finite = [seconds for seconds in timeouts if seconds is not None]
+        return max(finite) if len(finite) == len(timeouts) else None
+
+    def batch_size(self, queue: str, configured: int) -> int:
+        """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
+        batched = (handler for handler in self.handlers.values() if isinstance(handler, BatchHandler))
+        return max(configured, 1, *(handler.max_size for handler in batched if handler.queue == queue))
+
+    def find(self, kind: str) -> AnyHandler:
+        """The handler of a kind.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        try:
+            return self.handlers[kind]
+        except KeyError:
+            raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
+
+    def loads_late(self, kind: str) -> bool:
+        """Whether rows of this kind's jobs are loaded and locked behind its arounds alone, which use its session."""
+        arounds = self.arounds.get(kind)
+        return arounds is not None and arounds.use_sessions
+
+    def effect_retention(self, scope: str) -> timedelta:
+        """How long the effects of a scope are remembered: as declared, else longer than any handler may retry."""
+        declared = self.scopes.get(scope)
+        return self.default_retention if declared is None else declared.retention
+
+    def may_call(self, scope: str, kind: str) -> bool:
+        """Whether the handler of this kind may use the scope: its declaration names this kind, or no kinds at all.
+
+        Raises:
+            UnknownKind: none is registered.
+        """
+        declared, handler = self.scopes.get(scope), self.find(kind)
+        return declared is None or not declared.kinds or handler in map(self.find, declared.kinds)

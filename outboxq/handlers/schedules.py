@@ -1,0 +1,152 @@
+"""Schedules that code declares: `@jobs.schedule(...)` above a handler, checked with all others at the relay's start."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule
+from outboxq.cron import Cron
+from outboxq.errors import ArgumentError, RegistryError
+from outboxq.handlers.function import naming
+from outboxq.handlers.handler import AnyHandler, Handler
+from outboxq.new_job import NewJob
+
+H = TypeVar("H", bound=AnyHandler)
+
+# The argument of a handler that is given the time that its job is due.
+_FIRE_TIME = "fire_time"
+_ANOTHER_TIME = FIRE_TIME.replace(year=2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeclaredSchedule:
+    """A schedule as it stands above its handler; the job can be made when imports are over."""
+
+    name: str
+    handler: AnyHandler
+    cron: Cron
+    missed: Missed
+    jitter: timedelta
+    args: Mapping[str, object]
+
+    def check(self) -> NewSchedule:
+        """The schedule with its job.
+
+        Raises:
+            RegistryError: the handler takes an argument that has no value, or a value does not fit.
+        """
+        with naming(self.handler.function):
+            return NewSchedule(name=self.name, job=self._job(), cron=self.cron, missed=self.missed, jitter=self.jitter)
+
+    def _job(self) -> NewJob:
+        given = {_FIRE_TIME: FIRE_TIME} if _FIRE_TIME in self.handler.signature().parameters else {}
+        try:
+            job = self.handler.job(**{**given, **self.args})
+            if given and job.keys != self.handler.job(**{_FIRE_TIME: _ANOTHER_TIME, **self.args}).keys:
+                raise ArgumentError(f"a key of its job is made of {_FIRE_TIME}, and has to be known before")
+        except ArgumentError as error:
+            raise RegistryError(
+                f"schedule {self.name!r}: {error}: give each argument of the handler a default, or a value by "
+                f'@jobs.schedule({self.cron.text!r}, args={{"name": ...}}); {_FIRE_TIME} is a datetime'
+            ) from error
+        return job
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecorator:
+    """What `jobs.schedule(...)` returns: it takes a handler, and returns it."""
+
+    add: Callable[[DeclaredSchedule], None]
+    cron: Cron
+    missed: Missed
+    jitter: timedelta
+    name: str | None
+    args: Mapping[str, object]
+
+    def __call__(self, handler: H, /) -> H:
+        """Declare the schedule of this handler."""
+        if not isinstance(handler, Handler):
+            raise RegistryError(
+                f"@jobs.schedule({self.cron.text!r}) stands above @jobs.handler(...), and takes the handler that this "
+                f"makes: got {handler!r}"
+            )
+        with naming(handler.function):
+            name = handler.kind if self.name is None else self.name
+            self.add(DeclaredSchedule(name, handler, self.cron, self.missed, self.jitter, self.args))
+        return handler
+
+
+class Scheduled:
+    """The schedules of a registry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._schedules: list[DeclaredSchedule] = []
+
+    def schedule(
+        self,
+        cron: str,
+        *,
+        time_zone: str = "UTC",
+        missed: Missed = "one",
+        jitter: timedelta = timedelta(0),
+        name: str | None = None,
+        args: Mapping[str, object] | None = None,
+    ) -> ScheduleDecorator:
+        """Have a job added at times: `@jobs.schedule("30 2 * * *")` above `@jobs.handler`, once or several times.
+
+        Relays store it when they start, by its name. A handler with an argument `fire_time` is given the time that the
+        job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as "outboxq.fire_time".
+
+        Args:
+            cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
+                `@monthly`, `@yearly`.
+            time_zone: In whose clocks, such as "Europe/Berlin".
+            missed: What becomes of times that no relay was there for. "one": one job for all of them, with the newest
+                as its time. "all": a job for each. "skip": none for one that is more than a minute late.
+            jitter: Each job runs so much later at most, at random, up to 24 hours.
+            name: What it is called, by default the handler's kind. Under another name it is another schedule.
+            args: The handler's other arguments, by name.
+
+        Raises:
+            ArgumentError: the cron text cannot be or is never due, or there is no such time zone.
+            RegistryError: the name is taken by another schedule.
+        """
+        return ScheduleDecorator(self._add_schedule, Cron(cron, time_zone), missed, jitter, name, dict(args or {}))
+
+    def _add_schedule(self, schedule: DeclaredSchedule) -> None:
+        check_distinct(schedule, self._schedules)
+        self._schedules.append(schedule)
+
+
+def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule]) -> None:
+    """Refuse a second schedule of one name.
+
+    Raises:
+        RegistryError: there is one. No number is put behind the name: without the first one, the second would take its
+            place, and its times.
+    """
+    if any(other.name == schedule.name and other is not schedule for other in others):
+        raise RegistryError(
+            f"two schedules have the name {schedule.name!r}, which by default is the handler's kind: give one of them "
+            f'a name of its own, such as @jobs.schedule({schedule.cron.text!r}, name="{schedule.name}-2")'
+        )
+
+
+def checked_schedules(
+    declared: Collection[DeclaredSchedule], handlers: Collection[AnyHandler]
+) -> tuple[NewSchedule, ...]:
+    """All schedules of a registry and of those that it includes, with their jobs.
+
+    Raises:
+        RegistryError: two have one name, one's handler is of another registry, or its arguments do not fit.
+    """
+    for each in declared:
+        check_distinct(each, declared)
+        if each.handler not in handlers:
+            raise RegistryError(
+                f"schedule {each.name!r}: the handler {each.handler.kind!r} is not in this registry: use the "
+                "decorators of one registry"
+            )
+    return tuple(each.check() for each in declared)

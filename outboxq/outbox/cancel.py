@@ -1,0 +1,109 @@
+"""Cancel jobs: those that wait are gone at once, those that run are ended by their relay."""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args, overload
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from outboxq.errors import ArgumentError
+from outboxq.new_job import JobHandle
+from outboxq.statements import cancel as statements
+from outboxq.statements import wake
+from outboxq.statements.paging import read_page
+from outboxq.tables import job as job_table
+from outboxq.tables import mapped_schema
+
+CancelOutcome: TypeAlias = Literal["discard", "dead"]
+Cancellation: TypeAlias = Literal["cancelled", "requested", "not_found"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """What became of jobs to be cancelled: gone, asked for because they run, or not there."""
+
+    cancelled: tuple[UUID, ...]
+    requested: tuple[UUID, ...]
+    not_found: tuple[UUID, ...]
+
+
+@overload
+def cancel(
+    connection: Session | Connection, job: JobHandle | UUID, outcome: CancelOutcome = "discard"
+) -> Cancellation: ...
+
+
+@overload
+def cancel(
+    connection: AsyncSession | AsyncConnection, job: JobHandle | UUID, outcome: CancelOutcome = "discard"
+) -> Awaitable[Cancellation]: ...
+
+
+def cancel(
+    connection: Session | Connection | AsyncSession | AsyncConnection,
+    job: JobHandle | UUID,
+    outcome: CancelOutcome = "discard",
+) -> Cancellation | Awaitable[Cancellation]:
+    """Cancel a job, when the caller's transaction commits; await the result if that is async.
+
+    A job that waits is deleted. One that runs is asked for: its relay sets `ctx.cancelled`, cancels its statement or
+    its task, and after two seconds ends its connection; the handler's rows are rolled back. Never waits for the job. A
+    transaction that is rolled back instead has the job run by itself, once.
+
+    Needs the rights of an operator ([roles](../roles.md)).
+
+    Args:
+        outcome: "discard" leaves no trace of the job, "dead" a dead letter with the reason "cancelled".
+
+    Returns:
+        "cancelled": it waited, and is gone. "requested": it ran a moment ago; if it does not come to its end before
+        its relay hears of the request, it is cancelled. "not_found": done, dead, or never there.
+
+    Raises:
+        ArgumentError: another outcome.
+    """
+    if outcome not in get_args(CancelOutcome):
+        raise ArgumentError(f"cancel takes the outcome 'discard' or 'dead', got {outcome!r}")
+    job_id = job.id if isinstance(job, JobHandle) else job
+    if isinstance(connection, AsyncSession | AsyncConnection):
+        return connection.run_sync(_cancel, job_id, outcome)
+    return _cancel(connection, job_id, outcome)
+
+
+def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutcome) -> Cancellation:
+    if isinstance(connection, Session):
+        # The job may be one that this very session has added.
+        connection.flush()
+        connection = connection.connection(bind_arguments={"clause": job_table})
+    done = cancel_or_request(connection, [job_id], outcome)
+    return "cancelled" if done.cancelled else "requested" if done.requested else "not_found"
+
+
+def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> Requested:
+    """End those of these jobs that wait, and ask for an end of those that run."""
+    gone = end_waiting(connection, ids, outcome)
+    others = [job_id for job_id in ids if job_id not in gone]
+    asked: set[UUID] = set()
+    if others:
+        # A job that was put back to wait meanwhile is ended by its next claim.
+        asked = set(connection.execute(statements.request(others, outcome)).scalars())
+        channel = wake.channel_name(mapped_schema(connection))
+        connection.execute(wake.NOTIFY, {"channel": channel, "payload": wake.SETTINGS})
+    return Requested(
+        cancelled=tuple(job_id for job_id in ids if job_id in gone),
+        requested=tuple(job_id for job_id in others if job_id in asked),
+        not_found=tuple(job_id for job_id in others if job_id not in asked),
+    )
+
+
+def end_waiting(
+    connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome, *, leased: bool = False
+) -> set[UUID]:
+    """End those of these jobs that wait, or are under a lease if that is wanted too; their ids."""
+    if outcome == "dead":
+        buried = statements.bury_waiting(mapped_schema(connection), ids, leased=leased)
+        return set(connection.execute(text(buried)).scalars())
+    return set(read_page(connection.execute(statements.cancel_waiting(ids, leased=leased))).changed)

@@ -1,0 +1,187 @@
+"""Batches: jobs that are added together, and a job that is added when all of them are over."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self, overload
+from uuid import UUID
+
+import msgspec
+from sqlalchemy.orm import Session, SessionTransaction
+
+from outboxq.database.sessions import AnySession, plain_session
+from outboxq.errors import ArgumentError, EnqueueError
+from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER, Job
+from outboxq.new_job import JobHandle, JobKeys, NewJob
+from outboxq.outbox.kinds import JobKind, P
+from outboxq.outbox.pending import current_transaction, is_within, replace_pending
+from outboxq.outbox.session import add_new
+from outboxq.outbox.stored_job import add_headers
+
+
+class JobBatch:
+    """A batch that is not over: what adds members to it. Made by `jobs.batch(...)`, `ctx.batch` and `batch_of`.
+
+    `id` is also the id that the callback's job will have.
+    """
+
+    def __init__(self, session: Session, batch_hex: str) -> None:
+        self._session = session
+        self._hex = batch_hex
+
+    @property
+    def id(self) -> UUID:
+        return UUID(self._hex)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}>"
+
+    @overload
+    def of(self, jobs: NewJob, /) -> NewJob: ...
+
+    @overload
+    def of(self, jobs: Iterable[NewJob], /) -> Iterator[NewJob]: ...
+
+    def of(self, jobs: NewJob | Iterable[NewJob], /) -> NewJob | Iterator[NewJob]:
+        """The same job as a member of the batch, or the same jobs: for `session.add_jobs`, or as `on_done` of a batch.
+
+        A job of a chain takes those that follow it into the batch.
+
+        Raises:
+            ArgumentError: something else than jobs, or a job that is in a batch already.
+            EnqueueError: the batch takes no more members.
+        """
+        return self._of(jobs) if isinstance(jobs, NewJob) else map(self._of, jobs)
+
+    def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
+        """Add a member; like `session.add_job`.
+
+        Raises:
+            ArgumentError, JobTooLarge, EnqueueError: for the same reasons.
+        """
+        if not isinstance(kind, JobKind):
+            raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type(kind).__name__}")
+        return self.add_jobs([kind.job(*args, **kwargs)])[0]
+
+    def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
+        """Add many members; like `session.add_jobs`.
+
+        Raises:
+            ArgumentError, JobTooLarge, EnqueueError: for the same reasons.
+        """
+        return add_new(self._session, [self._of(new) for new in jobs])
+
+    def _of(self, new: NewJob) -> NewJob:
+        self._check()
+        if not isinstance(new, NewJob):
+            raise ArgumentError(f"a batch takes jobs made by kind.job(...), got {type(new).__name__}")
+        if not callable(new.keys) and new.keys is not None and new.keys.batch is not None:
+            raise ArgumentError(f"{new.kind!r} is in a batch already: a job has one batch")
+        return new.in_batch(self._hex)
+
+    def _check(self) -> None:
+        """Refuse members if the batch may be over when they are written."""
+
+
+class OpeningBatch(JobBatch, AbstractContextManager["JobBatch"]):
+    """A batch in the transaction that opens it: takes members inside of its `with` block."""
+
+    def __init__(self, session: Session, on_done: NewJob) -> None:
+        keys = on_done.keys
+        opening = (lambda: _opening(on_done, keys())) if callable(keys) else _opening(on_done, keys or JobKeys())
+        (handle,) = add_new(session, [msgspec.structs.replace(on_done, keys=opening)])
+        super().__init__(session, handle.hex)
+        self._callback = on_done
+        self._transaction: SessionTransaction | None = current_transaction(session)
+        self._is_open = False
+        self._is_empty = True
+
+    def __enter__(self) -> Self:
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        if kind is None and self._is_empty:
+            # Over from the start: the callback is added at once. If the batch is written already, because the block
+            # flushed, the relays' sweep comes to it.
+            replace_pending(self._session, self._hex, self._as_over())
+
+    def _as_over(self) -> NewJob:
+        added = {BATCH_HEADER: str(self.id), BATCH_FAILED_HEADER: "0"}
+        return msgspec.structs.replace(self._callback, envelope=add_headers(self._callback.envelope, added))
+
+    def _of(self, new: NewJob) -> NewJob:
+        member = super()._of(new)
+        self._is_empty = False
+        return member
+
+    def _check(self) -> None:
+        if not self._is_open:
+            raise EnqueueError(
+                "a batch takes members inside of its block: with jobs.batch(session, on_done=...) as batch: ..."
+            )
+        if self._transaction is None or not is_within(self._session, self._transaction):
+            raise EnqueueError(
+                "the transaction or savepoint in which the batch was opened has ended: a batch takes all members in "
+                "it; later ones are added by the handlers of its members, by ctx.batch"
+            )
+
+
+def batch(session: AnySession, /, *, on_done: NewJob) -> OpeningBatch:
+    """Open a batch: `on_done` is added when all of its members are over.
+
+    A member is over when it is done, discarded, cancelled or a dead letter: the callback's `ctx.finished_batch` says
+    how many are dead letters. The batch, its members and the callback are written in the session's transaction, by its
+    flushes; not a coroutine, also for async sessions. If no member is added, the callback is added at once.
+
+    Args:
+        session: Any SQLAlchemy session, sync or async.
+        on_done: A job made by `kind.job(...)`, in any queue. It may be a member of another batch (`other.of(...)`),
+            which is not over before it.
+
+    Returns:
+        For a `with` block, in which members are added by `add_job`, `add_jobs`, or `session.add_jobs(batch.of(...))`.
+
+    Raises:
+        ArgumentError: `on_done` is no job, or has `unique=` or `every=`.
+        EnqueueError: a session that cannot hold jobs.
+    """
+    if not isinstance(on_done, NewJob):
+        raise ArgumentError(f"on_done takes a job made by kind.job(...), got {type(on_done).__name__}")
+    return OpeningBatch(plain_session(session, "batch"), on_done)
+
+
+def batch_of(session: AnySession, job: Job, /) -> JobBatch | None:
+    """The batch that a running job is a member of, to add more members to; None if it is in none.
+
+    For batch handlers: `batch_of(ctx.session, item.job)`. Other handlers have `ctx.batch`. The session is that of the
+    handler: members that are written after the job is over may come after the callback.
+    """
+    return None if job.batch_id is None else JobBatch(plain_session(session, "batch_of"), job.batch_id.hex)
+
+
+class FinishedBatch(msgspec.Struct, frozen=True):
+    """What a callback is told of its batch: its id, and how many of its jobs were dead letters when it was over."""
+
+    id: UUID
+    failed: int
+
+
+def finished_batch(job: Job, /) -> FinishedBatch | None:
+    """The batch whose callback a job is; None if it is none. Handlers have `ctx.finished_batch`."""
+    if BATCH_HEADER not in job.headers:
+        return None
+    headers = msgspec.json.decode(job.headers.encode(), type=dict[str, str])
+    found, failed = headers.get(BATCH_HEADER), headers.get(BATCH_FAILED_HEADER, "0")
+    return None if found is None else FinishedBatch(UUID(found), int(failed))
+
+
+def _opening(on_done: NewJob, keys: JobKeys) -> JobKeys:
+    if keys.unique is not None:
+        raise ArgumentError("on_done takes no job with unique=: a batch adds its callback once in any case")
+    if on_done.envelope.every is not None:
+        raise ArgumentError("on_done takes no job with every=: it is added when the batch is over")
+    return msgspec.structs.replace(keys, opens_batch=True)

@@ -1,0 +1,138 @@
+"""Keys of jobs: what makes two jobs the same work, or puts them into one order."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from outboxq.errors import ArgumentError
+from outboxq.names import check_key
+from outboxq.new_job import JobKeys, UniqueKey
+from outboxq.outcomes import MAX_DELAY
+
+# A text, or a function of the handler's arguments, by their names, that returns one.
+Key: TypeAlias = str | Callable[..., str]
+
+# Between a kind and a key: no name holds a control character, so that no two kinds share a key.
+_SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class Unique:
+    """The key of a job that is not added while another one of its kind and key waits, runs or retries.
+
+    Args:
+        key: A text of up to 512 bytes, or a function of the handler's arguments that returns one.
+        for_: Not within this time after it was added either, whether it is done or not; None for no longer than the
+            job is there.
+
+    Raises:
+        ArgumentError: a time that is not above 0, or too long.
+        InvalidKey: a text that cannot be stored.
+    """
+
+    key: Key
+    for_: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        check_constant("unique", self.key)
+        if self.for_ is not None:
+            check_positive("Unique(for_=...)", self.for_)
+
+
+def check_positive(what: str, given: object) -> None:
+    """Refuse what is no timedelta above 0 and within what can be stored.
+
+    Raises:
+        ArgumentError: it is not; `what` begins the message.
+    """
+    if not isinstance(given, timedelta):
+        raise ArgumentError(f"{what} takes a timedelta, got {type(given).__name__}")
+    if not timedelta(0) < given <= MAX_DELAY:
+        raise ArgumentError(f"{what} takes more than 0 and up to {MAX_DELAY.days:,} days, got {given}")
+
+
+def check_constant(what: str, key: object) -> None:
+    """Refuse a key that is neither a text that can be stored nor a function.
+
+    Raises:
+        InvalidKey: it is not.
+    """
+    if not callable(key):
+        check_key(what, key)  # type: ignore[arg-type]  # that it is a text is what is checked
+
+
+class KeyFunction:
+    """A function of the handler's arguments that returns a key: called with those arguments that it takes.
+
+    Raises:
+        ArgumentError: its parameters cannot be seen, or one of them cannot be given by its name.
+    """
+
+    def __init__(self, what: str, function: Callable[..., str]) -> None:
+        self._what = what
+        self._function = function
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"{what} takes a function whose parameters can be seen, got {function!r}") from error
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise ArgumentError(f"{what} takes a function that is called with the handler's arguments by their names")
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = frozenset(p.name for p in named)
+        self.required = frozenset(p.name for p in named if p.default is p.empty)
+
+    def __call__(self, kind: str, values: Mapping[str, object]) -> str:
+        """The key of a job with these arguments.
+
+        Raises:
+            ArgumentError: an argument that it needs was not given.
+            InvalidKey: what it returned cannot be stored.
+        """
+        missing = sorted(self.required - values.keys())
+        if missing:
+            raise ArgumentError(f"{self._what} of {kind!r} needs the argument {missing[0]!r}, which was not given")
+        taken = values if self._takes_all else {name: values[name] for name in self._names if name in values}
+        return check_key(self._what, self._function(**taken))
+
+
+class KeyRules:
+    """The keys of the jobs of a kind, as far as they are known, and the functions of the others.
+
+    Args:
+        coalesce: A key, a function, or None; the others are alike.
+    """
+
+    def __init__(self, kind: str, coalesce: Key | None, group: Key | None, unique: Key | Unique | None) -> None:
+        self._kind = kind
+        wanted = unique if isinstance(unique, Unique) or unique is None else Unique(unique)
+        self._for = None if wanted is None else wanted.for_
+        given = {"coalesce": coalesce, "group": group, "unique": None if wanted is None else wanted.key}
+        self._functions = {name: KeyFunction(name, key) for name, key in given.items() if callable(key)}
+        self._texts = {name: key for name, key in given.items() if isinstance(key, str)}
+        self.constant = None if self._functions else self._keys(self._texts)
+
+    def needs(self) -> Mapping[str, frozenset[str]]:
+        """The arguments that each function cannot do without."""
+        return {name: function.required for name, function in self._functions.items()}
+
+    def of(self, values: Mapping[str, object]) -> JobKeys:
+        """The keys of a job with these arguments.
+
+        Raises:
+            ArgumentError: a function needs an argument that was not given.
+            InvalidKey: a key that cannot be stored.
+        """
+        if self.constant is not None:
+            return self.constant
+        return self._keys(self._texts | {name: of(self._kind, values) for name, of in self._functions.items()})
+
+    def _keys(self, texts: Mapping[str, str]) -> JobKeys:
+        coalesce, unique = texts.get("coalesce"), texts.get("unique")
+        return JobKeys(
+            coalesce=None if coalesce is None else f"{self._kind}{_SEPARATOR}{coalesce}",
+            group=texts.get("group"),
+            unique=None if unique is None else UniqueKey(f"{self._kind}{_SEPARATOR}{unique}", self._for),
+        )

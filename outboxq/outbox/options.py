@@ -1,0 +1,106 @@
+"""Options: how a job is enqueued, apart from its arguments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from outboxq.errors import ArgumentError
+from outboxq.outbox.keys import Key, Unique, check_constant, check_positive
+from outboxq.outcomes import MAX_DELAY
+
+MAX_PRIORITY = 32_767
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How a job is enqueued, apart from its arguments; `JobKind.options` explains each.
+
+    Raises:
+        ArgumentError: a value of another type or out of its range, or two that exclude each other.
+        InvalidKey: a key that cannot be stored.
+    """
+
+    delay: timedelta | None = None
+    run_at: datetime | None = None
+    priority: int = 0
+    max_attempts: int | None = None
+    headers: Mapping[str, str] | None = None
+    coalesce: Key | None = None
+    every: timedelta | None = None
+    group: Key | None = None
+    unique: Key | Unique | None = None
+    expires: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        self._check_time()
+        self._check_numbers()
+        self._check_keys()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its jobs have a key."""
+        return (self.coalesce, self.group, self.unique) != (None, None, None)
+
+    def _check_time(self) -> None:
+        if self.delay is not None and self.run_at is not None:
+            raise ArgumentError("options take delay= or run_at=, not both")
+        if self.delay is not None and not isinstance(self.delay, timedelta):
+            raise ArgumentError(f"delay takes a timedelta, got {type(self.delay).__name__}")
+        if self.delay is not None and not timedelta(0) <= self.delay <= MAX_DELAY:
+            raise ArgumentError(f"delay takes 0 to {MAX_DELAY.days:,} days, got {self.delay}")
+        if self.run_at is not None and (not isinstance(self.run_at, datetime) or self.run_at.utcoffset() is None):
+            raise ArgumentError("run_at takes a datetime with a time zone, for example datetime.now(UTC)")
+        if self.run_at is not None and not 2 <= self.run_at.year <= 9998:
+            raise ArgumentError(f"run_at takes the years 2 to 9998, got {self.run_at}")
+        if self.expires is not None:
+            check_positive("expires", self.expires)
+            if self.delay is not None and self.delay >= self.expires:
+                raise ArgumentError(
+                    f"a job that runs after {self.delay} and expires after {self.expires} would never run: both count "
+                    "from the moment that it is added"
+                )
+
+    def _check_numbers(self) -> None:
+        if not _is_int(self.priority) or abs(self.priority) > MAX_PRIORITY:
+            raise ArgumentError(f"priority takes an int from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {self.priority!r}")
+        if self.max_attempts is not None and not (_is_int(self.max_attempts) and 1 <= self.max_attempts <= 32_767):
+            raise ArgumentError(f"max_attempts takes an int from 1 to 32767, got {self.max_attempts!r}")
+
+    def _check_keys(self) -> None:
+        waits = self.delay is not None or self.run_at is not None
+        if self.coalesce is not None:
+            check_constant("coalesce", self.coalesce)
+        if self.group is not None:
+            check_constant("group", self.group)
+            if waits:
+                raise ArgumentError(
+                    "a job of a group runs when its turn comes: leave out delay= and run_at=, or the group"
+                )
+        if self.unique is not None:
+            if not isinstance(self.unique, Unique):
+                check_constant("unique", self.unique)
+            if self.coalesce is not None:
+                raise ArgumentError(
+                    "options take coalesce= or unique=, not both: coalesce keeps the newest job, unique the first one"
+                )
+        if self.coalesce is not None and self.expires is not None:
+            raise ArgumentError(
+                "options take coalesce= or expires=, not both: a run stands for jobs that expire at other times"
+            )
+        self._check_every(waits=waits)
+
+    def _check_every(self, *, waits: bool) -> None:
+        if self.every is None:
+            return
+        check_positive("every", self.every)
+        if self.coalesce is None:
+            raise ArgumentError("every= says how often jobs with the same coalesce= run: give that too")
+        if waits or self.group is not None:
+            raise ArgumentError("every= sets the time to run at: leave out delay=, run_at= and group=")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+PLAIN_OPTIONS = JobOptions()

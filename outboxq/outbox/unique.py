@@ -1,0 +1,146 @@
+"""Unique jobs: inserted if their key is free, and their handles are told.
+
+A producer's flush takes the keys and inserts the jobs in one statement. A flush in a handler inserts the jobs alone;
+their keys are taken at the batch's COMMIT, which deletes the jobs of keys that are taken. So a handler holds no key
+that a producer would wait for, and what a rollback undoes, to whatever savepoint, takes no key.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, missing_tables_explained, sqlstate_of
+from outboxq.errors import EnqueueError
+from outboxq.new_job import UniqueJob
+from outboxq.statements.enqueue import JOBS_PER_INSERT
+from outboxq.statements.unique import add_unique, insert_without_keys, key_owners, take_keys
+
+T = TypeVar("T")
+
+# In the state of a connection, which it shares with those that are lent to handlers.
+_COLLECTED = "outboxq_unique_adds"
+
+
+class UniqueAdds:
+    """Unique jobs that were inserted in one transaction, and have no keys yet."""
+
+    __slots__ = ("_jobs",)
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, UniqueJob] = {}
+
+    def add(self, jobs: Mapping[str, UniqueJob]) -> None:
+        """Record jobs by their ids in hex; the first of a key wins."""
+        self._jobs.update(jobs)
+
+    def clear(self) -> None:
+        """Forget all of them: their rows were undone."""
+        self._jobs.clear()
+
+    def statements(self, schema: str) -> list[str]:
+        """What takes the keys, in the order of their bytes, and deletes the jobs of keys that are taken."""
+        return [take_keys(schema, part) for part in parts(_sorted(self._jobs))] if self._jobs else []
+
+    def record(self, results: Sequence[ScriptResult]) -> None:
+        """Tell the handles what became of their jobs, by the results of `statements`."""
+        rows = [(str(row[0]), bool(row[1]), row[2]) for result in results for row in result.rows]
+        _answer({job_id: self._jobs[job_id] for job_id, *_ in rows}, rows)
+        self._jobs.clear()
+
+    def take(self, connection: Connection, schema: str) -> None:
+        """Take the keys now, in a transaction that goes on."""
+        self.record([run_script(connection, statement)[0] for statement in self.statements(schema)])
+
+
+def collect_unique_adds(connection: Connection, adds: UniqueAdds | None) -> None:
+    """From now on collect the unique jobs that are inserted on this connection; with None, take their keys at once."""
+    vars(connection)[_COLLECTED] = adds
+
+
+def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:
+    """Insert unique jobs by their ids in hex, if their keys are free; in a handler, whether they are or not.
+
+    Of two jobs of one key the first wins. The keys are taken in the order of their bytes, over all of the jobs: two
+    flushes that want the same keys wait in one order.
+
+    Raises:
+        EnqueueError: the role may not do that.
+        SchemaError: the tables are missing, or too old.
+    """
+    if not jobs:
+        return
+    collected: UniqueAdds | None = vars(connection).get(_COLLECTED)
+    if collected is not None:
+        for some in parts(jobs):
+            connection.execute(*insert_without_keys(some))
+        collected.add(jobs)
+        return
+    first: dict[str, str] = {}
+    for job_id, job in jobs.items():
+        first.setdefault(job.key.key, job_id)
+    wanted = {job_id: jobs[job_id] for job_id in first.values()}
+    if len(wanted) > JOBS_PER_INSERT:
+        # One statement takes its keys in their order by itself, and keeps that of the jobs.
+        wanted = _sorted(wanted)
+    with missing_tables_explained(), _missing_rights_explained():
+        rows = [row for some in parts(wanted) for row in _add(connection, some)]
+    _answer(jobs, rows)
+
+
+def _add(connection: Connection, jobs: Mapping[str, UniqueJob]) -> list[tuple[str, bool, str | None]]:
+    """Add jobs of different keys; for each its id in hex, whether it was added, and the job that has its key else."""
+    found = connection.execute(*add_unique(jobs)).all()
+    ids = list(jobs)
+    rows = [(ids[row[0] - 1], row[1], row[2]) for row in found]
+    # Another transaction took the key while this statement waited for it: only a new one sees for which job.
+    unknown = [jobs[job_id].key.key for job_id, added, owner in rows if not added and owner is None]
+    if not unknown:
+        return rows
+    owners = {row[0]: row[1] for row in connection.execute(key_owners(unknown))}
+    return [(job_id, added, owner or owners.get(jobs[job_id].key.key)) for job_id, added, owner in rows]
+
+
+def _answer(jobs: Mapping[str, UniqueJob], rows: Sequence[tuple[str, bool, object]]) -> None:
+    """Tell the handles of jobs by what is known of some of them: the others have the key of one of these."""
+    owners: dict[str, object] = {}
+    for job_id, added, owner in rows:
+        if added or owner is not None:
+            owners[jobs[job_id].key.key] = job_id if added else owner
+    for job_id, job in jobs.items():
+        owner = owners.get(job.key.key)
+        existing_id = None if owner is None else UUID(str(owner))
+        job.answer.give(added=owner == job_id, existing_id=existing_id)
+
+
+def _sorted(jobs: Mapping[str, UniqueJob]) -> dict[str, UniqueJob]:
+    # Stable: of one key the first stays the first.
+    return dict(sorted(jobs.items(), key=lambda item: item[1].key.key.encode()))
+
+
+def parts(jobs: Mapping[str, T]) -> Iterator[dict[str, T]]:
+    """Jobs by their ids, as many at a time as one statement inserts."""
+    rest = iter(jobs.items())
+    while some := dict(islice(rest, JOBS_PER_INSERT)):
+        yield some
+
+
+@contextmanager
+def _missing_rights_explained() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
+            raise
+        # The message names the table in any language.
+        is_key = "unique_key" in str(error.orig)
+        missing = "SELECT, INSERT and UPDATE on unique_key" if is_key else "INSERT on job, and SELECT on its column id"
+        raise EnqueueError(
+            f"this role may not add unique jobs, which takes {missing}: run what `outboxq roles --sql "
+            "--unique-producer ROLE` prints"
+        ) from error

@@ -1,0 +1,105 @@
+"""What operators have set for a relay's queues, as the relay last saw it, and what its application declares.
+
+Read at the relay's start, before its first claim, and with each beat of its lease.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from outboxq.execution.orders import Orders
+from outboxq.queue_limits import QueueLimits
+
+Rows: TypeAlias = Iterable[tuple[object, ...]]
+
+
+_NO_LIMITS = QueueLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look: queues with suspects, limits of queues, paused kinds of queues, cancelled jobs, the next schedule.
+
+    Also the queues with jobs of groups, those with suspects in groups, and whether jobs of groups are leased anywhere.
+    """
+
+    suspects: frozenset[str] = frozenset()
+    groups: frozenset[str] = frozenset()
+    group_suspects: frozenset[str] = frozenset()
+    group_leases: bool = False
+    limits: Mapping[str, QueueLimits] = field(default_factory=dict)
+    paused: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # The outcome that was asked for: "discard" or "dead".
+    cancelled: Mapping[UUID, str] = field(default_factory=dict)
+    # In how many seconds the next schedule is due; infinite if there is none.
+    schedule_seconds: float = math.inf
+
+
+class FlowSettings:
+    """The settings as a relay last saw them; its threads read them without a lock, each look replaces them whole.
+
+    Args:
+        declared: The limits of queues that the application declares: they hold if an operator has set no others.
+    """
+
+    def __init__(self, declared: Mapping[str, QueueLimits] | None = None) -> None:
+        self.seen = Seen()
+        self.orders = Orders()
+        self.limits: Mapping[str, QueueLimits] = dict(declared or {})
+        # Called with the queues whose limits have changed.
+        self.on_limits: Callable[[frozenset[str]], None] = lambda _: None
+        self._declared = self.limits
+
+    def record(self, rows: Rows) -> Seen:
+        """Take over what `look_around` returned."""
+        limits: dict[str, QueueLimits] = {}
+        queues: defaultdict[str, set[str]] = defaultdict(set)
+        paused: defaultdict[str, set[str]] = defaultdict(set)
+        cancelled: dict[UUID, str] = {}
+        schedule_seconds = math.inf
+        for word, name, other, details in rows:
+            match word:
+                case "suspects" | "groups" | "group_suspects" | "group_leases":
+                    queues[str(word)].add(str(name))
+                case "limits":
+                    limits[str(name)] = msgspec.json.decode(str(details), type=QueueLimits)
+                case "paused":
+                    paused[str(name)].add(str(other))
+                case "cancel":
+                    cancelled[UUID(str(name))] = str(other)
+                case "schedule":
+                    schedule_seconds = float(str(details))
+        kinds = {queue: frozenset(names) for queue, names in paused.items()}
+        self.seen = Seen(
+            frozenset(queues["suspects"]),
+            frozenset(queues["groups"]),
+            frozenset(queues["group_suspects"]),
+            "group_leases" in queues,
+            limits,
+            kinds,
+            cancelled,
+            schedule_seconds,
+        )
+        self.orders.cancelled = set(cancelled)
+        self.orders.paused = {(queue, kind) for queue, names in kinds.items() for kind in names}
+        self._take_over(limits)
+        return self.seen
+
+    def _take_over(self, limits: Mapping[str, QueueLimits]) -> None:
+        names, before = limits.keys() | self._declared.keys(), self.limits
+        self.limits = {
+            name: limits.get(name, _NO_LIMITS).or_else(self._declared.get(name, _NO_LIMITS)) for name in names
+        }
+        every = self.limits.keys() | before.keys()
+        changed = frozenset(name for name in every if self.limits.get(name) != before.get(name))
+        if changed:
+            self.on_limits(changed)
+
+    def limits_of(self, queue: str) -> QueueLimits:
+        """The limits of a queue: each as an operator has set it, else as the application declares it."""
+        return self.limits.get(queue, _NO_LIMITS)

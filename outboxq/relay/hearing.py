@@ -1,0 +1,89 @@
+"""A proof that notifications reach the listening connection, which a transaction pooler would hand to another client.
+
+The relay sends itself one, through the database URL, as producers do. It goes by a channel of its own: if it does not
+come through, what is left on a connection of the pooler listens to a channel that is never notified again.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from psycopg.pq.abc import PGconn
+
+from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.errors import describe_error
+from outboxq.statements import wake as statements
+
+logger = logging.getLogger("outboxq.listener")
+
+
+class HearingCheck:
+    """Asks once whether notifications arrive.
+
+    Args:
+        connect: Opens a connection as producers have it, by the database URL.
+        patience_seconds: One that has not come by then is reported as missing; one that comes later still counts.
+        poll_seconds: How far apart the relay polls meanwhile, at most; for the message.
+    """
+
+    def __init__(self, connect: Callable[[], DriverConnection], patience_seconds: float, poll_seconds: float) -> None:
+        self.passed = False
+        self._connect = connect
+        self._patience_seconds = patience_seconds
+        self._poll_seconds = poll_seconds
+        self._is_told = False
+        self._channel = ""
+        self._late_at = 0.0
+
+    def begin(self, connection: PGconn) -> bool:
+        """Listen on this connection, and notify through another one; False if no other one can be had."""
+        self._channel = f"outboxq_hearing_{secrets.token_hex(8)}"
+        run_on_libpq(connection, statements.listen_on(self._channel))
+        try:
+            self._notify()
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; slots report outages
+            logger.debug("notifications could not be checked: %s", describe_error(error))
+            run_on_libpq(connection, statements.unlisten(self._channel))
+            return False
+        self._late_at = time.monotonic() + self._patience_seconds
+        return True
+
+    def _notify(self) -> None:
+        other = self._connect()
+        try:
+            run_on_libpq(other.pgconn, statements.notify_on(self._channel))
+        finally:
+            other.pgconn.finish()
+
+    def is_over(self, connection: PGconn) -> bool:
+        """Whether the notification has come; warns once if it is late, and the connection is not just dead."""
+        is_late = time.monotonic() >= self._late_at
+        if is_late:
+            # An answer shows that the server is still there, and comes behind the notifications that it had.
+            run_on_libpq(connection, "SELECT")
+            self._late_at = time.monotonic() + self._patience_seconds
+        connection.consume_input()
+        while notification := connection.notifies():
+            if notification.relname.decode() == self._channel:
+                self._record_heard(connection)
+                return True
+        if is_late and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "notifications do not arrive on the connection that listens for them, so the relay polls, up to %g s "
+                "apart: behind a transaction pooler (pgbouncer) give --listen-url a direct URL of the server, or pass "
+                "--no-listen",
+                self._poll_seconds,
+            )
+        return False
+
+    def _record_heard(self, connection: PGconn) -> None:
+        self.passed = True
+        run_on_libpq(connection, statements.unlisten(self._channel))
+        if self._is_told:
+            logger.info("notifications arrive after all: the relay listens for them")
+
+    def wait_seconds(self) -> float:
+        """How long to wait for the notification before `is_over` has to be asked again."""
+        return max(0.0, self._late_at - time.monotonic())

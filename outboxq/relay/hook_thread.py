@@ -1,0 +1,185 @@
+"""The thread that calls the registry's hooks: what they do, and how long they take, holds up no slot for long.
+
+Each relay process has one. It calls the hooks one after the other, and owns an event loop for async ones. The events
+wait in a queue of bounded length; those of one slot reach the hooks in the order in which they happened.
+"""
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from outboxq.events import Event, forget
+from outboxq.handlers.function import name_of
+from outboxq.handlers.hooks import EventHook
+from outboxq.relay.limits import HookLimits
+from outboxq.relay.threads import BoundedStart
+
+logger = logging.getLogger("outboxq.relay")
+
+
+class HookThread:
+    """Tells events to the hooks of a registry, in a thread of its own, from `start` to `finish`.
+
+    Without hooks there is no thread, and no event is taken.
+
+    Attributes:
+        failures: How often a hook raised, one that `Relay` was given included.
+        dropped: How many events the registry's hooks were not told.
+    """
+
+    def __init__(self, hooks: Sequence[EventHook], limits: HookLimits) -> None:
+        self.failures = 0
+        self.dropped = 0
+        self._hooks = hooks
+        self._wanted = frozenset(event for hook in hooks for event in hook.events)
+        self._limits = limits
+        self._thread = BoundedStart(self._run, "outboxq-hooks")
+        # Its lock guards what is below; it is notified of each change.
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._is_open = False
+        self._is_telling = False
+        # The queue was full: events are dropped until half of it was told.
+        self._is_behind = False
+        self._logged_at = float("-inf")
+        self._ends_at: float | None = None
+
+    def start(self) -> None:
+        """Start the thread, if there are hooks."""
+        if self._hooks:
+            self._is_open = True
+            self._thread.start()
+
+    def put(self, event: Event) -> bool:
+        """Take an event that a hook asked for; False if no hook did, or if the event is dropped.
+
+        In a full queue it waits `hold_seconds` for room. Then this event is dropped, and others at once, until half of
+        the queue was told: so hooks that stay slow do not hold up a slot for each of its events.
+        """
+        if type(event) not in self._wanted:
+            return False
+        with self._changed:
+            if not self._is_behind:
+                self._changed.wait_for(self._need_not_wait, self._limits.hold_seconds)
+            if self._is_open and not self._is_behind and self._has_room():
+                self._events.append(event)
+                self._changed.notify_all()
+                return True
+            self._is_behind = True
+            self.dropped += 1
+            dropped = self.dropped
+            is_due = self._is_open and time.monotonic() - self._logged_at >= self._limits.log_seconds
+            if is_due:
+                self._logged_at = time.monotonic()
+        if is_due:
+            logger.error(
+                "hooks are too slow, so that they are not told all events: dropped=%d",
+                dropped,
+                extra={"outboxq_dropped": dropped},
+            )
+        return False
+
+    def settle(self) -> None:
+        """Wait until the hooks were told all events; altogether, with `finish`, for `finish_seconds` at most."""
+        with self._changed:
+            if self._ends_at is None:
+                self._ends_at = time.monotonic() + self._limits.finish_seconds
+            self._changed.wait_for(self._is_idle, max(0.0, self._ends_at - time.monotonic()))
+
+    def finish(self) -> None:
+        """Tell the last events, and end the thread; it is left behind if a hook takes too long. Once is enough."""
+        if not self._is_open:
+            return
+        self.settle()
+        with self._changed:
+            self._is_open = False
+            is_late, left = self._is_telling, tuple(self._events)
+            self._events.clear()
+            self.dropped += len(left)
+            self._changed.notify_all()
+        for event in left:
+            forget(event)
+        if is_late or left:
+            logger.error(
+                "hooks did not end within %g s, and are left behind: dropped=%d",
+                self._limits.finish_seconds,
+                len(left),
+                extra={"outboxq_dropped": len(left)},
+            )
+        else:
+            self._thread.join(self._limits.finish_seconds)
+
+    def report(self, hook: Callable[..., object], event: Event) -> None:
+        """Count and log the error that a hook has raised, in its `except` block."""
+        with self._changed:
+            self.failures += 1
+        # By its name: what it is bound to may be a secret, or refuse to be shown.
+        name = name_of(hook)
+        extra = {"outboxq_hook": name, "outboxq_hook_event": type(event).__name__}
+        logger.exception("a hook failed: hook=%s event=%s", name, type(event).__name__, extra=extra)
+
+    def _has_room(self) -> bool:
+        return len(self._events) < self._limits.waiting_events
+
+    def _need_not_wait(self) -> bool:
+        return self._has_room() or self._is_behind or not self._is_open
+
+    def _is_idle(self) -> bool:
+        return not (self._events or self._is_telling)
+
+    def _run(self) -> None:
+        # Its event loop is made when a hook first needs one.
+        runner = asyncio.Runner()
+        try:
+            while (event := self._take()) is not None:
+                for hook in self._hooks:
+                    if hook.wants(event):
+                        self._call(hook, event, runner)
+                forget(event)
+                # Not kept until the next one comes.
+                del event
+        finally:
+            runner.close()
+
+    def _take(self) -> Event | None:
+        """The next event, when there is one; None when the thread is to end."""
+        with self._changed:
+            self._is_telling = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._events or not self._is_open)
+            if not self._events:
+                return None
+            self._is_telling = True
+            event = self._events.popleft()
+            self._is_behind = self._is_behind and len(self._events) > self._limits.waiting_events // 2
+            self._changed.notify_all()
+            return event
+
+    def _call(self, hook: EventHook, event: Event, runner: asyncio.Runner) -> None:
+        try:
+            returned = hook.function(event)
+            if inspect.isawaitable(returned):
+                error = runner.run(_error_of(returned, self._limits.await_seconds))
+                if error is not None:
+                    raise error
+        except BaseException:  # noqa: BLE001  # user code, whatever it raises: no signal comes to this thread
+            self.report(hook.function, event)
+
+
+async def _error_of(awaitable: Awaitable[object], seconds: float) -> BaseException | None:
+    """Await what an async hook has returned; what it raised, if it did.
+
+    Not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
+    """
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            await awaitable
+    except BaseException as error:  # noqa: BLE001  # raised again by the caller
+        late = TimeoutError(f"the hook took longer than {seconds:g} s for one event")
+        return late if deadline.expired() else error
+    return None

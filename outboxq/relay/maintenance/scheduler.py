@@ -1,0 +1,228 @@
+"""The scheduler: adds the jobs of schedules whose time has come, in any relay, and without a leader.
+
+In one transaction the rows that are due are locked, their jobs are added, and their next times are written. The lock
+keeps two relays from one row, and the next time keeps the second from what the first has fired: so each time is fired
+once, whoever dies. If the answer to COMMIT is lost, either both the jobs and the next time stand, or neither does, and
+then the row is still due; only the event is not sent.
+
+The heartbeat of the relay's lease says when the next schedule is due. Without any, there is neither a thread nor a
+statement more.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from sqlalchemy import Connection
+from sqlalchemy.engine import Row
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.admin.schedules import StoredSchedule, seconds_to_next
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.errors import OutboxqError
+from outboxq.events import Emitter, ScheduleFired
+from outboxq.execution.aside import describe, is_of_a_row
+from outboxq.new_job import NewJob, UniqueJob
+from outboxq.outbox.insert import insert_all
+from outboxq.relay.maintenance.task import refusal_of
+from outboxq.statements import schedules as statements
+
+logger = logging.getLogger("outboxq.scheduler")
+
+# One that is later than this is skipped by missed="skip".
+GRACE = timedelta(seconds=60)
+# How many schedules one transaction locks, and how many jobs of one with missed="all" it adds.
+MOST_SCHEDULES, MOST_JOBS = 10, 1_000
+# Another relay fires what is due at this moment; or the database does not answer.
+_PAUSE_SECONDS = 1.0
+# A schedule that could not be fired is left alone for so long, so that it holds no other up.
+_REFUSED_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+
+Work: TypeAlias = Callable[[Connection], "Tick"]
+
+
+@dataclass(slots=True)
+class Tick:
+    """What one transaction did: the jobs that it added, and how many schedules it took; when the next one is due."""
+
+    fired: list[ScheduleFired] = field(default_factory=list)
+    taken: int = 0
+    seconds: float = math.inf
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Fires schedules that are due.
+
+    Args:
+        transact: Runs a function in a transaction on a connection of its own, which is committed at its end.
+        rest: Closes that connection, until it is needed again.
+        emit: Called for each job that was added, after the COMMIT.
+        stopping: Set when the relay stops: nothing more is fired.
+        until_empty: Whether the relay drains: it fires what is due when it begins, and so comes to its end.
+    """
+
+    transact: Callable[[Work], Tick]
+    rest: Callable[[], None]
+    emit: Emitter
+    stopping: threading.Event
+    until_empty: bool
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due_at = math.inf
+        self._thread: threading.Thread | None = None
+        # The names of schedules that could not be fired, and until when they are left alone.
+        self._refused: dict[str, float] = {}
+        self._warned: set[str] = set()
+
+    def expect(self, seconds: float) -> None:
+        """Be told in how many seconds the next schedule is due. Starts the thread when there is one."""
+        with self._changed:
+            self._due_at = time.monotonic() + seconds
+            is_needed = seconds < math.inf and not self.until_empty and not self.stopping.is_set()
+            if self._thread is None and is_needed:
+                self._thread = threading.Thread(target=self._run, name="outboxq-scheduler", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread, after the transaction that is under way."""
+        self.stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def fire_all_due(self) -> None:
+        """Fire everything that is due by now, in the caller's thread: a drain may be the only relay there is."""
+        while not self.stopping.is_set() and self._tick() <= 0:
+            pass
+        self._rest()
+
+    def _run(self) -> None:
+        while not self.stopping.is_set():
+            with self._changed:
+                # Once: who changes the time notifies.
+                if not self._is_time():
+                    self._changed.wait(min(self._due_at - time.monotonic(), threading.TIMEOUT_MAX))
+                    continue
+            if not self.stopping.is_set():
+                self._fire_until_rest()
+
+    def _is_time(self) -> bool:
+        return self.stopping.is_set() or time.monotonic() >= self._due_at
+
+    def _fire_until_rest(self) -> None:
+        seconds = self._tick()
+        while seconds <= 0 and not self.stopping.is_set():
+            seconds = self._tick()
+        self._rest()
+        with self._changed:
+            self._due_at = time.monotonic() + seconds
+
+    def _tick(self) -> float:
+        """Fire up to ten schedules; in how many seconds to look again, 0 for at once."""
+        try:
+            tick = self.transact(self._fire_due)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            self._report(error)
+            return _PAUSE_SECONDS
+        for event in tick.fired:
+            self.emit(event)
+        if tick.seconds > 0:
+            return tick.seconds
+        return 0.0 if tick.taken else _PAUSE_SECONDS
+
+    def _fire_due(self, connection: Connection) -> Tick:
+        now = time.monotonic()
+        self._refused = {name: until for name, until in self._refused.items() if until > now}
+        tick = Tick()
+        # A producer's open transaction may hold the unique key of a job: the other schedules do not wait for it.
+        connection.execute(statements.WAIT_SHORTLY)
+        for row in connection.execute(statements.lock_due(MOST_SCHEDULES, self._refused)).all():
+            try:
+                # A savepoint: a job that cannot be added takes no other schedule's with it.
+                with connection.begin_nested():
+                    tick.fired += _fire(connection, row)
+            except Exception as error:
+                if not _is_its_own(error):
+                    raise
+                self._refuse(row.name, error)
+            tick.taken += 1
+        tick.seconds = seconds_to_next(connection, self._refused)
+        return tick
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        self._refused[name] = time.monotonic() + _REFUSED_SECONDS
+        logger.error(
+            "schedule %r could not be fired, and is tried again in a minute: %s",
+            name,
+            _describe(error),
+            extra={"outboxq_schedule": name},
+        )
+
+    def _report(self, error: Exception) -> None:
+        """Warn once of each kind of error; an outage is reported by the slots."""
+        reason = _describe(error)
+        if refusal_of(error) is None and isinstance(error, DBAPIError | OSError):
+            logger.debug("the scheduler's connection failed", extra={"error_type": type(error).__name__})
+        elif reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("schedules could not be fired, and are tried again: %s", reason)
+
+    def _rest(self) -> None:
+        with suppress(Exception):
+            self.rest()
+
+
+def _is_its_own(error: Exception) -> bool:
+    """Whether the schedule is to blame for an error, and neither the connection nor the tables are."""
+    # What holds the unique key of one schedule's job holds no other up.
+    return (
+        sqlstate_of(error) in (LOCK_NOT_AVAILABLE, "40P01")
+        or is_of_a_row(error)
+        or not isinstance(error, DBAPIError | OSError)
+    )
+
+
+def _describe(error: Exception) -> str:
+    """What an operator is told: never a value of a row."""
+    return str(error) if isinstance(error, OutboxqError) else describe(error)
+
+
+def _fire(connection: Connection, row: Row[tuple[object, ...]]) -> list[ScheduleFired]:
+    """Add the jobs of a schedule that is due, and move it on, in the transaction that has locked it."""
+    stored = StoredSchedule.of(row)
+    now: datetime = row.now
+    fires = due_times(stored, now)
+    jobs = stored.jobs_at(fires)
+    if jobs:
+        insert_all(connection, jobs, wakes="by queue")
+    last = fires[-1] if fires else None
+    # With missed="all" what is over the bound is still due, and follows in the next transaction.
+    behind = last if last is not None and stored.schedule.missed == "all" else now
+    connection.execute(statements.advance(row.name, stored.cron.after(behind), last))
+    return [_event(stored, new, due, now) for new, due in zip(jobs.values(), fires, strict=True)]
+
+
+def _event(stored: StoredSchedule, new: NewJob, due: datetime, now: datetime) -> ScheduleFired:
+    added = not isinstance(new, UniqueJob) or bool(new.answer.added)
+    at, late_seconds = stored.cron.local(due), (now - due).total_seconds()
+    return ScheduleFired(stored.schedule.name, new.kind, new.queue, at, late_seconds, added)
+
+
+def due_times(stored: StoredSchedule, now: datetime) -> list[datetime]:
+    """The times that get a job, of those that a schedule was due at by `now`."""
+    first, cron = stored.schedule.next_at, stored.cron
+    if stored.schedule.missed == "all":
+        return cron.due_times(first, now, MOST_JOBS)
+    newest = cron.newest(first, now)
+    return [] if stored.schedule.missed == "skip" and now - newest > GRACE else [newest]

@@ -1,0 +1,55 @@
+"""Transactions beside a relay's slots, on a connection of their own, made as the engine of the relay makes its own.
+
+From a pool of its own: slots that hold all of the engine's connections keep nothing of this up.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.util import greenlet_spawn
+
+from outboxq.database.engines import Engines
+from outboxq.effects.transactions import SidePool
+from outboxq.relay.event_loop import LoopThread
+
+T = TypeVar("T")
+
+_ANSWER_SECONDS = 30.0
+
+
+class SideConnection:
+    """One connection, opened when it is needed: of the sync engine, or of the async one, in the relay's event loop."""
+
+    def __init__(self, engines: Engines, schema: str, loop: LoopThread) -> None:
+        self._in_loop = engines.sync is None
+        self._loop = loop
+        if engines.sync is not None:
+            self._pool = SidePool(engines.sync, schema)
+        else:
+            assert engines.asynchronous is not None
+            self._pool = SidePool(engines.asynchronous.sync_engine, schema)
+
+    def transact(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction at READ COMMITTED, committed at its end.
+
+        Raises:
+            TimeoutError: a handler blocks the event loop. What was under way is committed, or rolled back, later.
+        """
+
+        def run() -> T:
+            with self._pool.transaction() as connection:
+                return work(connection)
+
+        return self._run(run)
+
+    def rest(self) -> None:
+        """Close the connection, until it is needed again."""
+        self._run(self._pool.renew)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        if not self._in_loop:
+            return call()
+        if self._loop.is_blocked or self._loop.get() is None:
+            raise TimeoutError("the event loop does not run")
+        return self._loop.call(greenlet_spawn(call), _ANSWER_SECONDS)

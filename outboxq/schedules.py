@@ -1,0 +1,174 @@
+"""Schedules of an application's own: made, changed and removed in its transactions, such as one for each tenant.
+
+Every function takes a session or a connection, sync or async, and works in its transaction: what is rolled back never
+was. With an async one, await the result. A relay sees a new schedule within its next heartbeat (`heartbeat_seconds`,
+five seconds by default).
+
+    schedules.put(session, "report-7", report.job(tenant=7), cron="30 2 * * *", time_zone="Europe/Berlin")
+"""
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import TypeAlias, TypeVar, overload
+
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from outboxq.admin import schedules as admin
+from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule, Schedule
+from outboxq.cron import Cron
+from outboxq.new_job import JobHandle, NewJob
+
+__all__ = ["FIRE_TIME", "Missed", "Schedule", "list_schedules", "pause", "put", "remove", "resume", "run_now"]
+
+T = TypeVar("T")
+_Sync: TypeAlias = Session | Connection
+_Async: TypeAlias = AsyncSession | AsyncConnection
+
+
+@overload
+def put(
+    connection: _Sync,
+    name: str,
+    job: NewJob,
+    *,
+    cron: str,
+    time_zone: str = "UTC",
+    missed: Missed = "one",
+    jitter: timedelta = timedelta(0),
+) -> Schedule: ...
+
+
+@overload
+def put(
+    connection: _Async,
+    name: str,
+    job: NewJob,
+    *,
+    cron: str,
+    time_zone: str = "UTC",
+    missed: Missed = "one",
+    jitter: timedelta = timedelta(0),
+) -> Awaitable[Schedule]: ...
+
+
+def put(
+    connection: _Sync | _Async,
+    name: str,
+    job: NewJob,
+    *,
+    cron: str,
+    time_zone: str = "UTC",
+    missed: Missed = "one",
+    jitter: timedelta = timedelta(0),
+) -> Schedule | Awaitable[Schedule]:
+    """Make a schedule, or change the one of this name.
+
+    One that was there stays paused if it is, and keeps the time that it is due if `cron` and `time_zone` stay.
+
+    Args:
+        name: 1 to 255 bytes.
+        job: What is added when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is given the time
+            that it is due instead, in the schedule's time zone.
+        cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
+            `@monthly`, `@yearly`.
+        time_zone: In whose clocks, such as "Europe/Berlin".
+        missed: What becomes of times that no relay was there for. "one": one job for all of them, with the newest as
+            its time. "all": a job for each. "skip": none for one that is more than a minute late.
+        jitter: Each job runs so much later at most, at random, up to 24 hours.
+
+    Raises:
+        ArgumentError: one of these cannot be, or the job has a `run_at`.
+        InvalidKey: such a name cannot be.
+        ScheduleDeclared: an application's code declares it.
+    """
+    new = NewSchedule(name=name, job=job, cron=Cron(cron, time_zone), missed=missed, jitter=jitter)
+    return _run(connection, lambda it: admin.put(it, new))
+
+
+@overload
+def remove(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+
+
+@overload
+def remove(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+
+
+def remove(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+    """Delete schedules; the jobs that they added stay. Returns the names of those that were there.
+
+    One that an application's code declares comes back when its relay starts again.
+    """
+    return _run(connection, lambda it: admin.remove(it, names))
+
+
+@overload
+def pause(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+
+
+@overload
+def pause(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+
+
+def pause(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+    """Keep schedules from adding jobs, until they are resumed. Returns the names of those that were not paused."""
+    return _run(connection, lambda it: admin.pause(it, names))
+
+
+@overload
+def resume(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+
+
+@overload
+def resume(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+
+
+def resume(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+    """Have schedules add jobs again, from their next time on: what was due meanwhile is not made up for.
+
+    Returns the names of those that were paused.
+    """
+    return _run(connection, lambda it: admin.resume(it, names))
+
+
+@overload
+def run_now(connection: _Sync, name: str) -> JobHandle: ...
+
+
+@overload
+def run_now(connection: _Async, name: str) -> Awaitable[JobHandle]: ...
+
+
+def run_now(connection: _Sync | _Async, name: str) -> JobHandle | Awaitable[JobHandle]:
+    """Add a schedule's job once more, now, also if it is paused; when it is due next stays as it is.
+
+    Raises:
+        ScheduleNotFound: no schedule has this name.
+    """
+    return _run(connection, lambda it: admin.run_now(it, name))
+
+
+@overload
+def list_schedules(
+    connection: _Sync, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> list[Schedule]: ...
+
+
+@overload
+def list_schedules(
+    connection: _Async, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> Awaitable[list[Schedule]]: ...
+
+
+def list_schedules(
+    connection: _Sync | _Async, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> list[Schedule] | Awaitable[list[Schedule]]:
+    """The schedules, of this queue or kind, by name; `limit` of them at most."""
+    return _run(connection, lambda it: admin.list_schedules(it, queue=queue, kind=kind, limit=limit))
+
+
+def _run(connection: _Sync | _Async, work: Callable[[_Sync], T]) -> T | Awaitable[T]:
+    if isinstance(connection, AsyncSession | AsyncConnection):
+        return connection.run_sync(work)
+    return work(connection)

@@ -1,0 +1,131 @@
+"""Coalesce: a run takes along the jobs of its key that wait, so that it stands for all of them. Sent as text.
+
+Sent behind the claim and before any statement of a handler: its snapshot is newer than the claim's, and each that the
+handler's statements take is newer still. So what the producer of any job that is taken along had committed with it, the
+run sees. A job that another transaction holds is left to run by itself.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import LiteralString
+
+from psycopg import sql
+
+from outboxq.job import Job
+from outboxq.statements.numbers import one_more_attempt
+from outboxq.statements.render import compose, render
+
+# How many jobs one statement takes along; after a full one the next follows at once.
+TAKEN_AT_ONCE = 1_000
+
+# What a run takes over from the newest of the jobs that it stands for, in the order in which it is read.
+CONTENT: tuple[LiteralString, ...] = (
+    "args", "headers", "attempt", "max_attempts", "errors", "created_at", "expires_at",
+)  # fmt: skip
+_TEXTS = frozenset({"args", "headers", "errors"})
+
+# By index, whatever the table's statistics are: it may have been empty a moment ago.
+_BY_INDEX = "SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; "
+_AS_EVERYWHERE = "SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; "
+
+# A job that has never run and is not due is left alone: its producer has set the time. One that ran waits for its next
+# attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Whether a job ran
+# shows in its attempts, and if the last one was not counted, in its token.
+_SIBLINGS: LiteralString = """\
+siblings AS MATERIALIZED (
+  SELECT id, unique_key FROM {job} AS job
+  WHERE unique_key = ANY ({keys}::text[])
+    AND (state IN ('ready', 'suspect', 'group_waiting', 'group_suspect') OR state IN ('scheduled', 'grouped')
+      AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))
+  LIMIT {limit} FOR UPDATE SKIP LOCKED
+)"""
+# The newest of a key is the one that was added last: a job that is put back keeps `created_at`, and draws a new `seq`.
+# An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
+_NEWEST: LiteralString = """\
+newest AS MATERIALIZED (
+  SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(
+    ARRAY[(EXTRACT(epoch FROM created_at) * '1000000'::numeric)::bigint, seq]) AS place
+  FROM gone GROUP BY unique_key
+)"""
+_RETURNED: LiteralString = ", ".join(
+    one_more_attempt("gone.attempt") if name == "attempt" else f"gone.{name}{'::text' if name in _TEXTS else ''}"
+    for name in CONTENT
+)
+_ROWS: LiteralString = """
+SELECT newest.unique_key, newest.ids, gone.seq, {returned} FROM newest, gone WHERE gone.seq = newest.place[2]"""
+
+_TAKE_ALONG: LiteralString = (
+    "WITH "
+    + _SIBLINGS
+    + """, gone AS (
+  DELETE FROM {job} AS job WHERE id = ANY (ARRAY(SELECT id FROM siblings))
+  RETURNING id, unique_key, seq, {stored}
+), """
+    + _NEWEST
+    + _ROWS
+)
+
+# `ours`: only while the lease is ours may the others go; else a run that began before they came may be all there is.
+_TAKE_ALONG_LEASED: LiteralString = (
+    "WITH "
+    + _SIBLINGS
+    + """, ours AS MATERIALIZED (
+  SELECT job.id, job.unique_key, job.created_at, job.seq
+  FROM {job} AS job, unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
+  WHERE job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token
+    AND job.unique_key = ANY (ARRAY(SELECT unique_key FROM siblings))
+  FOR UPDATE OF job SKIP LOCKED
+), gone AS (
+  DELETE FROM {job} AS job WHERE id = ANY (
+    ARRAY(SELECT id FROM siblings WHERE unique_key = ANY (ARRAY(SELECT unique_key FROM ours))))
+  RETURNING id, unique_key, seq, {stored}
+), """
+    + _NEWEST
+    + """, changed AS (
+  UPDATE {job} AS job SET {content}
+  FROM newest, gone, ours
+  WHERE job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND ours.unique_key = newest.unique_key
+    AND gone.seq = newest.place[2] AND (gone.created_at, gone.seq) > (ours.created_at, ours.seq)
+)"""
+    + _ROWS
+)
+
+
+def take_along(schema: str, keys: Sequence[str]) -> str:
+    """Delete the jobs of these keys that wait, up to 1,000, in the transaction that has claimed one of each.
+
+    Returns, a row a key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index: job_unique, and
+    the primary key. Locks: the jobs, skipping those that other transactions hold, so it waits for none.
+    """
+    return _render(schema, _TAKE_ALONG, keys) + f"; {_AS_EVERYWHERE}"
+
+
+def take_along_leased(schema: str, jobs: Iterable[Job]) -> str:
+    """Delete the jobs of the keys of these leased jobs that wait, up to 1,000, and give the leased rows what is newer.
+
+    So a relay that finds such a row after a crash runs it with the newest arguments. Rows, index and locks are those of
+    `take_along`; besides, the leased rows are locked; a key whose lease was lost, or whose row is held, is left out.
+    """
+    held = list(jobs)
+    content = ", ".join(
+        f"{name} = {one_more_attempt('gone.attempt') if name == 'attempt' else f'gone.{name}'}" for name in CONTENT
+    )
+    return _render(
+        schema,
+        _TAKE_ALONG_LEASED,
+        [job.unique_key for job in held],
+        ids=[str(job.id) for job in held],
+        tokens=[job.lease_token for job in held],
+        content=compose(schema, content),
+    )
+
+
+def _render(schema: str, statement: LiteralString, keys: Sequence[str | None], **values: object) -> str:
+    return _BY_INDEX + render(
+        schema,
+        statement,
+        keys=list(keys),
+        limit=TAKEN_AT_ONCE,
+        stored=sql.SQL(", ").join(map(sql.Identifier, CONTENT)),
+        returned=sql.SQL(_RETURNED),
+        **values,
+    )

@@ -1,0 +1,55 @@
+"""Schedules that do not do what they are there for. Reads the table of schedules, which is small; no locks."""
+
+from sqlalchemy import TextClause, text
+
+from outboxq.statements.doctor.sessions import qualified
+
+MAX_SCHEDULES = 1_000
+# Of each queue with a schedule, so many of the newest dead letters.
+MAX_DEAD = 1_000
+
+
+def late_schedules(schema: str, older_than_seconds: float) -> TextClause:
+    """Schedules that should have been fired so long ago, the latest ones first. Index: schedule_next, its start."""
+    return text(
+        f"""\
+SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - next_at)::float8 AS late_seconds
+FROM {qualified(schema, "schedule")} WHERE paused_at IS NULL
+  AND next_at < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :older_than_seconds)
+ORDER BY next_at LIMIT :most"""
+    ).bindparams(older_than_seconds=older_than_seconds, most=MAX_SCHEDULES)
+
+
+def paused_schedules(schema: str, older_than_seconds: float) -> TextClause:
+    """Schedules that have been paused for so long."""
+    return text(
+        f"""\
+SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - paused_at)::float8 AS paused_seconds
+FROM {qualified(schema, "schedule")}
+WHERE paused_at < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :older_than_seconds)
+ORDER BY paused_at LIMIT :most"""
+    ).bindparams(older_than_seconds=older_than_seconds, most=MAX_SCHEDULES)
+
+
+def all_schedules(schema: str) -> TextClause:
+    """What schedules add, and which of them code declares."""
+    return text(
+        f"SELECT name, kind, queue, declared FROM {qualified(schema, 'schedule')} ORDER BY name LIMIT :most"
+    ).bindparams(most=MAX_SCHEDULES)
+
+
+def dead_letters_of_schedules(schema: str) -> TextClause:
+    """Schedules with jobs among the newest dead letters of their queues. Index: dead_job_queue, 1,000 of each queue."""
+    schedule, dead = qualified(schema, "schedule"), qualified(schema, "dead_job")
+    return text(
+        f"""\
+SELECT schedule.name, schedule.kind, schedule.queue, dead.jobs
+FROM (SELECT DISTINCT queue FROM {schedule}) AS queues
+CROSS JOIN LATERAL (
+  SELECT newest.headers ->> 'outboxq.schedule'::text AS name, pg_catalog.count(*) AS jobs
+  FROM (SELECT headers FROM {dead} WHERE queue = queues.queue ORDER BY died_at DESC LIMIT :most_dead) AS newest
+  GROUP BY 1
+) AS dead
+JOIN {schedule} AS schedule ON schedule.name = dead.name AND schedule.queue = queues.queue
+ORDER BY schedule.name LIMIT :most"""
+    ).bindparams(most_dead=MAX_DEAD, most=MAX_SCHEDULES)

@@ -1,0 +1,366 @@
+"""The claim of jobs of groups: one at a time of each group, in the order of `seq`.
+
+Two statements in one string. The first one walks over the groups and locks some of them; the second one takes a new
+snapshot, with the locks held, and picks jobs. In one statement, the snapshot could be older than the lock: another
+relay's lease that was committed in between would not be seen, and two jobs of a group would run beside each other.
+
+The locks are advisory ones of the transaction. In transaction mode they are held for as long as the jobs run; in lease
+mode up to the claim's COMMIT, and from then on the leased row itself keeps its group closed. A job under a lease is
+looked for in both modes: suspects always run under one. Keys whose hashes collide only wait for each other.
+
+If a queue lets N jobs of a group run at a time, a group has N locks. A claim in transaction mode holds one, from the
+first on, and takes nothing if its number is above N minus the leased jobs. A claim under a lease needs the last one, to
+be alone, and the one whose number is N minus the leased jobs, which no transaction may use from then on.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, LiteralString, cast
+from uuid import UUID
+
+from psycopg import sql
+
+from outboxq.statements import claim
+from outboxq.statements.limit import count_parts, lock_claims, slot_parts
+from outboxq.statements.numbers import next_token, one_more, one_more_attempt
+from outboxq.statements.render import compose, quote_literal, render
+from outboxq.statements.wake import channel_name
+
+# How many groups one claim looks at, at most: those whose first job may not run yet cost a look each.
+GROUPS_SEEN = 200
+
+# With sorts and sequential scans off, no statistics can lead the planner away from the indexes. Without them it reckons
+# with a penalty that would start the compiler.
+BY_INDEX = "SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; "
+_AS_EVERYWHERE = "SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; SET LOCAL jit TO DEFAULT"
+
+# The index job_group (queue, group_key COLLATE "C", seq), which has no jobs that are out of their group's order.
+_FIRST: LiteralString = """\
+(SELECT group_key, state, run_at, {lap} AS lap FROM {job}
+      WHERE {if_lap}queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" {where}
+      ORDER BY group_key COLLATE "C", seq LIMIT 1)"""
+
+# One probe of the index for each group, whatever waits in it: from the group behind `after` to the last one, and on
+# from the first one (lap 1) up to `after`. The arms of UNION ALL are tried in their order, up to the first row.
+_HEADS: LiteralString = """\
+heads AS (
+  (SELECT head.*, 1 AS place FROM (
+    {ahead}
+    UNION ALL
+    {around}
+    LIMIT 1) AS head
+  WHERE {has_room} AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL))
+  UNION ALL
+  SELECT head.*, heads.place + 1 FROM heads CROSS JOIN LATERAL (
+    {next}
+    UNION ALL
+    {next_around}
+    UNION ALL
+    {begin_around}
+    LIMIT 1) AS head
+  WHERE heads.place < {seen}
+)"""
+
+# Suspects that are the first of their groups, by the index job_group_state (state, queue, run_at).
+_SUSPECT_HEADS: LiteralString = """\
+heads AS (
+  SELECT suspect.group_key, suspect.state, suspect.run_at, 0 AS lap, 1 AS place FROM (
+    SELECT id, group_key, state, run_at FROM {job} WHERE state = 'group_suspect' AND queue = {queue}
+    ORDER BY run_at LIMIT {seen}) AS suspect
+  CROSS JOIN LATERAL (
+    SELECT id FROM {job} WHERE queue = {queue} AND state <> 'group_waiting'
+      AND group_key COLLATE "C" = suspect.group_key
+    ORDER BY group_key COLLATE "C", seq LIMIT 1) AS head
+  WHERE head.id = suspect.id AND {has_room}
+    AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
+)"""
+
+# CASE, so that only the groups that may run are locked; LIMIT stops the walk with the last group that is wanted.
+_LOCK: LiteralString = """\
+WITH RECURSIVE {room}setting AS MATERIALIZED (
+  SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
+), {heads}, mine AS MATERIALIZED (
+  SELECT heads.group_key, taken.slot FROM heads CROSS JOIN LATERAL (
+    SELECT slot.number AS slot
+    FROM pg_catalog.generate_series({first_slot}, (SELECT most FROM setting)) AS slot (number)
+    WHERE CASE WHEN heads.state = {state} AND ({is_suspect} OR heads.run_at <= pg_catalog.statement_timestamp())
+        OR (SELECT most FROM setting) > 1
+      THEN pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({lock}),
+        pg_catalog.hashtext(pg_catalog.concat_ws(pg_catalog.chr(31), {queue}::text, heads.group_key, slot.number)))
+      ELSE false END
+    LIMIT 1) AS taken
+  LIMIT {groups}
+)
+SELECT pg_catalog.set_config('outboxq.groups', coalesce((
+    SELECT pg_catalog.json_agg(pg_catalog.json_build_array(group_key, slot)) FROM mine)::text, '[]'), true),
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups} THEN (SELECT pg_catalog.max(place) FROM heads) END,
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups}
+    THEN (SELECT group_key FROM heads WHERE place = (SELECT pg_catalog.max(place) FROM heads)) END,
+  EXISTS (SELECT FROM {job} WHERE state = 'group_waiting' AND queue = {queue}
+    AND run_at <= pg_catalog.statement_timestamp()),
+  {has_room}"""
+
+# The leased jobs of the queue are as many as all slots hold. `jobs` are those of the first ones of the group that the
+# claim could take; of several at a time, other transactions may have the first of them.
+_PICK: LiteralString = """\
+WITH setting AS MATERIALIZED (
+  SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
+), mine AS MATERIALIZED (
+  SELECT element.value ->> 0 AS group_key, (element.value ->> 1)::integer AS slot
+  FROM pg_catalog.json_array_elements(pg_catalog.current_setting('outboxq.groups')::json) AS element (value)
+), leased AS MATERIALIZED (
+  SELECT group_key, pg_catalog.count(*)::integer AS jobs FROM {job}
+  WHERE state = 'group_leased' AND queue = {queue} GROUP BY group_key
+), open AS MATERIALIZED (
+  SELECT mine.group_key FROM mine LEFT JOIN leased ON leased.group_key = mine.group_key
+  WHERE {is_open}
+), run AS MATERIALIZED (
+  SELECT open.group_key, next.id, next.seq, {free} AS free FROM open CROSS JOIN LATERAL (
+    SELECT id, seq, state, run_at FROM {job}
+    WHERE queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" = open.group_key
+    ORDER BY group_key COLLATE "C", seq
+    LIMIT {each} * (SELECT most FROM setting)) AS next
+), """
+_FREE: LiteralString = "next.state = 'grouped' AND next.run_at <= pg_catalog.statement_timestamp()"
+_FREE_SUSPECT: LiteralString = "next.state = 'group_suspect'"
+_OPEN: LiteralString = "mine.slot <= (SELECT most FROM setting) - coalesce(leased.jobs, 0)"
+_OPEN_LEASED: LiteralString = """\
+coalesce(leased.jobs, 0) < (SELECT most FROM setting)
+    AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > pg_catalog.clock_timestamp())
+    AND pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({lock}), pg_catalog.hashtext(pg_catalog.concat_ws(
+      pg_catalog.chr(31), {queue}::text, mine.group_key, (SELECT most FROM setting) - coalesce(leased.jobs, 0))))"""
+
+# In transaction mode a group's jobs are taken up to the first one that is not due, that another transaction holds, or
+# that has died with its claim. Those that have died become suspects, each in its place: our COMMIT overwrites their
+# marks. Of groups that let several run at a time, whatever is free is taken.
+_LOCKED: LiteralString = """\
+locked AS MATERIALIZED (
+  SELECT id, {died} AS died FROM {job} AS job
+  WHERE id = ANY (ARRAY(SELECT id FROM run WHERE free)) AND state = 'grouped'
+  LIMIT {limit} FOR UPDATE SKIP LOCKED
+), broken AS MATERIALIZED (
+  SELECT run.group_key, pg_catalog.min(run.seq) AS seq FROM run LEFT JOIN locked ON locked.id = run.id
+  WHERE (NOT run.free OR locked.id IS NULL OR locked.died) AND (SELECT most FROM setting) = 1 GROUP BY run.group_key
+), picked AS MATERIALIZED (
+  SELECT run.id, locked.died FROM run JOIN locked ON locked.id = run.id
+  LEFT JOIN broken ON broken.group_key = run.group_key
+  WHERE broken.seq IS NULL OR run.seq < broken.seq OR locked.died
+)"""
+_DELETING: LiteralString = """, moved AS (
+  UPDATE {job} AS job SET state = 'group_suspect' WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE died)) RETURNING id
+), claimed AS (
+  DELETE FROM {job} AS claimed WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE NOT died))
+  RETURNING {columns}, NULL::bigint AS lease_token, {anchor}
+)
+SELECT count.moved, claimed.*
+FROM (SELECT pg_catalog.count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
+
+# Under a lease one job of each group: the next one begins when this one is settled.
+_LOCKED_FIRST: LiteralString = """\
+first AS MATERIALIZED (
+  SELECT group_key, pg_catalog.min(seq) AS seq FROM run WHERE free OR (SELECT most FROM setting) = 1 GROUP BY group_key
+), picked AS MATERIALIZED (
+  SELECT id FROM {job} AS job
+  WHERE id = ANY (ARRAY(SELECT run.id FROM run JOIN first ON first.group_key = run.group_key AND first.seq = run.seq
+    WHERE run.free)) AND state = {state}
+  FOR UPDATE SKIP LOCKED
+)"""
+_LEASING: LiteralString = """, claimed AS (
+  UPDATE {job} AS claimed SET state = 'group_leased', lease_owner = {owner}, lease_token = {token},
+    attempt = {attempt}, crashes = {crashes}
+  WHERE id = ANY (ARRAY(SELECT id FROM picked))
+  RETURNING {columns}, claimed.lease_token
+)
+SELECT 0, claimed.* FROM claimed"""
+_CLEARING: LiteralString = """
+SELECT id FROM picked"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScript:
+    """The claim of jobs of a queue's groups; sent as text, because the planner has to see the groups' cursor.
+
+    Args:
+        owner: The lease under which the jobs run; None in transaction mode.
+        per_group: How many jobs of a group run at a time, if no operator has set it.
+        most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them.
+        suspects: Whether to claim a suspect, and nothing else: only if it is the first of its group.
+    """
+
+    schema: str
+    queue: str
+    owner: UUID | None = None
+    most: int | None = None
+    counts_leases: bool = False
+    suspects: bool = False
+    per_group: int = 1
+
+    @property
+    def leased(self) -> bool:
+        """Whether the claim gives jobs a lease instead of deleting their rows."""
+        return self.owner is not None
+
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """How many jobs of the queue run at a time, and how many of a group."""
+        return self.most, self.per_group
+
+    @property
+    def room(self) -> claim.Room | None:
+        """What keeps the queue's limit, if it has one."""
+        if self.most is None:
+            return None
+        head = count_parts(self.schema) if self.counts_leases else slot_parts(self.schema)
+        lock = f"{lock_claims(self.schema, self.queue)}; " if self.counts_leases else ""
+        return claim.Room(head, ("", "", "", "", ""), lock, self.most)
+
+    def text(self, limit: int, after: str = "") -> str:
+        """The claim of up to `limit` jobs, of the groups behind `after`, and then of those up to it.
+
+        Indexes: job_group, an entry for each of up to `GROUPS_SEEN` groups, and the jobs that are taken;
+        job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
+        jobs, skipping those that another transaction holds; nothing is waited for.
+        """
+        return self._script(limit, after, _action(self.schema, self.owner, self.suspects))
+
+    def clearing(self, limit: int, after: str = "") -> str:
+        """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
+
+        Indexes, locks and bound are those of the claim.
+        """
+        return self._script(limit, after, _CLEARING)
+
+    def one(self, job_id: UUID) -> str:
+        """Take one job in the same way, whatever its group does: to see whether its row can be taken at all."""
+        picked: LiteralString = (
+            "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
+            "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"
+        )
+        return render(self.schema, picked, id=job_id) + _action(self.schema, self.owner, self.suspects)
+
+    def _script(self, limit: int, after: str, action: str) -> str:
+        room = self.room
+        lock = _locking(self, after, int(limit), _room(self.queue, room))
+        pick = _picking(self.schema, self.queue, self.owner, int(limit), self.per_group, suspects=self.suspects)
+        return f"{'' if room is None else room.lock}{BY_INDEX}{lock}; {pick}{action}; {_AS_EVERYWHERE}"
+
+
+def _room(queue: str, room: claim.Room | None) -> str:
+    if room is None:
+        return ""
+    before, between, behind = room.head
+    return f"{before}{quote_literal(queue)}{between}{room.most}{behind}, "
+
+
+def _locking(script: GroupScript, after: str, limit: int, room: str) -> str:
+    schema, queue, suspects = script.schema, sql.Literal(script.queue), script.suspects
+    has_room: LiteralString = "EXISTS (SELECT FROM room)" if room else "true"
+    heads = _suspect_heads(schema, queue, has_room) if suspects else _heads(schema, queue, after, has_room)
+    return render(
+        schema,
+        _LOCK,
+        queue=queue,
+        room=_trusted(room),
+        has_room=sql.SQL(has_room),
+        per_group=script.per_group,
+        heads=heads,
+        lock=_lock_class(schema),
+        groups=limit,
+        state="group_suspect" if suspects else "grouped",
+        is_suspect=suspects,
+        first_slot=sql.SQL("(SELECT most FROM setting)") if script.leased else 1,
+    )
+
+
+def _trusted(rendered: str) -> sql.Composable:
+    """A text that was rendered already."""
+    escaped = cast("Any", rendered.replace("{", "{{").replace("}", "}}"))
+    return sql.SQL(escaped).format()
+
+
+def _lock_class(schema: str) -> str:
+    return f"{channel_name(schema)} group"
+
+
+def _suspect_heads(schema: str, queue: sql.Literal, has_room: LiteralString) -> sql.Composable:
+    return compose(schema, _SUSPECT_HEADS, queue=queue, seen=GROUPS_SEEN, has_room=sql.SQL(has_room))
+
+
+def _heads(schema: str, queue: sql.Literal, after: str, has_room: LiteralString) -> sql.Composable:
+    def first(lap: int, where: LiteralString, if_lap: LiteralString = "") -> sql.Composable:
+        bounds = compose(schema, where, after=after)
+        return compose(schema, _FIRST, queue=queue, lap=lap, where=bounds, if_lap=sql.SQL(if_lap))
+
+    up_to: LiteralString = 'AND group_key COLLATE "C" <= {after}'
+    return compose(
+        schema,
+        _HEADS,
+        queue=queue,
+        seen=GROUPS_SEEN,
+        has_room=sql.SQL(has_room),
+        ahead=first(0, "> {after}"),
+        around=first(1, "<= {after}"),
+        next=first(0, "> heads.group_key", "heads.lap = 0 AND "),
+        next_around=first(1, "> heads.group_key " + up_to, "heads.lap = 1 AND "),
+        begin_around=first(1, "<= {after}", "heads.lap = 0 AND "),
+    )
+
+
+@lru_cache(256)
+def _picking(schema: str, queue: str, owner: UUID | None, limit: int, per_group: int, *, suspects: bool) -> str:
+    is_open = (
+        sql.SQL(_OPEN)
+        if owner is None
+        else compose(schema, _OPEN_LEASED, owner=owner, lock=_lock_class(schema), queue=queue)
+    )
+    each: LiteralString = (
+        "1" if owner is not None else "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
+    )
+    locked = (
+        compose(schema, _LOCKED, limit=limit, died=sql.SQL(claim.DIED))
+        if owner is None
+        else compose(schema, _LOCKED_FIRST, state="group_suspect" if suspects else "grouped")
+    )
+    return render(
+        schema,
+        _PICK,
+        queue=queue,
+        per_group=per_group,
+        is_open=is_open,
+        free=sql.SQL(_FREE_SUSPECT if suspects else _FREE),
+        each=compose(schema, each, limit=limit),
+    ) + locked.as_string(None)
+
+
+@lru_cache(64)
+def _action(schema: str, owner: UUID | None, suspects: bool) -> str:  # cached by position
+    if owner is None:
+        return render(schema, _DELETING, columns=sql.SQL(claim.COLUMNS), anchor=sql.SQL(claim.ANCHOR))
+    return render(
+        schema,
+        _LEASING,
+        owner=owner,
+        token=sql.SQL(next_token("lease_token")),
+        attempt=sql.SQL(one_more_attempt("attempt")),
+        crashes=sql.SQL(one_more("crashes") if suspects else "crashes"),
+        columns=sql.SQL(claim.counted_columns(crashed=suspects)),
+    )
+
+
+def bring_back(schema: str, queue: str) -> str:
+    """Let jobs that were passed over wait at the end of their groups again, if they are due; returns how many.
+
+    Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that another transaction holds. In a
+    transaction of its own: rolled back with a batch, the jobs would bear marks.
+    """
+    return render(schema, _BRING_BACK, queue=queue)
+
+
+_BRING_BACK: LiteralString = """\
+WITH due AS MATERIALIZED (
+  SELECT id FROM {job} WHERE state = 'group_waiting' AND queue = {queue} AND run_at <= pg_catalog.statement_timestamp()
+  ORDER BY run_at LIMIT 1000 FOR UPDATE SKIP LOCKED
+), back AS (
+  UPDATE {job} SET state = 'grouped', seq = DEFAULT WHERE id = ANY (ARRAY(SELECT id FROM due)) RETURNING id
+)
+SELECT pg_catalog.count(*) FROM back"""

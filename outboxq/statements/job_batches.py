@@ -1,0 +1,209 @@
+"""Batches of `jobs.batch(...)`: opening one, finding those that are over, and adding their callbacks.
+
+A batch is over when no row of it is left in `job`: running members are visible to every other transaction, a retry is a
+row at each moment, and members that a handler adds appear with that handler's own disappearance. So nothing is counted,
+and no row is written that two members share.
+"""
+
+from collections.abc import Collection
+from typing import Any, LiteralString
+from uuid import UUID
+
+from psycopg import sql
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    FromClause,
+    Insert,
+    ScalarSelect,
+    Table,
+    Text,
+    Uuid,
+    bindparam,
+    cast,
+    insert,
+    literal_column,
+    select,
+    type_coerce,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER
+from outboxq.statements.builtin import count
+from outboxq.statements.jobs import listed, state
+from outboxq.statements.render import compose, render
+from outboxq.statements.transaction import BEGIN
+from outboxq.tables import batch, dead_job, job
+
+# The row of a batch is waited for while another relay adds its callback: a moment, unless an operator's session holds
+# it. Then the sweep comes to it later.
+# enable_*: a plan for small tables may read them whole, and both may have grown since they were analyzed.
+SETTINGS = (
+    "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = off; "
+    "SET LOCAL enable_sort = off; "
+)
+
+# Asked of the newest member first: the last one that is claimed is mostly the last one that ends, and dead entries of
+# earlier ones are not walked over.
+# No SKIP LOCKED: a look that passed over the row may be the only one whose snapshot sees the end, if the look that
+# holds the row rolls back.
+_OVER: LiteralString = """\
+over AS (
+  DELETE FROM {batch} AS batch
+  WHERE {wanted}
+    AND (SELECT true FROM {job} AS member WHERE member.batch_id = batch.id ORDER BY member.seq DESC LIMIT 1) IS NULL
+    AND NOT EXISTS (SELECT FROM {batch} AS nested WHERE nested.parent_id = batch.id)
+  RETURNING batch.id, batch.parent_id, batch.callback
+), added AS (
+  INSERT INTO {job} (id, queue, kind, args, headers, priority, max_attempts, state, run_at, unique_key, group_key,
+    batch_id, expires_at)
+  SELECT over.id, stored.queue, stored.kind, coalesce(stored.args, '{{}}'::jsonb),
+    pg_catalog.jsonb_concat(coalesce(stored.headers, '{{}}'::jsonb), pg_catalog.jsonb_build_object(
+      {batch_header}::text, over.id::text,
+      {failed_header}::text, (SELECT pg_catalog.count(*) FROM {dead} AS dead WHERE dead.batch_id = over.id)::text)),
+    coalesce(stored.priority, '0'::smallint), stored.max_attempts,
+    CASE WHEN stored."group" IS NOT NULL THEN 'grouped'
+      WHEN stored.run_at IS NULL AND stored.delay_seconds IS NULL THEN 'ready' ELSE 'scheduled' END,
+    coalesce(stored.run_at,
+      pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => stored.delay_seconds),
+      pg_catalog.clock_timestamp()),
+    stored."coalesce", stored."group", over.parent_id,
+    pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => stored.expires_seconds)
+  FROM over CROSS JOIN LATERAL pg_catalog.jsonb_to_record(over.callback) AS stored (
+    kind text, queue text, args jsonb, headers jsonb, priority smallint, max_attempts smallint, run_at timestamptz,
+    delay_seconds double precision, expires_seconds double precision, "coalesce" text, "group" text)
+  RETURNING id, queue, kind, headers
+)"""
+# Parsing and planning the whole statement takes as long as a small job. As a text in a block, it is parsed only if a
+# batch seems to be over; mostly none is, and the condition is a probe of one index. The statement asks again, with a
+# snapshot of its own.
+_LOOK: LiteralString = """\
+SET LOCAL outboxq.finished = '[]'; DO $outboxq$
+DECLARE
+  oq_finished jsonb;
+BEGIN
+  IF {may_be_over} THEN
+    EXECUTE $finish$
+WITH """
+_LOOK_END: LiteralString = """
+SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(
+  id, queue, kind, pg_catalog.jsonb_extract_path_text(headers, {failed_header}::text)::bigint)) FROM added
+    $finish$ INTO oq_finished;
+    PERFORM pg_catalog.set_config('outboxq.finished', coalesce(oq_finished::text, '[]'), true);
+  END IF;
+END
+$outboxq$; SHOW outboxq.finished"""
+_NONE_LEFT: LiteralString = "NOT EXISTS (SELECT FROM {job} WHERE batch_id = {id} ORDER BY seq DESC LIMIT 1)"
+
+
+def finish_batches(schema: str, ids: Collection[UUID]) -> str:
+    """Add the callbacks of those of these batches that are over, and forget the batches.
+
+    To be sent behind the COMMIT of members: before it, two members that end at the same time would each see the other.
+    Returns one row, a JSON list: for each callback its id, which is the batch's, its queue, its kind, and the number of
+    the batch's dead letters. Index: for each batch job_batch, backwards, one probe; for those without members the
+    primary key of `batch`, batch_parent and dead_job_batch. Locks: the rows of batches that are over; waits for a look
+    that holds one already.
+    """
+    # Always in one order: each look locks its batches as it finds them.
+    in_order = sorted(ids)
+    wanted = compose(schema, "batch.id = ANY ({ids}::uuid[])", ids=[str(each) for each in in_order])
+    any_is_over = sql.SQL(" OR ").join(compose(schema, _NONE_LEFT, id=each) for each in in_order)
+    return _finish(schema, _LOOK + _OVER + _LOOK_END, wanted, may_be_over=any_is_over)
+
+
+def finish_after_commit(schema: str, ids: Collection[UUID]) -> str:
+    """The same in a transaction of its own, to follow a COMMIT in one string."""
+    return f"{BEGIN}; {SETTINGS}{finish_batches(schema, ids)}; COMMIT"
+
+
+def sweep_batches(schema: str, after: UUID, limit: int) -> str:
+    """Add the callbacks of batches that are over, among the next `limit` open ones behind `after`.
+
+    For those whose last member's relay died between its COMMIT and its look, and for members that an operator, a reaper
+    or an older relay removed. Returns one row: how many batches were looked at, the last one's id as text, or NULL, and
+    how many were over. Index: the primary key of `batch` from `after` on; the others are those of `finish_batches`.
+    """
+    return _finish(
+        schema,
+        "WITH page AS MATERIALIZED ("
+        "SELECT id FROM {batch} WHERE id > {after}::uuid ORDER BY id LIMIT {limit}), "
+        + _OVER
+        + " SELECT (SELECT pg_catalog.count(*) FROM page), "
+        '(SELECT pg_catalog.max(id::text COLLATE "C") FROM page), '
+        "(SELECT pg_catalog.count(*) FROM added)",
+        sql.SQL("batch.id = ANY (ARRAY(SELECT id FROM page))"),
+        after=str(after),
+        limit=limit,
+    )
+
+
+def _finish(schema: str, statement: LiteralString, wanted: sql.Composable, **values: object) -> str:
+    return render(
+        schema, statement, wanted=wanted, batch_header=BATCH_HEADER, failed_header=BATCH_FAILED_HEADER, **values
+    )
+
+
+def open_batch(batch_id: UUID, callback: str, parent_id: UUID | None) -> tuple[Insert, dict[str, object]]:
+    """Open a batch with its callback, as JSON, and the batch that the callback is a member of. Needs INSERT alone.
+
+    Returns:
+        The statement and its parameters.
+    """
+    return _OPEN_BATCH, {"id": batch_id, "callback": callback, "parent_id": parent_id}
+
+
+_OPEN_BATCH = insert(batch).values(
+    id=bindparam("id", type_=Uuid()),
+    callback=cast(bindparam("callback", type_=Text()), JSONB()),
+    parent_id=bindparam("parent_id", type_=Uuid()),
+)
+
+
+# The most members of a batch that are counted.
+MAX_MEMBERS = 10_000
+SUMMARY_COLUMNS = ("id", "queue", "kind", "members", "failed", "parent_id", "created_at")
+
+
+def select_batches(*, limit: int) -> Executable:
+    """The oldest open batches, each with the queue and kind of its callback, and its members and dead letters so far.
+
+    Index: the primary key of `batch`, whose ids are of the order of time; job_batch and dead_job_batch, up to
+    `MAX_MEMBERS` entries of each for a batch. No locks.
+    """
+    return select(*_summary(batch)).order_by(batch.c.id).limit(limit)
+
+
+def select_batch(batch_id: UUID) -> Executable:
+    """One open batch like `select_batches`, and its callback as JSON. Index: the primary key; no locks."""
+    return select(*_summary(batch), batch.c.callback).where(batch.c.id == batch_id)
+
+
+def member_states(batch_id: UUID) -> Executable:
+    """How many members of a batch are in each state of `jobs.STATES`. Index: job_batch, all of the batch; no locks."""
+    return select(state, count().label("jobs")).where(listed.c.batch_id == batch_id).group_by(state).order_by(state)
+
+
+def _summary(batches: FromClause) -> list[ColumnElement[Any]]:
+    callback = type_coerce(batches.c.callback, JSONB())
+    return [
+        batches.c.id,
+        callback["queue"].astext.label("queue"),
+        callback["kind"].astext.label("kind"),
+        _counted(job, batches).label("members"),
+        _counted(dead_job, batches).label("failed"),
+        batches.c.parent_id,
+        batches.c.created_at,
+    ]
+
+
+def _counted(rows: Table, batches: FromClause) -> ScalarSelect[int]:
+    some = (
+        select(literal_column("1"))
+        .select_from(rows)
+        .where(rows.c.batch_id == batches.c.id)
+        .limit(MAX_MEMBERS)
+        .correlate(batches)
+        .subquery(f"some_{rows.name}")
+    )
+    return select(count()).select_from(some).scalar_subquery()

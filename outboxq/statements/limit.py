@@ -1,0 +1,105 @@
+"""The limit of jobs of a queue that run at a time: parts of the claims that keep it.
+
+In transaction mode the limit has slots, advisory locks that a claim's transaction holds to its end: they need no row,
+and go with the backend. In lease mode no transaction is open while a job runs, so the jobs under leases are counted, by
+one claim of the queue at a time.
+"""
+
+from typing import LiteralString
+from uuid import UUID
+
+from psycopg import sql
+
+from outboxq.statements.numbers import next_token, one_attempt_less
+from outboxq.statements.render import fill, quote_literal, render
+
+# Each part is cut at the queue's name and at the limit, which are literals or parameters. `room` has a row if the claim
+# may take jobs. The slots are tried from one at random on: claims seldom try a slot that is taken.
+# Two names of slots may have the same hash: the queue then runs a job less at a time, never one more.
+_WANTED_QUEUE: LiteralString = "wanted (queue, most, first) AS MATERIALIZED (\n  SELECT "
+_WANTED_MOST: LiteralString = "::text, "
+_SLOT: LiteralString = """::integer, pg_catalog.random()
+), room AS MATERIALIZED (
+  SELECT FROM wanted CROSS JOIN LATERAL pg_catalog.generate_series(0, most - 1) AS place
+  WHERE pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext(
+    wanted.queue || pg_catalog.chr(31) || ((place + pg_catalog.floor(first * most::float8)::integer) % most)::text))
+  LIMIT 1
+)"""
+# Index: job_leased and job_group_state, as many rows as run under leases.
+_COUNT: LiteralString = """::integer, NULL::float8
+), room AS MATERIALIZED (
+  SELECT FROM wanted WHERE most > (
+    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
+  ) + (
+    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
+  )
+)"""
+# Without an index's statistics the small set of leased jobs may look as cheap to find by a walk over the table.
+_BY_INDEX: LiteralString = "SET LOCAL enable_seqscan = off; SET LOCAL lock_timeout = '2s'; "
+
+
+def lock_class(schema: str) -> str:
+    """What the advisory locks of an installation's limits are called; its hash is their first key."""
+    return f"outboxq_{schema} limit"
+
+
+def slot_parts(schema: str) -> tuple[str, str, str]:
+    """The CTEs `wanted` and `room`, cut at the queue and at the limit: a row in `room` if a slot was free.
+
+    The slot is ours until the transaction ends. No rows are locked, nothing is waited for; at most as many locks are
+    tried as the limit has slots.
+    """
+    return _WANTED_QUEUE, _WANTED_MOST, render(schema, _SLOT, locks=lock_class(schema))
+
+
+def count_parts(schema: str) -> tuple[str, str, str]:
+    """The same for lease mode: a row in `room` if fewer jobs are under leases. For a claim of one job.
+
+    By itself it may read a count that another claim is about to change: it goes behind `lock_claims`, in a statement
+    of its own, whose snapshot sees what the claim before has committed.
+    """
+    return _WANTED_QUEUE, _WANTED_MOST, render(schema, _COUNT)
+
+
+def limit_slot(schema: str, queue: str, most: str) -> str:
+    """The CTEs of `slot_parts` for a queue and a limit, each a literal or a parameter such as `$1`."""
+    before, between, behind = slot_parts(schema)
+    return f"{before}{queue}{between}{most}{behind}"
+
+
+def limit_count(schema: str, queue: str, most: str) -> str:
+    """The CTEs of `count_parts` for a queue and a limit, each a literal or a parameter such as `$1`."""
+    before, between, behind = count_parts(schema)
+    return f"{before}{queue}{between}{most}{behind}"
+
+
+def lock_claims(schema: str, queue: str) -> str:
+    """Let one claim of a queue in lease mode at a time count and claim; a row. Held until the claim's COMMIT.
+
+    Waits for such claims, each of which is one string up to its COMMIT. The claim is given up (55P03) if one hangs.
+    """
+    lock = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext({queue}))"
+    return _BY_INDEX + fill(lock, locks=lock_class(schema), queue=queue)
+
+
+def take_slot(schema: str, queue: str, most: int) -> str:
+    """Take a slot of a limit for the rest of the transaction; one row: whether one was free."""
+    return f"WITH {limit_slot(schema, quote_literal(queue), str(int(most)))}\nSELECT EXISTS (SELECT FROM room)"
+
+
+def return_suspect(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
+    """Let a suspect that was claimed and did not begin wait again, in its place, with nothing counted.
+
+    Index: the primary key. Its token fences off a reaper's changes.
+    """
+    return render(
+        schema,
+        "UPDATE {job} AS job SET state = {suspect}, attempt = {attempt}, crashes = {crashes}, lease_owner = NULL, "
+        "lease_token = {next_token} WHERE job.id = {id} AND job.lease_token = {token}",
+        suspect="group_suspect" if in_group else "suspect",
+        attempt=sql.SQL(one_attempt_less("job.attempt")),
+        next_token=sql.SQL(next_token("job.lease_token")),
+        id=job_id,
+        token=token,
+        crashes=crashes,
+    )

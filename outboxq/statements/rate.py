@@ -1,0 +1,144 @@
+"""The rate of a queue: how many of its jobs begin in a time, by the generic cell rate algorithm.
+
+A relay reserves tokens and commits that, then claims as many jobs: no handler's transaction holds the row. A relay that
+dies, or finds fewer jobs, wastes tokens: fewer jobs begin, never more.
+
+`tat` is the theoretical arrival time: the time at which all tokens that were reserved would have come one by one. Never
+more than `burst` tokens lie ahead of now, whatever the order of reservations.
+"""
+
+from dataclasses import dataclass
+from typing import LiteralString
+
+from psycopg import sql
+
+from outboxq.statements.render import render
+from outboxq.statements.transaction import UNTIMED
+
+# `waiting`: the first jobs, up to the most that are wanted, that no transaction is running. A job whose row is deleted
+# in an open transaction is seen like one that waits, and would cost a token at each look; its `xmax` tells. A multixact
+# may have the number of a transaction that runs: then the next look finds the job.
+_RUNS: LiteralString = "job.xmax = ANY (ARRAY(SELECT transactionid FROM open))"
+_WAITING: LiteralString = """\
+open AS MATERIALIZED (
+  SELECT transactionid FROM pg_catalog.pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted
+), waiting AS MATERIALIZED (
+  SELECT FROM (
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND state = 'ready' AND NOT {runs}
+      ORDER BY (-priority), seq LIMIT {most})
+    UNION ALL
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND state = 'scheduled'
+      AND run_at <= pg_catalog.statement_timestamp() AND NOT {runs} ORDER BY run_at LIMIT {most})
+    UNION ALL
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND state = 'suspect' AND NOT {runs} ORDER BY seq LIMIT {most})
+    UNION ALL
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND group_key IS NOT NULL AND state = 'grouped'
+      AND run_at <= pg_catalog.statement_timestamp() AND NOT {runs} ORDER BY group_key COLLATE "C", seq LIMIT {most})
+    UNION ALL
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND state = 'group_waiting'
+      AND run_at <= pg_catalog.statement_timestamp() AND NOT {runs} ORDER BY run_at LIMIT {most})
+    UNION ALL
+    (SELECT FROM {job} AS job WHERE queue = {queue} AND state = 'group_suspect' AND NOT {runs}
+      ORDER BY run_at LIMIT {most})
+  ) AS found
+  WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
+  LIMIT {most}
+), asked AS MATERIALIZED (
+  SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*)) AS least_jobs FROM waiting
+)"""
+# All times are in microseconds, and rounded up. The time is read behind the row's lock. Several tokens are used within
+# `keep`, and so count from its end on; one token is used at once.
+# A `tat` that is too far ahead was made at another rate, or by a clock that was set back: the rate begins anew, without
+# tokens.
+_TAKEN: LiteralString = """\
+budget AS MATERIALIZED (
+  SELECT rate.tat FROM {rate} AS rate CROSS JOIN asked
+  WHERE rate.name = {queue} AND asked.jobs > 0 AND {has_room} AND (
+    rate.tat <= pg_catalog.clock_timestamp() + ({depth} - asked.least_jobs * {each}) * interval '1 microsecond'
+    OR rate.tat > pg_catalog.clock_timestamp() + ({depth} + 1000000) * interval '1 microsecond')
+  FOR UPDATE OF rate
+), taken AS MATERIALIZED (
+  SELECT now, ahead, CASE WHEN free >= least_jobs THEN least(jobs, free) ELSE 0 END AS tokens
+  FROM (
+    SELECT now, jobs, least_jobs, ahead, pg_catalog.floor(({depth} - ahead) / {each}) AS free
+    FROM (
+      SELECT now, jobs, least_jobs, greatest(
+        least(extract(epoch FROM tat - now)::float8 * 1000000::float8, {depth}),
+        CASE WHEN jobs > 1 THEN {keep} ELSE 0::float8 END) AS ahead
+      FROM (SELECT tat, pg_catalog.clock_timestamp() AS now FROM budget) AS locked CROSS JOIN asked
+    ) AS measured
+  ) AS counted
+), moved AS (
+  UPDATE {rate} AS rate
+  SET tat = taken.now + pg_catalog.ceil(taken.ahead + taken.tokens * {each}) * interval '1 microsecond'
+  FROM taken WHERE rate.name = {queue} AND (taken.tokens > 0 OR taken.ahead >= {depth})
+)
+SELECT asked.jobs, {has_room}, coalesce((SELECT tokens FROM taken), 0)::integer, (
+    SELECT (least(greatest(extract(epoch FROM tat - pg_catalog.clock_timestamp())::float8 * 1000000::float8, 0::float8),
+      {depth}) + asked.least_jobs * {each} - {depth}) / 1000000::float8
+    FROM {rate} WHERE name = {queue})
+FROM asked"""
+# Without statistics all due jobs may look as cheap to sort as the first ones to walk to.
+_BY_INDEX: LiteralString = "SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off; "
+_SETTINGS: LiteralString = f"{_BY_INDEX}SET LOCAL lock_timeout = '2s'; "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """What a relay asks for.
+
+    Args:
+        most: How many tokens at most.
+        chunk: How many at least, unless fewer jobs wait.
+        each_seconds: The time from one token to the next.
+        burst: How many tokens there may be at once; not less than `chunk`, with `keep_seconds` besides.
+        keep_seconds: For how long several tokens may be kept before they are used.
+    """
+
+    most: int
+    chunk: int
+    each_seconds: float
+    burst: int
+    keep_seconds: float
+
+
+def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: str | None = None) -> str:
+    """Reserve tokens of a queue's rate, if jobs wait and there is room for them, and COMMIT.
+
+    One row: how many jobs wait, up to `asked.most`; whether the queue's limit has room; the tokens that were reserved;
+    the seconds until tokens will be due, NULL if the queue's rate has no row yet.
+
+    Indexes: those of the claims, and job_group; up to `most` entries each, besides those of jobs that run. Locks: the
+    rate's row to the COMMIT of this string, waiting for other reservations. A reservation is given up (55P03) if one
+    hangs. If a slot is taken to see whether there is room, it is let go at once.
+
+    Args:
+        room: The CTEs that say so, of `limit_slot` or `limit_count`.
+    """
+    values = {
+        "queue": queue,
+        "runs": sql.SQL(_RUNS),
+        "most": asked.most,
+        "chunk": asked.chunk,
+        "each": _float8(asked.each_seconds),
+        "depth": _float8(asked.burst * asked.each_seconds),
+        "keep": _float8(asked.keep_seconds),
+        "has_room": sql.SQL("true" if room is None else "EXISTS (SELECT FROM room)"),
+    }
+    front = "" if room is None else f"{room}, "
+    waiting, taken = render(schema, _WAITING, **values), render(schema, _TAKEN, **values)
+    return f"{UNTIMED}{_SETTINGS}WITH {front}{waiting}, {taken}; COMMIT"
+
+
+def _float8(seconds: float) -> sql.Composable:
+    """Microseconds as a literal of double precision."""
+    return sql.Literal(repr(seconds * 1e6)) + sql.SQL("::float8")
+
+
+def begin_rate(schema: str, queue: str) -> str:
+    """Make the row of a queue's rate, with all tokens there, unless it is there. Index: the primary key."""
+    return render(
+        schema,
+        "INSERT INTO {rate} (name, tat) VALUES ({queue}, pg_catalog.clock_timestamp()) ON CONFLICT (name) DO NOTHING",
+        queue=queue,
+    )

@@ -1,0 +1,133 @@
+"""Schedules: those that are due are locked, and moved on in the transaction that adds their jobs; and changes of them.
+
+The row's lock and its `next_at` are the whole protocol: no relay leads, and nothing remembers what was fired.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, DateTime, Select, Update, and_, case, delete, or_, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
+
+from outboxq.statements.builtin import pg, seconds
+from outboxq.tables import schedule
+
+SUMMARY_COLUMNS = (
+    "name", "kind", "queue", "cron", "time_zone", "missed", "jitter_seconds", "declared", "next_at", "last_at",
+    "paused_at", "created_at",
+)  # fmt: skip
+# What a schedule is, apart from its name and its times.
+_GIVEN = ("kind", "queue", "args", "options", "cron", "time_zone", "missed", "jitter_seconds", "declared")
+_NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=DateTime(timezone=True))
+
+
+# For the transaction that fires schedules: the keys of unique jobs may be held by producers' transactions.
+WAIT_SHORTLY = text("SELECT pg_catalog.set_config('lock_timeout', '2s', true)")
+
+
+def lock_due(limit: int, without: Collection[str] = ()) -> Select[Any]:
+    """The schedules that are due, the longest due first, without those of these names; with the database's time.
+
+    Index: schedule_next, from its start. Locks: the rows, skipping those that another transaction holds: a relay that
+    fires them, or an operator. A row that was moved on a moment ago is looked at anew, and is not due any more.
+    """
+    return (
+        select(*_summary(), schedule.c.args, schedule.c.options, _NOW.label("now"))
+        .where(schedule.c.paused_at.is_(None), schedule.c.next_at <= _NOW, *_other_names(without))
+        .order_by(schedule.c.next_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+
+
+def advance(name: str, next_at: datetime, last_at: datetime | None) -> Update:
+    """The schedule is due next at `next_at`; `last_at` is the newest time that it was due, if any was fired.
+
+    Index: the primary key. The row is locked by `lock_due` in the same transaction.
+    """
+    fired = {} if last_at is None else {"last_at": last_at}
+    return update(schedule).where(schedule.c.name == name).values(next_at=next_at, **fired)
+
+
+def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
+    """In how many seconds the next schedule is due; negative if it is, no row if there is none.
+
+    Index: schedule_next, its first entry. No locks.
+    """
+    distance = seconds(schedule.c.next_at - pg.clock_timestamp(type_=DateTime(timezone=True)))
+    conditions = (schedule.c.paused_at.is_(None), *_other_names(without))
+    return select(distance).where(*conditions).order_by(schedule.c.next_at).limit(1)
+
+
+def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> ReturningInsert[Any]:
+    """Make schedules, or change those of the same names; returns those that were made or changed, by name.
+
+    One that was there keeps the time that it is due, if its cron text and its time zone stay, and stays paused.
+
+    Args:
+        rows: In the order of their names, so that two transactions lock them in the same order.
+        keep_declared: Leave those alone that an application's code declares.
+
+    Index: the primary key. Locks: the rows of these names; waits for a relay that fires one, which takes a moment.
+    """
+    new = insert(schedule).values(list(rows))
+    same = and_(schedule.c.cron == new.excluded.cron, schedule.c.time_zone == new.excluded.time_zone)
+    changed = or_(*(schedule.c[name].is_distinct_from(new.excluded[name]) for name in _GIVEN))
+    allowed = [schedule.c.declared.is_(False)] if keep_declared else []
+    return new.on_conflict_do_update(
+        index_elements=[schedule.c.name],
+        set_={
+            **{name: new.excluded[name] for name in _GIVEN},
+            "next_at": case((same, schedule.c.next_at), else_=new.excluded.next_at),
+        },
+        where=and_(changed, *allowed),
+    ).returning(schedule.c.name)
+
+
+def select_schedules(*, queue: str | None = None, kind: str | None = None, limit: int | None = None) -> Select[Any]:
+    """Schedules by name. Reads the table, which is small; no locks."""
+    wanted = {"queue": queue, "kind": kind}
+    conditions = [schedule.c[name] == value for name, value in wanted.items() if value is not None]
+    return select(*_summary()).where(*conditions).order_by(schedule.c.name).limit(limit)
+
+
+def select_schedule(name: str, *, lock: bool = False) -> Select[Any]:
+    """One schedule with its job. Index: the primary key. Locks: the row, if asked for, until a relay has fired it."""
+    row = select(*_summary(), schedule.c.args, schedule.c.options).where(schedule.c.name == name)
+    return row.with_for_update() if lock else row
+
+
+def select_declared() -> Select[Any]:
+    """Those that an application's code declares: name, kind, queue. Reads the table, which is small; no locks."""
+    columns = [schedule.c[name] for name in ("name", "kind", "queue")]
+    return select(*columns).where(schedule.c.declared.is_(True))
+
+
+def remove(names: Sequence[str]) -> ReturningDelete[Any]:
+    """Delete schedules; returns the names of those that were there. Index: the primary key. Locks: the rows."""
+    return delete(schedule).where(schedule.c.name.in_(names)).returning(schedule.c.name)
+
+
+def pause(names: Sequence[str]) -> ReturningUpdate[Any]:
+    """Pause schedules; returns those that were not paused. Index: the primary key. Locks: the rows."""
+    return (
+        update(schedule)
+        .where(schedule.c.name.in_(names), schedule.c.paused_at.is_(None))
+        .values(paused_at=pg.clock_timestamp())
+        .returning(schedule.c.name)
+    )
+
+
+def resume(name: str, next_at: datetime) -> Update:
+    """The schedule is paused no longer, and due at `next_at`. Index: the primary key. Locks: the row."""
+    return update(schedule).where(schedule.c.name == name).values(paused_at=None, next_at=next_at)
+
+
+def _summary() -> list[ColumnElement[Any]]:
+    return [schedule.c[name] for name in SUMMARY_COLUMNS]
+
+
+def _other_names(names: Collection[str]) -> list[ColumnElement[bool]]:
+    return [schedule.c.name.not_in(sorted(names))] if names else []

@@ -1,0 +1,118 @@
+"""Flow control under torture: jobs in groups, of a limited queue, coalesced, unique, in batches; what is promised.
+
+Each producer thread has groups and keys of its own, so that its commits are their order: within a group jobs must come
+to their effects in the order in which they were added, and of a key the newest must have run. Unique keys are shared.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Connection, TextClause, text
+
+from outboxq import OutboxSession, batch
+from outboxq.job import Job
+from outboxq.outbox.kinds import JobKind
+from outboxq.torture.history import SCHEMA
+
+# How many jobs of the limited queue may run at a time.
+LIMIT = 3
+LIMITED = "torture-limit"
+_GROUPS = 5
+_KEYS = 3
+_UNIQUE_KEYS = 6
+_MEMBERS = 2
+
+LIMIT_THE_QUEUE = f"INSERT INTO outboxq.queue (name, max_running) VALUES ('{LIMITED}', {LIMIT})"
+
+_LOCK_KEY = text("SELECT pg_try_advisory_xact_lock(hashtext('torture unique'), hashtext(:key))")
+_LOCK_GROUP = text("SELECT pg_try_advisory_xact_lock(hashtext('torture group'), hashtext(:group))")
+# A transaction that has a slot keeps it for all of its jobs: they run one after the other.
+_TAKE_SLOT = text(
+    """\
+SELECT CASE WHEN current_setting('torture.slot', true) = 'held' THEN true ELSE EXISTS (
+  SELECT FROM generate_series(1, :limit) AS slot
+  WHERE pg_try_advisory_xact_lock(hashtext('torture limit'), slot) LIMIT 1
+) END AND set_config('torture.slot', 'held', true) = 'held'"""
+)
+_VIOLATED = text(f"INSERT INTO {SCHEMA}.violation (job_id, what) VALUES (:job_id, :what)")
+
+
+def watch(connection: Connection, job: Job, unique: str | None) -> None:
+    """Note if this job runs beside another one of its group or its key, or beside more than its queue may run.
+
+    Of jobs that were claimed in a transaction, which holds what was taken until it ends. The transaction of a relay
+    that was stopped while it had a lease may be open though another relay runs the job by now.
+    """
+    if job.lease_token is not None:
+        return
+    if job.group_key is not None:
+        _expect(connection, job, _LOCK_GROUP, {"group": f"{job.queue} {job.group_key}"}, "beside its group")
+    if unique is not None:
+        _expect(connection, job, _LOCK_KEY, {"key": f"{job.kind} {unique}"}, "beside its key")
+    if job.queue == LIMITED:
+        _expect(connection, job, _TAKE_SLOT, {"limit": LIMIT}, "over its limit")
+
+
+def _expect(connection: Connection, job: Job, taken: TextClause, values: Mapping[str, object], what: str) -> None:
+    if not connection.execute(taken, values).scalar():
+        with connection.engine.begin() as beside:
+            beside.execute(_VIOLATED, {"job_id": job.id, "what": what})
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A job that was added: its id, the key that it may be coalesced by, and its place among the jobs of that key."""
+
+    id: UUID
+    key: str | None = None
+    place: int | None = None
+
+
+class Lanes:
+    """Adds jobs of flow control, for producer threads: each has groups and keys of its own.
+
+    Args:
+        kinds: What to do with a job of each kind: "group", "limit", "coalesce", "unique" or "batch".
+    """
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self._uses = kinds
+        self._own = threading.local()
+
+    def add(self, session: OutboxSession, kind: JobKind[...], behaviour: str) -> list[Added]:
+        """Add a job, or several: a batch with its callback; or none, if another one has its key."""
+        use = self._uses.get(kind.kind, "")
+        number = self._count(use)
+        owner = threading.current_thread().name
+        match use:
+            case "group":
+                grouped = kind.options(group=f"{owner}-{number % _GROUPS}")
+                return [Added(session.add_job(grouped, behaviour=behaviour).id)]
+            case "coalesce":
+                key = f"{owner}-{number % _KEYS}"
+                handle = session.add_job(kind.options(coalesce=key), behaviour=behaviour, number=number)
+                return [Added(handle.id, f"{kind.kind} {key}", number)]
+            case "unique":
+                key = str(number % _UNIQUE_KEYS)
+                handle = session.add_job(kind.options(unique=key), behaviour=behaviour, unique=key)
+                session.flush()
+                return [Added(handle.id)] if handle.added else []
+            case "batch":
+                with batch(session, on_done=kind.job()) as opened:
+                    members = [opened.add_job(kind, behaviour=behaviour) for _ in range(_MEMBERS)]
+                # The callback has the batch's id.
+                return [Added(opened.id), *(Added(member.id) for member in members)]
+        return [Added(session.add_job(kind, behaviour=behaviour).id)]
+
+    def _count(self, use: str) -> int:
+        counts: Counter[str] = vars(self._own).setdefault("counts", Counter())
+        counts[use] += 1
+        return counts[use]
+
+
+def coalesce_key(job: Job) -> str | None:
+    """The key of a job in the ledger: its kind and what it was coalesced by."""
+    return None if job.unique_key is None else job.unique_key.replace("\x1f", " ")

@@ -1,0 +1,82 @@
+"""`outboxq schedules`."""
+
+from datetime import timedelta
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, text
+
+from outboxq.postgres import Database
+from tests.support.cli import call
+from tests.support.scheduled import due_since, fired
+
+PUT = ("schedules", "put", "report-7", "--kind", "report", "--queue", "reports")
+
+
+def test_put_makes_a_schedule_that_show_shows(outboxq_database: Database) -> None:
+    """With the arguments of its job, and its next five times in its own clocks."""
+    url = outboxq_database.url
+    words = ("--args", '{"tenant": 7, "price": 1.10}', "--fire-time", "at", "--priority", "3", "--jitter-seconds", "60")
+    made = call(*PUT, *words, "--cron", "30 2 * * *", "--time-zone", "Europe/Berlin", "--json", url=url).ok()
+    assert made.json["schedule"]["jitter_seconds"] == 60
+    shown = call("schedules", "show", "report-7", "--json", url=url).ok().json
+    assert shown["args"] == {"tenant": 7, "price": 1.10}
+    assert shown["options"] == {"priority": 3, "fire_time": ["at"]}
+    assert len(shown["next_fires"]) == 5
+    assert shown["next_fires"][0][11:].startswith(("02:30:00+0", "03:00:00+0"))
+    assert call("schedules", "list", "--queue", "reports", "--json", url=url).ok().json["more"] is False
+
+
+def test_schedules_are_paused_resumed_run_and_removed(outboxq_database: Database, engine: Engine) -> None:
+    """Each says what it did; one that is not there is said, and the exit code is 1."""
+    url = outboxq_database.url
+    call(*PUT, "--cron", "@daily", url=url).ok()
+    assert call("schedules", "pause", "report-7", url=url).ok().stdout == "'report-7' is paused\n"
+    again = call("schedules", "pause", "report-7", "none", url=url)
+    assert (again.exit_code, again.stdout) == (1, "'report-7' was paused already\n")
+    assert "no schedule 'none'" in again.stderr
+    note = call(*PUT, "--cron", "@daily", url=url).ok()
+    assert "is paused" in note.stderr
+    ran = call("schedules", "run-now", "report-7", "--json", url=url).ok().json
+    assert (UUID(ran["id"]).version, ran["kind"]) == (7, "report")
+    assert len(fired(engine, "report-7")) == 1
+    assert call("schedules", "resume", "report-7", "--json", url=url).ok().json == {
+        "resumed": ["report-7"], "unchanged": [], "not_found": [],
+    }  # fmt: skip
+    assert call("schedules", "remove", "report-7", url=url).ok().stdout == "'report-7' is removed\n"
+    assert call("schedules", "run-now", "report-7", url=url).exit_code == 1
+    assert "no schedules found" in call("schedules", "list", url=url).ok().stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cron", "0 0 31 2 *"), "never due"),
+        (("--cron", "0 30 2 * * *"), "the first of six would mean seconds"),
+        (("--cron", "@daily", "--time-zone", "Mars"), "no time zone 'Mars'"),
+        (("--cron", "@daily", "--args", "[1]"), "--args takes a JSON object"),
+        (("--cron", "@daily", "--args", "{"), "--args takes a JSON object"),
+        (("--cron", "@daily", "--missed", "none"), "none"),
+        (("--cron", "@daily", "--jitter-seconds", "100000"), "86400"),
+    ],
+)
+def test_what_cannot_be_is_wrong_usage(outboxq_database: Database, words: tuple[str, ...], said: str) -> None:
+    """Exit code 2, and what to do; nothing is written."""
+    url = outboxq_database.url
+    outcome = call(*PUT, *words, url=url)
+    assert outcome.exit_code == 2
+    assert said in outcome.stderr
+    assert call("schedules", "list", "--json", url=url).ok().json["schedules"] == []
+
+
+def test_a_declared_schedule_is_not_put(outboxq_database: Database, engine: Engine) -> None:
+    """Its code would change it back; it can be paused, and is fired no more."""
+    url = outboxq_database.url
+    call(*PUT, "--cron", "@daily", url=url).ok()
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.schedule SET declared = true"))
+    outcome = call(*PUT, "--cron", "@hourly", url=url)
+    assert outcome.exit_code == 1
+    assert "declared by an application's code" in outcome.stderr
+    call("schedules", "pause", "report-7", url=url).ok()
+    due_since(engine, "report-7", timedelta(0))

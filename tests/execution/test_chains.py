@@ -1,0 +1,170 @@
+"""Chains: a job that is done is followed by the next one, once, whatever ran it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import (
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    DeadLetter,
+    Discard,
+    Jobs,
+    OutboxSession,
+)
+from outboxq.errors import ArgumentError, JobTooLarge
+from outboxq.events import BatchFinished, Event, JobDone
+from tests.support.app import Effect
+from tests.support.ledger import of
+
+jobs = Jobs()
+SOON = Backoff(max_attempts=3, first_seconds=0.0, jitter=0.0)
+Drain = Callable[..., list[Event]]
+
+
+@jobs.handler(queue="chain", retry=SOON)
+def alone(ctx: Context, name: str) -> None:
+    ctx.session.add(Effect(name=name))
+
+
+@jobs.handler(queue="chain-leased", claim="lease", retry=SOON)
+def leased(ctx: Context, name: str) -> None:
+    ctx.session.add(Effect(name=name))
+
+
+@jobs.handler(queue="chain-leased", claim="lease", retry=SOON)
+def leased_idle(ctx: Context, name: str) -> None:
+    """Writes nothing: jobs like it are removed together."""
+
+
+@jobs.handler(queue="chain-shared", batchable=True, retry=SOON)
+def shared(ctx: Context, name: str) -> None:
+    ctx.session.add(Effect(name=name))
+
+
+@dataclass
+class Line:
+    name: str
+
+
+@jobs.batch_handler(Line, queue="chain-lines", retry=SOON)
+def lines(ctx: BatchContext, items: Sequence[BatchItem[Line]]) -> None:
+    ctx.session.add_all(Effect(name=item.args.name) for item in items)
+
+
+@jobs.handler(queue="chain", retry=SOON)
+def ends_as(ctx: Context, outcome: str) -> object:
+    ctx.session.add(Effect(name=f"{outcome} {ctx.job.attempt}"))
+    if outcome == "retry" and ctx.job.attempt < 3:
+        raise ValueError("not yet")
+    return {"discard": Discard("so"), "dead": DeadLetter("so")}.get(outcome)
+
+
+@jobs.handler(queue="reports")
+def report(ctx: Context) -> None:
+    ctx.session.add(Effect(name="report"))
+
+
+def names(engine: Engine) -> list[str]:
+    with engine.connect() as connection:
+        return list(connection.execute(text("SELECT name FROM effect_ledger ORDER BY row")).scalars())
+
+
+def left(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one())
+
+
+@pytest.mark.parametrize("kind", [alone, leased, leased_idle, shared, lines], ids=lambda kind: kind.kind)
+def test_each_job_of_a_chain_runs_once_behind_the_one_before_it(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, kind: object
+) -> None:
+    """In either mode, in shared batches and by batch handlers; also several chains of one claim."""
+    assert kind in (alone, leased, leased_idle, shared, lines)
+    with sessions.begin() as session:
+        for number in range(5):
+            first, second, third = (kind.job(name=f"{number} {step}") for step in ("a", "b", "c"))  # type: ignore[attr-defined]
+            session.add_jobs([first.then(second).then(third)])
+    events = drain(jobs, batch_size=10)
+    assert left(engine) == 0
+    assert len(of(events, JobDone)) == 15
+    if kind is not leased_idle:
+        found = names(engine)
+        assert sorted(found) == sorted(f"{number} {step}" for number in range(5) for step in "abc")
+        for number in range(5):
+            assert [name for name in found if name.startswith(f"{number} ")] == [f"{number} {step}" for step in "abc"]
+
+
+@pytest.mark.parametrize("outcome", ["done", "retry", "discard", "dead"])
+def test_only_a_job_that_is_done_is_followed(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, outcome: str
+) -> None:
+    """A retry keeps the chain; a job that is discarded or dead ends it."""
+    with sessions.begin() as session:
+        session.add_jobs([ends_as.job(outcome=outcome).then(alone.job(name="next"))])
+    drain(jobs)
+    assert ("next" in names(engine)) is (outcome in ("done", "retry"))
+    assert left(engine) == 0
+
+
+def test_a_chain_keeps_the_options_of_each_of_its_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Queue, priority, headers, delay, group and key are those that the job was made with."""
+    follower = leased.options(priority=7, headers={"trace": "x"}, delay=timedelta(hours=1), coalesce="k").job(name="b")
+    with sessions.begin() as session:
+        session.add_jobs([alone.job(name="a").then(follower).then(alone.job(name="c"))])
+    drain(jobs)
+    with engine.connect() as connection:
+        (row,) = connection.execute(
+            text("SELECT queue, kind, priority, state, headers ->> 'trace' AS trace, unique_key FROM outboxq.job")
+        )
+    assert tuple(row) == ("chain-leased", "leased", 7, "scheduled", "x", "leased\x1fk")
+
+
+def test_a_chain_is_in_the_batch_of_its_first_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """The batch is over when the last one of the chain is."""
+    with sessions.begin() as session, jobs.batch(session, on_done=report.job()) as batch:
+        batch.add_jobs([alone.job(name="a").then(leased.job(name="b")).then(shared.job(name="c"))])
+    events = drain(jobs)
+    assert names(engine) == ["a", "b", "c", "report"]
+    assert len(of(events, BatchFinished)) == 1
+
+
+def test_the_callback_of_a_batch_may_be_a_chain(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """What follows it is stored with it."""
+    with sessions.begin() as session, jobs.batch(session, on_done=report.job().then(alone.job(name="z"))) as batch:
+        batch.add_job(alone, name="a")
+    drain(jobs)
+    assert names(engine) == ["a", "report", "z"]
+
+
+def test_chains_in_any_brackets_are_the_same() -> None:
+    """`a.then(b).then(c)` and `a.then(b.then(c))`."""
+    a, b, c = (alone.job(name=name) for name in "abc")
+    for chain in (a.then(b).then(c), a.then(b.then(c))):
+        assert [each.args for each in chain.followers] == [b.args, c.args]
+        assert all(not each.followers for each in chain.followers)
+
+
+def test_what_a_chain_refuses(sessions: sessionmaker[OutboxSession]) -> None:
+    """At the call, with what to do."""
+    first = alone.job(name="a")
+    with pytest.raises(ArgumentError, match="then takes a job made by"):
+        first.then(alone)  # type: ignore[arg-type]
+    with pytest.raises(JobTooLarge):
+        first.then(alone.job(name="b" * 200_000)).then(alone.job(name="c" * 100_000))
+    with sessions() as session, jobs.batch(session, on_done=report.job()) as batch:
+        with pytest.raises(ArgumentError, match="in a batch by itself"):
+            first.then(batch.of(alone.job(name="b")))
+        session.rollback()

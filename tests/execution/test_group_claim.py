@@ -1,0 +1,126 @@
+"""What claims of grouped jobs cost: some entries of an index for each group, whatever waits in it."""
+
+import json
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+
+from outboxq.database.driver import run_script
+from outboxq.execution.claim import ClaimRequest, claim
+from outboxq.relay.connections import connection_options
+from outboxq.relay.cursors import GroupCursor
+from outboxq.statements.group_claim import GROUPS_SEEN, GroupScript
+from outboxq.statements.wake import poll_queues
+
+FILL = """
+INSERT INTO outboxq.job (id, queue, kind, args, state, group_key, run_at)
+SELECT gen_random_uuid(), 'mine', 'k', '{}', 'grouped', :prefix || lpad((n % :groups)::text, 6, '0'),
+  clock_timestamp() + make_interval(secs => :delay)
+FROM generate_series(0, :count - 1) AS n
+"""
+SCRIPT = GroupScript("outboxq", "mine")
+
+
+@pytest.fixture
+def connection(engine: Engine) -> Iterator[Connection]:
+    """A connection as the relay sets it up."""
+    with engine.connect().execution_options(**connection_options(engine, "outboxq")) as connection:
+        yield connection
+
+
+def fill(connection: Connection, count: int, *, groups: int, prefix: str = "g", delay: float = 0) -> None:
+    with connection.begin():
+        values = {"count": count, "groups": groups, "prefix": prefix, "delay": delay}
+        connection.execute(text(FILL), values)
+
+
+def plans(connection: Connection, script: str) -> list[tuple[str, int]]:
+    """The plan of each query of a script, as text, and the buffers that it read. The effect is rolled back."""
+    found = []
+    with connection.begin() as transaction:
+        for statement in script.split("; "):
+            if statement.startswith("SET"):
+                run_script(connection, statement)
+                continue
+            rows = run_script(connection, f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}")[0].rows
+            plan = rows[0][0] if isinstance(rows[0][0], list) else json.loads(str(rows[0][0]))
+            buffers = int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])
+            found.append((json.dumps(plan), buffers))
+        transaction.rollback()
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 50])
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_claim_walks_over_its_indexes_alone(connection: Connection, limit: int, analyzed: bool) -> None:
+    """No sort, no scan of the table, no compilation, and a few buffers for each group, whatever statistics say."""
+    fill(connection, 20_000, groups=1, prefix="hot")
+    fill(connection, 3_000, groups=3_000)
+    if analyzed:
+        with connection.begin():
+            connection.execute(text("ANALYZE outboxq.job"))
+    lease = GroupScript("outboxq", "mine", owner=uuid4())
+    for script in (SCRIPT, lease):
+        found = plans(connection, script.text(limit, "g001000"))
+        assert len(found) == 2
+        for plan, buffers in found:
+            assert '"Sort"' not in plan
+            assert '"Seq Scan"' not in plan
+            assert '"JIT"' not in plan
+            assert buffers <= 40 + limit * 30
+
+
+def test_a_poll_looks_at_the_first_groups_alone(connection: Connection) -> None:
+    """However many groups there are, and however many jobs in one."""
+    fill(connection, 20_000, groups=1, prefix="a hot one")
+    fill(connection, 3_000, groups=3_000)
+    ((plan, buffers),) = plans(connection, poll_queues("outboxq", ("mine",)))
+    assert '"Seq Scan"' not in plan
+    assert buffers <= 500
+
+
+def serve(connection: Connection, limit: int) -> tuple[list[str], int]:
+    """Claim until a round is over; the groups of the jobs, and how many claims it took."""
+    cursor, served, claims = GroupCursor(), list[str](), 0
+    while True:
+        with connection.begin():
+            claims += 1
+            found = claim(connection, ClaimRequest(SCRIPT, limit, after=cursor.after, groups=cursor))
+        served += [str(job.group_key) for job in found.jobs]
+        if found.jobs:
+            cursor.found()
+        if cursor.end_round() or len(served) >= 500:
+            return served, claims
+
+
+def test_every_group_has_its_turn_before_one_has_another(connection: Connection) -> None:
+    """Round robin: a group with many jobs keeps no other one waiting."""
+    fill(connection, 2_000, groups=1, prefix="hot")
+    fill(connection, 299, groups=299)
+    served, _ = serve(connection, 50)
+    assert len(set(served[:300])) == 300
+
+
+def test_a_slot_looks_behind_groups_that_are_held_up(connection: Connection) -> None:
+    """Each claim looks at a bounded number of groups, the next one goes on there, and a round ends."""
+    fill(connection, 2_000, groups=1_000, prefix="blocked", delay=3600)
+    fill(connection, 1, groups=1, prefix="free")
+    served, claims = serve(connection, 50)
+    assert served == ["free000000"]
+    assert claims <= 2 * (1_000 // GROUPS_SEEN + 2)
+
+
+@pytest.mark.large
+def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) -> None:
+    """With a million jobs in one group, 10,000 others are all served in one round, by claims that cost the same."""
+    fill(connection, 1_000_000, groups=1, prefix="hot")
+    fill(connection, 10_000, groups=10_000)
+    cursor, served = GroupCursor(), set[str]()
+    for _ in range(205):
+        with connection.begin():
+            found = claim(connection, ClaimRequest(SCRIPT, 50, after=cursor.after, groups=cursor))
+        served.update(str(job.group_key) for job in found.jobs)
+    assert len(served) == 10_001
+    assert all(buffers <= 1_600 for _, buffers in plans(connection, SCRIPT.text(50, "g005000")))

@@ -1,0 +1,234 @@
+"""Producers and relays of a few keys under kills: a run follows each add, and has seen what it stands for.
+
+    python -m tests.flow.coalesce --seconds 30 --mode lease --seed 7
+
+Ends with 1 if a check fails. The server is an embedded one, or that of OUTBOXQ_TEST_DATABASE_URL.
+"""
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Literal, get_args
+
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, config
+from outboxq.migrations.runner import migrate_committing
+from outboxq.postgres import find_server
+from outboxq.testing import RelayProcess
+from tests.support.fork_server import forking
+from tests.support.waiting import wait_until
+
+Mode = Literal["transaction", "lease"]
+
+PRODUCERS, RELAYS, KEYS = 6, 4, 5
+_QUICK = Backoff(max_attempts=10_000, first_seconds=0.02, factor=1.0, jitter=0.5)
+
+transaction_jobs, lease_jobs = Jobs(), Jobs()
+
+
+def _rebuild(ctx: Context, doc: int, change: int) -> None:
+    """See all changes of a document first, then be slow, and sometimes fail."""
+    session, job = ctx.session, ctx.job
+    run = session.execute(
+        text(
+            "INSERT INTO flow_run (doc, change, job, added_at, pid, xid, began_at) VALUES (:doc, :change, :job, "
+            ":added_at, pg_backend_pid(), pg_current_xact_id()::text::bigint, clock_timestamp()) RETURNING id"
+        ),
+        {"doc": doc, "change": change, "job": job.id, "added_at": job.created_at},
+    ).scalar_one()
+    session.execute(
+        text("INSERT INTO flow_seen (run, change) SELECT :run, id FROM flow_change WHERE doc = :doc"),
+        {"run": run, "doc": doc},
+    )
+    time.sleep(random.uniform(0, 0.03))
+    if random.random() < 0.1:
+        raise ValueError("no luck")
+
+
+for _jobs, _mode in ((transaction_jobs, "transaction"), (lease_jobs, "lease")):
+    _jobs.handler(
+        queue="rebuild",
+        kind="rebuild",
+        claim=_mode,  # type: ignore[arg-type]  # one of both
+        retry=_QUICK,
+        coalesce=lambda doc: f"doc-{doc}",
+    )(_rebuild)
+
+# Each job that leaves the table, in the transaction that removes it: only of those that are committed rows stay.
+_SETUP = """
+CREATE TABLE flow_change (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, doc int NOT NULL, job uuid);
+CREATE INDEX ON flow_change (doc, id);
+CREATE TABLE flow_run (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, doc int NOT NULL, change bigint NOT NULL,
+  job uuid NOT NULL, added_at timestamptz NOT NULL, pid int NOT NULL, xid bigint NOT NULL,
+  began_at timestamptz NOT NULL);
+CREATE TABLE flow_seen (run bigint NOT NULL, change bigint NOT NULL, PRIMARY KEY (run, change));
+CREATE TABLE flow_gone (job uuid NOT NULL, doc int NOT NULL, change bigint NOT NULL, added_at timestamptz NOT NULL,
+  pid int NOT NULL, xid bigint NOT NULL, at timestamptz NOT NULL);
+CREATE FUNCTION flow_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+  INSERT INTO flow_gone VALUES (OLD.id, (OLD.args->>'doc')::int, (OLD.args->>'change')::bigint, OLD.created_at,
+    pg_backend_pid(), pg_current_xact_id()::text::bigint, clock_timestamp());
+  RETURN NULL;
+END $$;
+CREATE TRIGGER flow_note AFTER DELETE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION flow_note();
+"""
+
+# The run that stands for a job which was taken along: of the same transaction, or the next of its backend, before that
+# one takes along anything else of the key. A backend that was killed has none, and its jobs ran elsewhere.
+_STANDS = """
+stands AS MATERIALIZED (
+  SELECT gone.job, gone.change, gone.added_at, run.id AS run, run.added_at AS run_added_at
+  FROM flow_gone AS gone CROSS JOIN LATERAL (
+    SELECT id, job, added_at FROM flow_run AS run WHERE run.doc = gone.doc AND CASE WHEN :lease
+      THEN run.pid = gone.pid AND run.xid > gone.xid AND run.began_at > gone.at ELSE run.xid = gone.xid END
+    ORDER BY id LIMIT 1) AS run
+  WHERE run.job <> gone.job
+    AND NOT (:lease AND EXISTS (SELECT FROM flow_run AS own WHERE own.xid = gone.xid))
+)"""
+_CHECKS = {
+    # Whose change no run has seen that began after its commit.
+    "unseen": "SELECT count(*) FROM flow_change AS c WHERE NOT EXISTS (SELECT FROM flow_seen WHERE change = c.id)",
+    "taken_along": f"WITH {_STANDS} SELECT count(*) FROM stands",
+    # Taken along by a run that had not seen it.
+    "blind": f"WITH {_STANDS} SELECT count(*) FROM stands WHERE NOT EXISTS (SELECT FROM flow_seen AS seen "
+    "WHERE seen.run = stands.run AND seen.change = stands.change)",
+    # Taken along by a run with older arguments.
+    "stale": f"WITH {_STANDS} SELECT count(*) FROM stands WHERE added_at > run_added_at",
+    "left": "SELECT count(*) FROM outboxq.job",
+    "dead": "SELECT count(*) FROM outboxq.dead_job",
+    "adds": "SELECT count(*) FROM flow_change",
+    "runs": "SELECT count(*) FROM flow_run",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of the adds: all but the first five numbers are to be 0."""
+
+    adds: int
+    runs: int
+    taken_along: int
+    kills: int
+    terminated: int
+    unseen: int
+    blind: int
+    stale: int
+    left: int
+    dead: int
+
+    @property
+    def is_right(self) -> bool:
+        return (self.unseen, self.blind, self.stale, self.left, self.dead) == (0, 0, 0, 0, 0)
+
+
+def run(url: str, seconds: float, mode: Mode, seed: int) -> Verdict:
+    """Producers, relays and faults on a migrated database of their own, then the checks."""
+    engine, chance = create_engine(url, pool_size=PRODUCERS + 2), random.Random(seed)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(_SETUP)
+    try:
+        with ExitStack() as stack:
+            relays = [stack.enter_context(_relay(url, mode)) for _ in range(RELAYS)]
+            while not _count(engine, _CHECKS["adds"], mode):
+                _produce(engine, mode, chance, time.monotonic() + 0.1)
+            wait_until(lambda: _count(engine, _CHECKS["runs"], mode) > 0, "the first run", 240)
+            until = time.monotonic() + seconds
+            producers = [
+                threading.Thread(target=_produce, args=(engine, mode, random.Random(chance.random()), until))
+                for _ in range(PRODUCERS)
+            ]
+            for producer in producers:
+                producer.start()
+            kills = terminated = 0
+            while time.monotonic() < until:
+                time.sleep(chance.uniform(0.5, 1.5))
+                if chance.random() < 0.5:
+                    victim = chance.randrange(RELAYS)
+                    relays[victim].kill()
+                    relays[victim] = stack.enter_context(_relay(url, mode))
+                    kills += 1
+                else:
+                    terminated += _terminate(engine, chance)
+            for producer in producers:
+                producer.join()
+            wait_until(lambda: _count(engine, _CHECKS["left"], mode) == 0, "the last runs", 240)
+        found = {name: _count(engine, query, mode) for name, query in _CHECKS.items()}
+        return Verdict(**found, kills=kills, terminated=terminated)
+    finally:
+        engine.dispose()
+
+
+def _relay(url: str, mode: Mode) -> RelayProcess:
+    settings = RelayConfig(batch_size=3, lease_seconds=2.0, poll_seconds=0.2, max_crashes=1_000)
+    return RelayProcess(f"tests.flow.coalesce:{mode}_jobs", url, settings)
+
+
+def _produce(engine: Engine, mode: Mode, chance: random.Random, until: float) -> None:
+    rebuild = (lease_jobs if mode == "lease" else transaction_jobs).resolve().handlers["rebuild"]
+    with sessionmaker(engine, class_=OutboxSession)() as session:
+        while time.monotonic() < until:
+            doc = chance.randrange(KEYS)
+            change = session.execute(
+                text("INSERT INTO flow_change (doc) VALUES (:doc) RETURNING id"), {"doc": doc}
+            ).scalar_one()
+            options = {"every": timedelta(seconds=0.5)} if chance.random() < 0.2 else {}
+            session.add_job(rebuild.options(**options), doc=doc, change=change)
+            # Rolled back now and then, and often committed later than others that began later.
+            time.sleep(chance.uniform(0, 0.02))
+            session.rollback() if chance.random() < 0.1 else session.commit()
+
+
+def _terminate(engine: Engine, chance: random.Random) -> int:
+    """End a relay's backend that is in a transaction; how many."""
+    with engine.begin() as connection:
+        found = connection.execute(
+            text(
+                "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay%' "
+                "AND datname = current_database() AND backend_xid IS NOT NULL"
+            )
+        ).scalars()
+        pids = list(found)
+        if not pids:
+            return 0
+        connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": chance.choice(pids)})
+    return 1
+
+
+def _count(engine: Engine, query: str, mode: Mode) -> int:
+    with engine.connect() as connection:
+        given = {"lease": mode == "lease"} if ":lease" in query else {}
+        found: int = connection.execute(text(query), given).scalar_one()
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 if a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m tests.flow.coalesce", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--mode", choices=get_args(Mode), default="transaction")
+    parser.add_argument("--seed", type=int, default=1)
+    order = parser.parse_args(arguments)
+    with (
+        forking(),
+        find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server,
+        server.create_database() as database,
+    ):
+        engine = create_engine(database.url)
+        with engine.connect() as connection:
+            migrate_committing(connection)
+        engine.dispose()
+        verdict = run(database.url, order.seconds, order.mode, order.seed)
+    print(", ".join(f"{name} {value}" for name, value in asdict(verdict).items()))  # a command
+    print("right" if verdict.is_right else "WRONG")  # a command
+    return 0 if verdict.is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,447 @@
+"""Limits of queues: never more jobs at a time than they allow, whichever way jobs are claimed, and no vain claims."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import psycopg
+import pytest
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.admin import queues
+from outboxq.config import SlotGroup
+from outboxq.database.driver import run_script
+from outboxq.errors import ArgumentError, RegistryError
+from outboxq.events import DatabaseLost
+from outboxq.postgres import Database, Server
+from outboxq.queue_limits import QueueLimits, make_limits
+from outboxq.relay.admission import Admission
+from outboxq.statements.claim import ClaimStatements
+from outboxq.statements.limit import lock_claims, take_slot
+from tests.conftest import StartRelay
+from tests.flow.limited_run import Mode
+from tests.flow.limits import check_limit
+from tests.support.urls import libpq_url
+from tests.support.waiting import PATIENCE, wait_until
+
+
+class Gate:
+    """Jobs that run until they are let go; how many run at this moment, and at most did."""
+
+    def __init__(self, claim: str) -> None:
+        self.jobs = Jobs()
+        self.most = 0
+        self.done: list[int] = []
+        self._running: set[int] = set()
+        self._lock = threading.Lock()
+        self._open = threading.Semaphore(0)
+
+        @self.jobs.handler(queue="mail", claim=claim)
+        def work(ctx: Context, number: int) -> None:
+            with self._lock:
+                self._running.add(number)
+                self.most = max(self.most, len(self._running))
+            try:
+                assert self._open.acquire(timeout=PATIENCE)
+            finally:
+                with self._lock:
+                    self._running.discard(number)
+                    self.done.append(number)
+
+        self.kind = work
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def add(self, sessions: sessionmaker[OutboxSession], count: int) -> None:
+        with sessions.begin() as session:
+            session.add_jobs(self.kind.job(number=number) for number in range(count))
+
+    def let_go(self, count: int) -> None:
+        for _ in range(count):
+            self._open.release()
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
+    made = Gate(getattr(request, "param", "transaction"))
+    yield made
+    made.let_go(1_000)
+
+
+BOTH = pytest.mark.parametrize("gate", ["transaction", "lease"], indirect=True)
+
+
+def limit(engine: Engine, **limits: object) -> None:
+    with engine.begin() as connection:
+        queues.set_limits(connection, ["mail"], make_limits(**limits))  # type: ignore[arg-type]  # as each test gives them
+
+
+def relay_of(slots: int, **settings: object) -> RelayConfig:
+    given = {"slots_per_queue": slots, "lease_seconds": 1.0, "heartbeat_seconds": 0.1} | settings
+    return RelayConfig(**given)  # type: ignore[arg-type]  # as each test gives them
+
+
+@contextmanager
+def slot_held(engine: Engine, most: int) -> Iterator[Connection]:
+    """A transaction of another process that holds a slot of the limit."""
+    with engine.connect() as connection, connection.begin():
+        assert run_script(connection, take_slot("outboxq", "mail", most))[-1].rows[0][0]
+        yield connection
+
+
+@pytest.mark.parametrize("name", ["ready", "due", "lease_ready", "lease_due", "lease_suspect"])
+def test_claims_of_queues_without_a_limit_know_nothing_of_limits(name: str) -> None:
+    """They are one statement, with no lock and no part for a limit; those with a limit take the same jobs."""
+    owner = UUID(int=7)
+    plain = getattr(ClaimStatements("outboxq", "mail", owner), name)
+    limited = getattr(ClaimStatements("outboxq", "mail", owner, most=3), name)
+    for text_of in (lambda script: script.text(5), lambda script: script.prepared(5, behind=False).definition):
+        assert not any(word in text_of(plain) for word in (";", "room", "advisory", "wanted"))
+        assert "pg_try_advisory_xact_lock" in text_of(limited)
+    assert plain.clearing(5) == limited.clearing(5)
+    assert plain.one(owner) == limited.one(owner)
+
+
+@BOTH
+def test_no_more_jobs_run_than_the_limit_allows(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """Two relays of four slots keep to the limit together; each job that ends lets another one begin."""
+    limit(engine, running=3)
+    gate.add(sessions, 12)
+    with start_relay(gate.jobs, relay_of(4)), start_relay(gate.jobs, relay_of(4)):
+        for done in range(12):
+            wait_until(lambda done=done: gate.running == min(3, 12 - done), "as many jobs as may run")
+            gate.let_go(1)
+            wait_until(lambda done=done: len(gate.done) > done, "a job that ends")
+    assert gate.most == 3
+    assert sorted(gate.done) == list(range(12))
+
+
+@BOTH
+def test_slots_do_not_claim_in_vain_from_a_full_queue(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight slots beside a full limit send a handful of claims a second, also while producers add jobs."""
+    found: list[float] = []
+    found_full = Admission.found_full
+
+    def noting(admission: Admission, queue: str) -> None:
+        found.append(time.monotonic())
+        found_full(admission, queue)
+
+    monkeypatch.setattr(Admission, "found_full", noting)
+    limit(engine, running=1)
+    gate.add(sessions, 2)
+    with start_relay(gate.jobs, relay_of(8)):
+        wait_until(lambda: gate.running == 1 and found, "the limit is full")
+        began = time.monotonic()
+        while time.monotonic() < began + 1.5:
+            gate.add(sessions, 1)
+        claims = sum(at > began for at in found)
+        # 20, 40, 80 and 160 ms, then four a second.
+        assert claims <= 12, f"{claims} claims in 1.5 s"
+        gate.let_go(1_000)
+        wait_until(lambda: len(gate.done) > 2, "the rest of the jobs")
+
+
+def test_the_slot_of_a_session_that_ends_is_free_at_once(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    outboxq_database: Database,
+) -> None:
+    """No time has to run out: the slot goes with its backend."""
+    limit(engine, running=1)
+    gate.let_go(1)
+    with start_relay(gate.jobs, relay_of(2)), psycopg.connect(libpq_url(outboxq_database.url)) as holder:
+        holder.execute(take_slot("outboxq", "mail", 1))
+        gate.add(sessions, 1)
+        time.sleep(0.4)
+        assert not gate.done
+        with engine.begin() as connection:
+            connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.info.backend_pid})
+        wait_until(lambda: gate.done, "the job that waited for the slot")
+        holder.close()
+
+
+@pytest.mark.parametrize("gate", ["lease"], indirect=True)
+def test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """A claim that is not committed counts: the next one counts behind its COMMIT."""
+    limit(engine, running=1)
+    gate.add(sessions, 2)
+    other = UUID(int=5)
+    claims = ClaimStatements("outboxq", "mail", other, most=1, counts_leases=True)
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 hour')"), {"id": other})
+    with engine.connect() as claiming, claiming.begin() as transaction:
+        run_script(claiming, claims.lease_ready.text(1))
+        with start_relay(gate.jobs, relay_of(2)):
+            # In pg_locks: what pg_stat_activity says stays the same for a transaction.
+            blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            with engine.connect() as looking:
+                wait_until(lambda: looking.scalar(text(blocked)) or gate.running, "the relay's claim")
+            assert gate.running == 0
+            transaction.commit()
+            time.sleep(0.5)
+            assert gate.running == 0
+            with engine.begin() as connection:
+                connection.execute(text("DELETE FROM outboxq.job WHERE lease_owner = :id"), {"id": other})
+            wait_until(lambda: gate.running == 1, "the other job")
+            gate.let_go(1)
+            wait_until(lambda: gate.done, "its end")
+
+
+@pytest.mark.parametrize("gate", ["lease"], indirect=True)
+def test_a_claim_under_a_lease_that_another_one_holds_up_gives_way(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A relay that hangs in its claim keeps others from its queue, and not from other queues; no error is reported."""
+    done: list[int] = []
+
+    @gate.jobs.handler(queue="post", claim="lease")
+    def elsewhere(ctx: Context, number: int) -> None:
+        done.append(number)
+
+    limit(engine, running=1)
+    gate.let_go(1)
+    with engine.connect() as hanging, hanging.begin() as transaction:
+        run_script(hanging, lock_claims("outboxq", "mail"))
+        gate.add(sessions, 1)
+        # The claim of the only slot waits for two seconds; each one behind it, too.
+        config = relay_of(1, lease_seconds=30.0, groups=(SlotGroup(("mail", "post"), 1),))
+        with start_relay(gate.jobs, config) as running:
+            blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            with engine.connect() as looking:
+                wait_until(lambda: looking.scalar(text(blocked)), "the relay's claim")
+            with sessions.begin() as session:
+                session.add_job(elsewhere, number=1)
+            wait_until(lambda: done, "the job of the other queue")
+            assert not gate.done
+            transaction.rollback()
+            wait_until(lambda: gate.done, "the job that was held up")
+        assert not running.of(DatabaseLost)
+    assert "statements fail" not in caplog.text
+
+
+@pytest.mark.parametrize("gate", ["lease"], indirect=True)
+def test_the_jobs_of_a_dead_relay_count_until_they_are_taken_back(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """A lease that is alive keeps its place in the limit, and the reaper gives it back."""
+    limit(engine, running=1)
+    gate.add(sessions, 2)
+    owner = "UPDATE outboxq.job SET state = 'leased', lease_owner = :id, lease_token = 1 WHERE args = '{\"number\": 0}'"
+    other = {"id": UUID(int=5)}
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 hour')"), other)
+        connection.execute(text(owner), other)
+    gate.let_go(2)
+    with start_relay(gate.jobs, relay_of(2)):
+        time.sleep(0.4)
+        assert not gate.done
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.relay SET alive_until = now() WHERE id = :id"), other)
+        wait_until(lambda: len(gate.done) == 2, "both jobs")
+    assert gate.most == 1
+
+
+def test_a_suspect_waits_for_a_slot_and_nothing_is_counted(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """A suspect runs under a lease, and holds a slot all the same: neither crash nor attempt is counted for waiting."""
+    limit(engine, running=1)
+    gate.add(sessions, 1)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
+    with start_relay(gate.jobs, relay_of(2)):
+        with slot_held(engine, 1):
+            time.sleep(0.5)
+            with engine.connect() as connection:
+                row = connection.execute(text("SELECT state, attempt, crashes FROM outboxq.job")).one()
+            assert (row.state, row.attempt, row.crashes) == ("suspect", 0, 0)
+        wait_until(lambda: gate.running == 1, "the suspect runs")
+        with engine.connect() as connection, connection.begin():
+            assert not run_script(connection, take_slot("outboxq", "mail", 1))[-1].rows[0][0]
+        gate.let_go(1)
+        wait_until(lambda: gate.done, "the suspect is done")
+
+
+def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the claim's COMMIT and the transaction of the job another claim may come: then the suspect waits on."""
+    import outboxq.relay.batch_loop as batch_loop
+
+    limit(engine, running=1)
+    gate.add(sessions, 1)
+    gate.let_go(1)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
+    tried: list[tuple[object, ...]] = []
+    real = batch_loop.take_slot
+
+    def contested(connection: Connection, schema: str, request: object) -> bool:
+        if tried:
+            return real(connection, schema, request)  # type: ignore[arg-type]  # passed on
+        with slot_held(engine, 1):
+            tried.append(())
+            return real(connection, schema, request)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(batch_loop, "take_slot", contested)
+    crashes = "SELECT crashes, attempt FROM outboxq.job WHERE state = 'suspect'"
+    seen: list[tuple[int, int]] = []
+    real_return = batch_loop.return_suspect
+
+    def returned(connection: Connection, schema: str, job: object) -> None:
+        real_return(connection, schema, job)  # type: ignore[arg-type]  # passed on
+        seen.append(tuple(run_script(connection, crashes)[0].rows[0]))  # type: ignore[arg-type]  # two numbers
+
+    monkeypatch.setattr(batch_loop, "return_suspect", returned)
+    # One slot: another one's claim, which finds nothing, would have the queue's place for a moment.
+    with start_relay(gate.jobs, relay_of(1)):
+        wait_until(lambda: gate.done, "the suspect is done in the end")
+    assert seen == [(0, 0)]
+
+
+def test_a_lowered_limit_holds_when_the_jobs_of_before_have_ended(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Jobs that run go on; then never more than the new limit run. A raised one is used at once, by NOTIFY."""
+    caplog.set_level("INFO", "outboxq.relay")
+    limit(engine, running=4)
+    gate.add(sessions, 20)
+    with start_relay(gate.jobs, relay_of(6, lease_seconds=600.0, heartbeat_seconds=100.0)):
+        wait_until(lambda: gate.running == 4, "four jobs")
+        limit(engine, running=2)
+        # By NOTIFY: a beat would be a minute away.
+        wait_until(lambda: "queue 'mail' is limited: 2 at a time" in caplog.text, "the relay heard of it")
+        gate.let_go(4)
+        wait_until(lambda: len(gate.done) == 4 and gate.running == 2, "two jobs")
+        gate.most = 0
+        gate.let_go(4)
+        wait_until(lambda: len(gate.done) == 8 and gate.running == 2, "two jobs again")
+        assert gate.most == 2
+        limit(engine, running=6)
+        wait_until(lambda: gate.running == 6, "six jobs")
+
+
+def test_a_drain_waits_for_a_full_limit(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, gate: Gate
+) -> None:
+    """Jobs that wait for another process's slot are not left behind."""
+    limit(engine, running=1)
+    gate.add(sessions, 3)
+    gate.let_go(3)
+    with slot_held(engine, 1) as holder:
+        threading.Timer(0.5, holder.rollback).start()
+        assert Relay(outboxq_database.url, gate.jobs, relay_of(2)).drain().done == 3
+
+
+def test_limits_are_declared_in_code_and_an_operators_come_first(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a setting what the application declares holds."""
+    caplog.set_level("INFO", "outboxq.relay")
+    gate.jobs.limit("mail", running=1)
+    gate.add(sessions, 6)
+    with start_relay(gate.jobs, relay_of(4)):
+        wait_until(lambda: gate.running == 1, "one job")
+        limit(engine, running=2)
+        wait_until(lambda: gate.running == 2, "two jobs")
+        with engine.begin() as connection:
+            assert queues.set_limits(connection, ["mail"], QueueLimits(), ["running"]) == ("mail",)
+            assert queues.set_limits(connection, ["mail"], QueueLimits(), ["running"]) == ()
+        wait_until(lambda: caplog.text.count("limited: 1 at a time") == 2, "the relay heard of it")
+        gate.let_go(2)
+        wait_until(lambda: len(gate.done) == 2 and gate.running == 1, "one job again")
+    assert gate.most == 2
+
+
+def test_declared_limits_are_checked(gate: Gate) -> None:
+    """A queue without a handler, a second declaration, and nothing at all are refused; an included registry's count."""
+    with pytest.raises(ArgumentError, match="got none of them"):
+        gate.jobs.limit("mail")
+    outer = Jobs()
+    gate.jobs.limit("mail", running=5, rate="100/min")
+    outer.include(gate.jobs)
+    assert outer.resolve().limits["mail"].running == 5
+    with pytest.raises(RegistryError, match="declared twice: 5 at a time, 100/min with a burst of 1, and 4 at a time"):
+        outer.limit("mail", running=4)
+    outer.limit("mial", running=4)
+    with pytest.raises(RegistryError, match=r"'mial' has a limit, and no handler .* \(known: mail\)"):
+        outer.resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"running": 0}, "1 to 10,000, got 0: to stop a queue, pause it"),
+        ({"running": -1}, "got -1"),
+        ({"running": 10_001}, "got 10001"),
+        ({"running": True}, "is a whole number, got True"),
+        ({"per_group": 0}, "1 to 1,000, got 0"),
+        ({"rate": "0/s"}, "1 to 1,000,000 jobs, got '0/s': to stop a queue, pause it"),
+        ({"rate": "-5/s"}, "such as 10/s, 100/min, 5/30s, 20/h, got '-5/s'"),
+        ({"rate": "many"}, "got 'many'"),
+        ({"rate": "5/0s"}, "1 second to 31 days, got '5/0s'"),
+        ({"rate": "5/32day"}, "1 second to 31 days"),
+        ({"rate": "5/week"}, "got '5/week'"),
+        ({"rate": "٥/s"}, "a rate is a number of jobs in a time"),
+        ({"rate": "5/s", "burst": 0}, "burst of a rate is 1 to 1,000,000, got 0"),
+        ({"burst": 5}, "a burst needs a rate"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(given: dict[str, object], message: str) -> None:
+    """The error says what was expected and what came."""
+    with pytest.raises(ArgumentError) as raised:
+        make_limits(**given)  # type: ignore[arg-type]  # that is the point
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rate", "jobs", "seconds", "burst"),
+    [("10/s", 10, 1, 1), ("500 / s", 500, 1, 50), ("100/min", 100, 60, 1), ("5/30s", 5, 30, 1), ("9/h", 9, 3600, 1)],
+)
+def test_rates_are_read_and_written(rate: str, jobs: int, seconds: float, burst: int) -> None:
+    """A rate's text is the same again, without spaces; the burst is that of a tenth of a second, at least 1."""
+    read = make_limits(rate=rate).rate
+    assert read is not None
+    assert (read.jobs, read.seconds, read.burst) == (jobs, seconds, burst)
+    assert str(read) == rate.replace(" ", "")
+
+
+@pytest.mark.parametrize("mode", ["transaction", "lease"])
+def test_a_limit_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
+    """The short form of `python -m tests.flow.limits`."""
+    with outboxq_server.create_database() as database:
+        check_limit(mode, 3.0, 1, database.url)

@@ -1,0 +1,142 @@
+"""Two slots of one queue, one falling asleep while the other goes to work: no job is left to a slot that sleeps on.
+
+Every relay here polls once in ten minutes, so what happens sooner happened by waking.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, make_url, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
+from outboxq.postgres import Database
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS
+from outboxq.relay.listener import IdleSlot, Listener
+from outboxq.relay.poller import Poll, SharedPoller
+from outboxq.relay.state import RelayState
+from tests.conftest import StartRelay
+from tests.support import app
+from tests.support.slots import make_slot, slot_connection_on
+from tests.support.waiting import PATIENCE
+
+FOUND = [("ledger", True, None, None, None)]
+
+
+def test_a_slot_that_falls_asleep_behind_a_call_polls_for_it(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot that takes one of two jobs calls the other slot, also if that one is not asleep yet."""
+    jobs, release, begun, fall_asleep = Jobs(), threading.Event(), threading.Semaphore(0), Listener.fall_asleep
+    first, working = [], threading.Event()
+
+    @jobs.handler(queue="ledger")
+    def block(ctx: Context) -> None:
+        working.set()
+        begun.release()
+        release.wait(PATIENCE)
+
+    def insert_before_the_first(listener: Listener, sleeper: IdleSlot) -> "Future[float | None]":
+        if not first:
+            first.append(sleeper)
+            with sessions.begin() as session:
+                session.add_jobs(block.job() for _ in range(2))
+        elif sleeper is not first[0]:
+            # Its flag is up already: the first one's, who has taken a job and called in vain.
+            assert working.wait(PATIENCE)
+        return fall_asleep(listener, sleeper)
+
+    monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_first)
+    with start_relay(jobs, RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=600)):
+        try:
+            for _ in range(2):
+                assert begun.acquire(timeout=PATIENCE)
+        finally:
+            release.set()
+
+
+def test_a_slot_that_waits_for_a_poll_does_not_sleep_over_what_it_finds(
+    make_state: Callable[..., RelayState],
+) -> None:
+    """That poll may come back at any moment between two looks at it."""
+    state = make_state("ledger")
+    slot = make_slot(state)
+    poll = state.poller.begin_shared("ledger", state.poller.latest)
+    assert poll is not None
+    assert not slot.sleep.needs_connection()
+    state.poller.record(poll, FOUND)
+    state.poller.end_shared(poll)
+    assert slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+    assert slot.sleep.needs_connection()
+
+
+def test_a_slot_that_waits_for_a_poll_begins_its_own_if_that_one_fails(
+    make_state: Callable[..., RelayState],
+) -> None:
+    """A poll that has ended without a result is no reason to sleep."""
+    state = make_state("ledger")
+    slot = make_slot(state)
+    poll = state.poller.begin_shared("ledger", state.poller.latest)
+    assert poll is not None
+    assert not slot.sleep.needs_connection()
+    state.poller.end_shared(poll)
+    assert slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+    assert slot.sleep.needs_connection()
+
+
+def test_a_poll_that_comes_back_while_a_slot_asks_for_it_is_not_taken_for_an_empty_one(
+    make_state: Callable[..., RelayState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a slot knows of its queues is not older than the poll that it relies on."""
+    state = make_state("ledger")
+    slot = make_slot(state)
+    waiting, poll = SharedPoller.waiting, state.poller.begin_shared("ledger", state.poller.latest)
+
+    def come_back_behind(poller: SharedPoller) -> set[str]:
+        known = waiting(poller)
+        come_back(poller, poll)
+        return known
+
+    def come_back(poller: SharedPoller, begun: Poll | None) -> None:
+        assert begun is not None
+        poller.record(begun, FOUND)
+        poller.end_shared(begun)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedPoller, "waiting", come_back_behind)
+        needs_one = slot.sleep.needs_connection()
+    assert needs_one or slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+
+
+def test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    make_state: Callable[..., RelayState],
+) -> None:
+    """No other slot goes there on account of that poll; one that sleeps would sleep on."""
+    url = make_url(outboxq_database.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    state, woken = make_state("ledger"), threading.Event()
+    state.listener = Listener(
+        lambda: psycopg.connect(url, autocommit=True), "outboxq", state.poller.record_call, probe_seconds=10.0
+    )
+    state.listener.start()
+    try:
+        assert state.listener.fall_asleep(IdleSlot(frozenset(("ledger",)), woken.set)).result(PATIENCE)
+        woken.clear()
+        slot = make_slot(state)
+        with sessions.begin() as session:
+            session.execute(text("SET LOCAL outboxq.notify = 'off'"))
+            session.add_jobs(app.record.job(name=f"job {number}") for number in range(2))
+        state.poller.record(state.poller.begin(), FOUND)
+        with engine.connect() as connection:
+            assert slot.work_all(slot_connection_on(connection))
+        assert woken.wait(PATIENCE)
+    finally:
+        state.listener.stop()

@@ -1,0 +1,127 @@
+"""Cron texts: when a schedule is due, computed from the last time and in the clocks of its zone."""
+
+import zoneinfo
+from datetime import UTC, datetime, timedelta
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outboxq.cron import SHORTHANDS, Cron
+from outboxq.errors import ArgumentError
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Sydney", "Asia/Kathmandu", "America/Santiago")
+MINUTE = st.sampled_from(["*", "*/30", "*/7", "0", "30", "15,45", "5-10"])
+HOUR = st.sampled_from(["*", "*/2", "0", "1", "2", "3", "2,3", "1-3"])
+DAY = st.sampled_from(["*", "1", "29", "31", "*/2", "L"])
+MONTH = st.sampled_from(["*", "2", "3,10", "4"])
+WEEKDAY = st.sampled_from(["*", "SUN", "1-5", "0#1"])
+TEXTS = st.builds(lambda *fields: " ".join(fields), MINUTE, HOUR, DAY, MONTH, WEEKDAY).filter(
+    lambda text: "31 2 *" not in text and "31 4 *" not in text
+)
+MOMENTS = st.datetimes(datetime(2020, 1, 1), datetime(2030, 1, 1)).map(lambda moment: moment.replace(tzinfo=UTC))
+
+
+@given(TEXTS, st.sampled_from(ZONES), MOMENTS)
+@settings(max_examples=150, deadline=None)
+def test_each_time_follows_from_the_one_before_it(text: str, zone: str, moment: datetime) -> None:
+    """The next time is later, is the same from wherever between two times it is computed, and none is left out."""
+    cron = Cron(text, zone)
+    first = cron.after(moment)
+    at_once = list(islice(cron.times_from(first), 6))
+    step_by_step = [first]
+    for _ in range(5):
+        step_by_step.append(cron.after(step_by_step[-1]))
+    assert at_once == step_by_step
+    assert moment < first
+    for one, other in pairwise(at_once):
+        assert one < other
+        assert cron.after(other - (other - one) / 3) == other
+        assert cron.after(other - timedelta(seconds=1)) == other
+
+
+@given(TEXTS, st.sampled_from(ZONES), MOMENTS, st.timedeltas(timedelta(0), timedelta(days=500)))
+@settings(max_examples=150, deadline=None)
+def test_the_newest_of_the_times_that_were_missed_is_found(text, zone, moment, span) -> None:
+    """It is the last one up to now that a walk over all of them finds."""
+    cron = Cron(text, zone)
+    first = cron.after(moment)
+    now = first + span
+    newest = cron.newest(first, now)
+    assert first <= newest <= now
+    assert cron.after(newest) > now
+    assert newest == first or cron.after(newest - timedelta(seconds=1)) == newest
+
+
+@pytest.mark.parametrize("zone", ZONES)
+def test_a_time_of_every_hour_is_what_clocks_on_the_wall_show(zone: str) -> None:
+    """With a star for the hour, each minute at which the clocks show such a time is due, over a whole year."""
+    cron = Cron("30 * * * *", zone)
+    tz = zoneinfo.ZoneInfo(zone)
+    minutes = (START + timedelta(minutes=number) for number in range(60 * 24 * 365))
+    expected = [minute for minute in minutes if minute.astimezone(tz).minute == 30]
+    assert cron.due_times(expected[0], expected[-1], 10_000) == expected
+
+
+def test_in_the_hour_that_comes_twice_nothing_is_due_in_the_past() -> None:
+    """A schedule that is made in the second of the two is due tomorrow, and not at the first one, which is over."""
+    cron = Cron("30 2 * * *", "Europe/Berlin")
+    in_the_second = datetime(2026, 10, 25, 1, 10, tzinfo=UTC)
+    assert cron.after(in_the_second) == datetime(2026, 10, 26, 1, 30, tzinfo=UTC)
+    first = datetime(2026, 10, 1, 0, 30, tzinfo=UTC)
+    assert cron.newest(first, in_the_second) == datetime(2026, 10, 25, 0, 30, tzinfo=UTC)
+
+
+def test_times_that_are_missed_are_bounded() -> None:
+    """No more than asked for, the oldest first."""
+    cron = Cron("* * * * *")
+    due = cron.due_times(START, START + timedelta(days=30), 3)
+    assert due == [START, START + timedelta(minutes=1), START + timedelta(minutes=2)]
+
+
+@pytest.mark.parametrize("name", sorted(SHORTHANDS))
+def test_shorthands_stand_for_their_fields(name: str) -> None:
+    """`@daily` is `0 0 * * *`, in the clocks of the zone, in upper case too."""
+    for text in (name, name.upper()):
+        assert Cron(text, "Europe/Berlin").after(START) == Cron(SHORTHANDS[name], "Europe/Berlin").after(START)
+
+
+@pytest.mark.parametrize(
+    ("text", "zone", "said"),
+    [
+        ("0 0 31 2 *", "UTC", "never due"),
+        ("0 0 30 2 *", "UTC", "never due"),
+        ("0 30 2 * * *", "UTC", "the first of six would mean seconds.*'30 2 \\* \\* \\*'"),
+        ("30 2 * *", "UTC", "has 4 fields.*five fields"),
+        ("", "UTC", "has 0 fields"),
+        ("every day at noon x", "UTC", "cannot be.*bad minute"),
+        ("61 * * * *", "UTC", "bad minute"),
+        ("@reboot", "UTC", "lifespan"),
+        ("@fortnightly", "UTC", "@hourly"),
+        (5, "UTC", "is a text, got int"),
+        ("@daily", "Europe/Berln", "did you mean 'Europe/Berlin'"),
+        ("@daily", "../../etc/passwd", "no time zone"),
+        ("@daily", "Europe", "no time zone"),
+        ("@daily", "", "no time zone"),
+        ("@daily", None, "name such as"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, zone, said) -> None:
+    """With what it would have meant, and what to write."""
+    with pytest.raises(ArgumentError, match=said):
+        Cron(text, zone)
+
+
+def test_a_system_without_time_zones_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install; UTC needs none."""
+    monkeypatch.setattr(zoneinfo, "available_timezones", set)
+
+    def missing(name: str) -> None:
+        raise zoneinfo.ZoneInfoNotFoundError(name)
+
+    monkeypatch.setattr(zoneinfo, "ZoneInfo", missing)
+    with pytest.raises(ArgumentError, match="pip install tzdata"):
+        Cron("@daily", "Europe/Berlin")
+    assert Cron("@daily").after(START) == START + timedelta(days=1)

@@ -1,0 +1,1 @@
+"""An application that is installed, as in an image."""

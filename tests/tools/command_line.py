@@ -1,0 +1,314 @@
+"""Write docs/command-line.md: the help of every command, and what it prints on a terminal of 80 columns."""
+
+import argparse
+import io
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from datetime import UTC, datetime, timedelta
+from difflib import unified_diff
+from pathlib import Path
+from unittest.mock import patch
+from uuid import UUID
+
+from sqlalchemy import Engine, create_engine, text
+
+from outboxq.cli.app import app
+from outboxq.cli.trials import print_report
+from outboxq.demo.proof import FIGURES, Kill, Proof
+from outboxq.demo.show import TerminalShow
+from outboxq.migrations.runner import migrate
+from outboxq.postgres import start_embedded
+from outboxq.torture import TortureReport
+from tests.support.cli import REPOSITORY, call
+from tests.support.staged import numbered, stage
+from tests.support.terminal import run_at_terminal
+
+PAGE = REPOSITORY / "docs" / "command-line.md"
+COLUMNS = 80
+
+_HELP = """\
+examples:
+  python -m tests.tools.command_line            # write the page
+  python -m tests.tools.command_line --check    # end with 1 if the page is not what would be written
+
+The samples come from a database that is filled for this, on a server that is started for this. Times, process ids and
+ids that are drawn at random are replaced by fixed ones."""
+
+_INTRODUCTION = """\
+# The command line
+
+Every command, its help, and what it prints on a terminal of 80 columns. This page is written by
+`python -m tests.tools.command_line`, and a test checks that it is current.
+
+What holds for all of them:
+
+- **A terminal** gets tables that fit it: columns without any value are left out, a wider terminal shows more of them,
+  and `--wide` shows all. Ids are never cut. Times are ages: `3 m` ago, `in 5 m`. Headings are the keys of the JSON
+  without `_at` and `_seconds`. Colours mark states that need a look; they are not used if `NO_COLOR` is set.
+- **A pipe** gets a line for each row, tabs between the columns, and every value in full: `outboxq jobs list | cut -f 1`
+  prints ids.
+- **`--json`** gets one JSON document on standard output; later versions keep its keys. Errors and notices are JSON too,
+  an object a line on standard error: `{"error": "...", "type": "JobNotFound", "exit_code": 1}` and
+  `{"notice": "..."}`.
+- **Times** in full are UTC as RFC 3339 writes it, everywhere: `2026-01-31T12:00:00.123456Z`.
+- **Logs** of `outboxq relay` are lines of text, or with `--log-format json` an object a line: `timestamp`, `level`,
+  `logger`, `process` and `message`; `event` with the name of its class in `outboxq.events`; `fields` with their types;
+  `traceback`; and `trace_id`, if the job has a W3C `traceparent` among its headers. Records of the application, those
+  of `ctx.log` too, have the same form, with what they were given as `extra` in `fields`.
+- **Exit codes**: 0 done; 1 something failed, or was not found; 2 wrong usage. [Relays have one
+  more](operating.md#exit-codes).
+"""
+
+_APPLICATION = """\
+from outboxq import Backoff, Context, Jobs
+
+jobs = Jobs()
+
+
+@jobs.handler(queue="accounts")
+def credit(ctx: Context, account: int, cents: int) -> None: ...
+
+
+@jobs.handler(queue="accounts", retry=Backoff(max_attempts=3))
+def charge(ctx: Context, account: int, cents: int) -> None:
+    raise ValueError("refused by the bank")
+"""
+
+# The time that a staged database is shown to have been filled at.
+_STAGED_AT = datetime(2026, 1, 31, 12, 0, 0, 123456, tzinfo=UTC)
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?Z")
+# The month of a schedule that is shown: its times are no ages.
+_NEAR_A_CHANGE = "2030-03"
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+# From where the cursor is hidden to where the line is erased again.
+_SPINNER = re.compile(r"\x1b\[\?25l.*?\x1b\[\?25h.*?\x1b\[2K", re.DOTALL)
+_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_PROCESS = (re.compile(r"(?<= )\[\d+\](?= )"), "[4711]"), (re.compile(r'(?<="process":)\d+'), "4711")
+
+SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
+    "migrate": [()],
+    "roles": [()],
+    "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
+    "health": [("relay.json",)],
+    "stats": [(), ("--wide",)],
+    "doctor": [()],
+    "queues list": [()],
+    "jobs list": [(), ("--state", "scheduled", "--json"), ("--queue", "nosuch")],
+    "jobs show": [(numbered(4),), (numbered(9), "--json")],
+    "dead list": [()],
+    "dead show": [(numbered(101),)],
+    "inbox list": [()],
+    "inbox show": [("payments", "evt_1Nq2")],
+    "effects list": [()],
+    "effects show": [("stripe-charge", "order-1002")],
+    "schedules list": [()],
+    "schedules show": [("nightly",)],
+    "batches list": [()],
+    "batches show": [(numbered(201),)],
+    "kinds list": [()],
+    "queues pause": [("accounts", "mail")],
+    "queues resume": [("accounts", "mail")],
+    "queues set": [("mail", "--limit", "5", "--rate", "100/min", "--burst", "20")],
+    "schedules put": [
+        ("cleanup", "--kind", "clean_up", "--queue", "upkeep", "--cron", "@hourly"),
+        ("cleanup", "--kind", "clean_up", "--cron", "0 0 6 * * 1"),
+    ],
+    "schedules pause": [("report-7", "no-such")],
+    "schedules resume": [("nightly",)],
+    "schedules run-now": [("nightly",)],
+    "schedules remove": [("report-7", "--json")],
+    "kinds pause": [("send_welcome", "--queue", "mail")],
+    "kinds resume": [("send_welcome", "--queue", "mail")],
+    "jobs cancel": [
+        (numbered(1), numbered(9)),
+        ("--queue", "mail", "--dry-run"),
+        (numbered(1), numbered(4), "--running", "--wait", "0"),
+    ],
+    "jobs change": [("--queue", "mail", "--run-now", "--json"), (numbered(4), "--args", "{}")],
+    "dead retry": [("--queue", "accounts")],
+    "dead discard": [("--kind", "send", "--json")],
+    "inbox forget": [("payments", "evt_1Nq2", "evt_9")],
+    "effects resolve": [("stripe-charge", "order-1002", "--not-applied")],
+    "effects new-installation": [("--yes",)],
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, or compare it; 1 if it is not current."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.command_line",
+        description=__doc__,
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    options = parser.parse_args(arguments)
+    written = page()
+    if not options.check:
+        PAGE.write_text(written)
+        return 0
+    found = PAGE.read_text()
+    if found != written:
+        print(f"{PAGE.relative_to(REPOSITORY)} is not current: python -m tests.tools.command_line", file=sys.stderr)
+        differences = unified_diff(found.splitlines(), written.splitlines(), "found", "expected", n=1, lineterm="")
+        print("\n".join(differences), file=sys.stderr)
+        return 1
+    return 0
+
+
+def sections() -> dict[str, Sequence[str]]:
+    """The commands by the headings of `outboxq --help`."""
+    return dict(app.info.cls.sections)
+
+
+def page() -> str:
+    """The page as it should be."""
+    with _prepared() as (url, engine, directory):
+        sampler = _Sampler(url, engine, directory)
+        parts = [_INTRODUCTION, "\n## All commands\n", _block("outboxq --help", _help_of(""))]
+        for heading, names in sections().items():
+            parts.append(f"\n## {heading}\n")
+            for name in names:
+                parts += [f"\n### outboxq {name}\n", _block(f"outboxq {name} --help", _help_of(name))]
+                parts += sampler.samples_of(name)
+    return "\n".join("".join(parts).splitlines()) + "\n"
+
+
+def _block(command: str, printed: str) -> str:
+    return f"\n```text\n$ {command}\n{printed.rstrip()}\n```\n"
+
+
+def _help_of(name: str) -> str:
+    with patch.dict("os.environ", {"COLUMNS": str(COLUMNS)}):
+        return call(*name.split(), "--help").ok().stdout
+
+
+@contextmanager
+def _prepared() -> Iterator[tuple[str, Engine, Path]]:
+    """A database of its own with the tables, and a directory with an application."""
+    with (
+        start_embedded(durable=True) as server,
+        server.create_database() as database,
+        tempfile.TemporaryDirectory(prefix="outboxq-") as name,
+    ):
+        directory = Path(name) / "app"
+        (directory / "myapp").mkdir(parents=True)
+        (directory / "myapp" / "jobs.py").write_text(_APPLICATION)
+        engine = create_engine(database.url)
+        with engine.begin() as connection:
+            migrate(connection)
+        yield database.url, engine, directory
+        engine.dispose()
+
+
+class _Sampler:
+    """Runs commands on the database, each time filled anew."""
+
+    def __init__(self, url: str, engine: Engine, directory: Path) -> None:
+        self._url, self._engine, self._directory = url, engine, directory
+
+    def samples_of(self, name: str) -> list[str]:
+        """A block for each sample."""
+        if name == "demo":
+            return [_block("outboxq demo", _captured(_show_demo))]
+        if name == "torture":
+            return [_block("outboxq torture --jobs 1000 --faults 20", _captured(_show_torture))]
+        return [self._sample(name, words) for words in SAMPLES[name]]
+
+    def _sample(self, name: str, words: Sequence[object]) -> str:
+        staged_at = stage(self._engine)
+        self._stage_for(name)
+        said = run_at_terminal(
+            *name.split(), *words, columns=COLUMNS, url=self._url, cwd=self._directory, with_errors=True
+        )
+        printed = _CODES.sub("", _SPINNER.sub("", said.stdout))
+        shown = " ".join(map(str, ("outboxq", name, *words)))
+        ended = f"\n[exit code {said.exit_code}]" if said.exit_code else ""
+        return _block(shown, self._fixed(printed.rstrip() + ended, staged_at))
+
+    def _stage_for(self, name: str) -> None:
+        """What a command needs besides."""
+        with self._engine.begin() as connection:
+            connection.execute(text("DELETE FROM outboxq.paused_kind"))
+            if name in ("kinds list", "kinds resume"):
+                paused = "INSERT INTO outboxq.paused_kind VALUES ('mail', 'send_welcome', now() - interval '5 minutes')"
+                connection.execute(text(paused))
+            if name == "effects new-installation":
+                connection.execute(text("DELETE FROM outboxq.relay"))
+            if name == "relay":
+                connection.execute(text("DELETE FROM outboxq.job WHERE queue = 'mail' OR parked > 0"))
+            if name == "schedules show":
+                connection.execute(text(f"UPDATE outboxq.schedule SET next_at = '{_NEAR_A_CHANGE}-30T01:30:00Z'"))
+        if name == "health":
+            at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+            health = {"state": "serving", "processes": 2, "running": 2, "pid": 7, "at": at}
+            (self._directory / "relay.json").write_text(json.dumps(health))
+
+    def _fixed(self, printed: str, staged_at: datetime) -> str:
+        """The same with a fixed directory, fixed times and fixed process ids, and ids that are not random."""
+        printed = printed.replace(str(self._directory.parent), "/srv")
+        printed = _TIME.sub(lambda found: _fixed_time(found[0], staged_at), printed)
+        for process, fixed in _PROCESS:
+            printed = process.sub(fixed, printed)
+        known: dict[str, str] = {}
+        return _UUID.sub(lambda found: _fixed_id(found[0], known), printed)
+
+
+def _fixed_time(written: str, staged_at: datetime) -> str:
+    if written.startswith(_NEAR_A_CHANGE):
+        return written
+    since = datetime.fromisoformat(written) - staged_at
+    # What is not a whole second away was not staged: it is the time at which the command ran.
+    moment = _STAGED_AT + (since if since.microseconds == 0 else timedelta(seconds=1))
+    digits = len(written.partition(".")[2]) - 1
+    return moment.isoformat(timespec="milliseconds" if digits == 3 else "microseconds").replace("+00:00", "Z")
+
+
+def _fixed_id(found: str, known: dict[str, str]) -> str:
+    staged = str(numbered(0))[:23]
+    if found.startswith(staged):
+        return found
+    return known.setdefault(found, str(UUID(f"7d1f0c52-93b6-4e0a-8c11-{len(known) + 1:012x}")))
+
+
+def _captured(show: Callable[[], None]) -> str:
+    screen = _Screen()
+    with patch.dict("os.environ", {"COLUMNS": str(COLUMNS)}), redirect_stdout(screen), redirect_stderr(screen):
+        show()
+    return "\n".join(line.rstrip() for line in _CODES.sub("", screen.getvalue()).splitlines())
+
+
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _show_demo() -> None:
+    """The end of a demo that went well, with figures that were chosen for this page."""
+    values = dict.fromkeys((figure.name for figure in FIGURES), 0)
+    values |= {"orders committed": 445, "orders rolled back": 108, "savepoints rolled back": 52}
+    values |= {"jobs enqueued": 1_000, "effects applied": 1_000}
+    kill = Kill("relay 2", 4711, tuple(numbered(number) for number in range(4)), 4)
+    proof = Proof(values, {"relay 1": 506, "relay 2": 248, "relay 3": 246}, kill, taken_over=4)
+    TerminalShow().finish(proof, {"seconds": 6.2})
+
+
+def _show_torture() -> None:
+    """The report of a run that went well, with figures that were chosen for this page."""
+    print_report(
+        TortureReport(
+            seed=7, mode="transaction", jobs=1_000, jobs_enqueued=1_000, jobs_rolled_back=141, commits_unanswered=6,
+            commits_unanswered_kept=3, commits_unanswered_as_promised=6,
+            faults={"cut at COMMIT": 9, "kill a relay": 7, "stop a relay": 4}, faults_not_met=0, effects_applied=995,
+            dead_letters=5, lost=0, doubled=0, ran_though_rolled_back=0, jobs_left=0, relays_started=10,
+            longest_stall_seconds=0.9, seconds=21.4, server="PostgreSQL 18.6", problems=[],
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A Flask application that welcomes each new user by one e-mail."""

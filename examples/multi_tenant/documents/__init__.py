@@ -1,0 +1,1 @@
+"""Documents of many tenants, kept apart by row level security."""

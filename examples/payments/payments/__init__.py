@@ -1,0 +1,1 @@
+"""A shop that charges each order once at a payment provider."""

@@ -1,0 +1,1 @@
+"""A shop on FastAPI that confirms orders behind the response."""

@@ -1,0 +1,1 @@
+"""A bank whose transfers are carried out once, whatever is killed."""

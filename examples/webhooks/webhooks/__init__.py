@@ -1,0 +1,1 @@
+"""Signed webhooks, accepted and applied once each."""

@@ -2,22 +2,22 @@
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_args, get_type_hints, overload
+from typing import Any, Concatenate, Generic, Literal, TypeAlias, TypeVar, get_type_hints, overload
 
 from outboxq.codec.parameters import Signature, build_signature
 from outboxq.errors import RegistryError
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, BatchItem, Context
 from outboxq.handlers.function import PLAIN, check_context, check_function, naming, receives_batches
+from outboxq.handlers.options import ClaimMode, HandlerOptions, Messages, check_text
 from outboxq.handlers.returned import Returned
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
 from outboxq.names import check_name
 from outboxq.outbox.kinds import JobKind, P
-from outboxq.outbox.options import PLAIN_OPTIONS, JobOptions
-from outboxq.outcomes import Backoff, Outcome
+from outboxq.outcomes import Outcome
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -26,55 +26,6 @@ R_outcome = TypeVar("R_outcome", bound=Outcome | None)
 
 Flavour: TypeAlias = Literal["sync", "async"]
 Outcomes: TypeAlias = Sequence[Outcome | None] | None
-ClaimMode: TypeAlias = Literal["transaction", "lease"]
-OnFailure: TypeAlias = Literal["block", "pass"]
-Messages: TypeAlias = Literal["redacted", "withheld", "whole"]
-DEFAULT_TIMEOUT_SECONDS = 300.0
-MAX_TIMEOUT_SECONDS = 7 * 86_400.0
-DEFAULT_MAX_SIZE = 100
-LARGEST_MAX_SIZE = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class HandlerOptions:
-    """Where a handler's jobs wait, how they are claimed, and what becomes of a failed one.
-
-    `max_size` is for batch handlers alone; `Jobs.handler` explains the others.
-
-    Raises:
-        RegistryError: a value of another type or out of its range, or two that exclude each other.
-    """
-
-    queue: str
-    aliases: Iterable[str]
-    retry: Backoff
-    claim: ClaimMode
-    timeout_seconds: float | None
-    messages: Messages
-    batchable: bool = False
-    max_size: int = DEFAULT_MAX_SIZE
-    # How its jobs are enqueued, unless `kind.options(...)` says otherwise.
-    enqueued: JobOptions = PLAIN_OPTIONS
-    on_failure: OnFailure = "block"
-
-    def __post_init__(self) -> None:
-        _check_text("queue", self.queue, "mail")
-        object.__setattr__(self, "aliases", _checked_aliases(self.aliases))
-        _check_retry(self.retry)
-        check_choice("claim", self.claim, ClaimMode)
-        object.__setattr__(self, "timeout_seconds", _checked_timeout(self.timeout_seconds))
-        if not isinstance(self.batchable, bool):
-            raise RegistryError(f"batchable takes True or False, got {self.batchable!r}")
-        if self.batchable and self.claim == "lease":
-            raise RegistryError(
-                'batchable=True shares the transaction that removed the jobs, and with claim="lease" each has its own: '
-                "leave one of the two out"
-            )
-        check_choice("messages", self.messages, Messages)
-        check_choice("on_failure", self.on_failure, OnFailure)
-        size = self.max_size
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_MAX_SIZE:
-            raise RegistryError(f"max_size takes 1 to {LARGEST_MAX_SIZE:,}, got {size!r}")
 
 
 class Handler(JobKind[P], Generic[P, C, R]):
@@ -307,54 +258,11 @@ def _called_as(
     return run
 
 
-def check_choice(name: str, given: str, choices: object) -> None:
-    """Refuse what is none of a Literal's values.
-
-    Raises:
-        RegistryError: it is not; `name` begins the message.
-    """
-    if given not in get_args(choices):
-        raise RegistryError(f"{name} takes {' or '.join(map(repr, get_args(choices)))}, got {given!r}")
-
-
-def _checked_timeout(seconds: float | None) -> float | None:
-    if seconds is None:
-        return None
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    # Not `not >`: NaN compares false either way.
-    if not (is_number and 0.001 <= seconds <= MAX_TIMEOUT_SECONDS):
-        raise RegistryError(
-            f"timeout_seconds takes 0.001 to {MAX_TIMEOUT_SECONDS:,.0f}, or None for no deadline, got {seconds!r}"
-        )
-    return float(seconds)
-
-
-def _check_text(option: str, given: str, example: str) -> None:
-    if not isinstance(given, str):
-        raise RegistryError(f'{option} takes a name, such as {option}="{example}", got {given!r}')
-
-
 def _kind_of(function: Callable[..., Any], given: str | None) -> str:
     if given is None:
         return function.__name__
-    _check_text("kind", given, function.__name__)
+    check_text("kind", given, function.__name__)
     return given
-
-
-def _checked_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(aliases, str):
-        raise RegistryError(
-            f"aliases takes a tuple or a list of names, got the text {aliases!r}: aliases=({aliases!r},)"
-        )
-    if not isinstance(aliases, Iterable):
-        raise RegistryError(f'aliases takes a tuple or a list of names, such as aliases=("old",), got {aliases!r}')
-    return tuple(aliases)
-
-
-def _check_retry(retry: object) -> None:
-    if not isinstance(retry, Backoff):
-        attempts = retry if isinstance(retry, int) and not isinstance(retry, bool) and retry > 0 else 5
-        raise RegistryError(f"retry takes a Backoff: Backoff(max_attempts={attempts})")
 
 
 def _hints(arguments: type[Any]) -> dict[str, object]:

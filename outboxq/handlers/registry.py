@@ -1,39 +1,31 @@
 """The registry: an application's handlers, lifespan, scopes and inboxes, and their checks at the relay's start."""
 
 from collections.abc import Awaitable, Callable, Iterable
-from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Concatenate, TypeVar, overload
+from typing import Any, Concatenate, TypeVar, Unpack, overload
 
 from outboxq.errors import ArgumentError, InvalidKey, RegistryError
 from outboxq.events import Event
 from outboxq.handlers.around import Around, Arounds, F, checked_around
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.handler import (
-    DEFAULT_MAX_SIZE,
-    DEFAULT_TIMEOUT_SECONDS,
     AnyHandler,
     Arguments,
     BatchHandlerDecorator,
-    ClaimMode,
     Flavour,
     Handler,
     HandlerDecorator,
-    HandlerOptions,
-    Messages,
-    OnFailure,
     R_outcome,
-    check_choice,
 )
 from outboxq.handlers.hooks import EventHook, On, checked_events, checked_hook
 from outboxq.handlers.limited import Limited
+from outboxq.handlers.options import DEFAULT_MAX_SIZE, CommonOptions, HandlerOptions, Messages, check_choice
 from outboxq.handlers.resolved import Lifespan, Registry
 from outboxq.handlers.retention import Retained, check_windows, default_retention
 from outboxq.handlers.schedules import Scheduled, checked_schedules
 from outboxq.outbox.job_batch import batch as open_batch
-from outboxq.outbox.keys import Key, Unique
 from outboxq.outbox.kinds import P
-from outboxq.outbox.options import JobOptions
+from outboxq.outbox.options import FlowOptions, JobOptions, check_keywords
 from outboxq.outcomes import Backoff
 
 T = TypeVar("T")
@@ -84,126 +76,29 @@ class Jobs(Retained, Scheduled, Limited):
     ) -> Handler[P, AsyncContext[Any], Awaitable[R_outcome]]: ...
 
     @overload
-    def handler(
-        self,
-        *,
-        kind: str | None = None,
-        queue: str = "default",
-        aliases: Iterable[str] = (),
-        retry: Backoff | None = None,
-        claim: ClaimMode = "transaction",
-        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
-        batchable: bool = False,
-        messages: Messages | None = None,
-        coalesce: Key | None = None,
-        every: timedelta | None = None,
-        group: Key | None = None,
-        unique: Key | Unique | None = None,
-        expires: timedelta | None = None,
-        on_failure: OnFailure = "block",
-    ) -> HandlerDecorator: ...
+    def handler(self, *, batchable: bool = False, **options: Unpack[CommonOptions]) -> HandlerDecorator: ...
 
     def handler(
-        self,
-        function: Callable[..., Any] | None = None,
-        *,
-        kind: str | None = None,
-        queue: str = "default",
-        aliases: Iterable[str] = (),
-        retry: Backoff | None = None,
-        claim: ClaimMode = "transaction",
-        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
-        batchable: bool = False,
-        messages: Messages | None = None,
-        coalesce: Key | None = None,
-        every: timedelta | None = None,
-        group: Key | None = None,
-        unique: Key | Unique | None = None,
-        expires: timedelta | None = None,
-        on_failure: OnFailure = "block",
+        self, function: Callable[..., Any] | None = None, *, batchable: bool = False, **options: Unpack[CommonOptions]
     ) -> HandlerDecorator | AnyHandler:
         """Register a handler: `@jobs.handler`, or `@jobs.handler(queue="mail")` with options.
 
         Args:
-            kind: The stored name, by default the function's. Give one before you rename the function.
-            queue: Where its jobs wait. A queue holds handlers of one flavour, sync or async, and of one claim mode.
-            aliases: Earlier names whose jobs this handler still runs.
-            retry: When a failed job runs again, and how often.
-            claim: "transaction": the handler runs in the transaction that removed the job. "lease": the claim is
-                committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
-                lost; for handlers that are long or reach outside the database.
-            timeout_seconds: The deadline of one attempt. A statement, then the handler, is cancelled; what cannot be
-                cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline.
             batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
                 that are claimed together share a session and one flush; if anything goes wrong each runs once more.
-            messages: What is stored and logged of the text of an error or of an outcome's reason; by default as the
-                registry says. "redacted": the text, with each argument's value replaced by its name; what the handler
-                makes of a value, such as a slice of it, stays. "withheld": the error's type, place and SQLSTATE alone.
-                "whole": the text as it is.
-            coalesce: A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this
-                kind and key that wait run as one, with the newest arguments. This option and those behind it are what
-                `options` of the handler takes, for all of its jobs.
-            every: With `coalesce`: run at most once in this time, after it.
-            group: A key, or a function: jobs of this queue and key run one at a time, in the order in which they were
-                added.
-            unique: A key, a function, or `Unique(...)`: a job is not added while one of its kind and key waits, runs or
-                retries.
-            on_failure: What a failed job of a group does to those behind it: they wait for its retry ("block"), or they
-                go on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case.
-            expires: A job is discarded if it has not begun this long after it was added.
+            options: As `CommonOptions` explains them. Those of `FlowOptions` are what `options` of the handler takes,
+                for all of its jobs.
 
         Raises:
             RegistryError: the function cannot be a handler, the kind or an alias is taken, or an option does not fit.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        flow = {"coalesce": coalesce, "every": every, "group": group, "unique": unique, "expires": expires}
-        options = self._options(
-            queue, aliases, retry, claim, timeout_seconds, messages, flow, batchable=batchable, on_failure=on_failure
-        )
-        decorator = HandlerDecorator(self.add, kind, options)
+        check_keywords("handler", options, CommonOptions)
+        decorator = HandlerDecorator(self.add, options.get("kind"), self._options(options, batchable=batchable))
         return decorator if function is None else decorator(function)
 
-    def _options(
-        self,
-        queue: str,
-        aliases: Iterable[str],
-        retry: Backoff | None,
-        claim: ClaimMode,
-        timeout_seconds: float | None,
-        messages: Messages | None,
-        flow: dict[str, Any],
-        **others: Any,
-    ) -> Callable[[], HandlerOptions]:
-        kept = self._messages if messages is None else messages
-        retries = Backoff() if retry is None else retry
-
-        def make() -> HandlerOptions:
-            try:
-                enqueued = JobOptions(**flow)
-            except (ArgumentError, InvalidKey) as error:
-                raise RegistryError(str(error)) from error
-            return HandlerOptions(queue, aliases, retries, claim, timeout_seconds, kept, enqueued=enqueued, **others)
-
-        return make
-
     def batch_handler(
-        self,
-        arguments: Callable[P, T],
-        *,
-        max_size: int = DEFAULT_MAX_SIZE,
-        kind: str | None = None,
-        queue: str = "default",
-        aliases: Iterable[str] = (),
-        retry: Backoff | None = None,
-        claim: ClaimMode = "transaction",
-        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
-        messages: Messages | None = None,
-        coalesce: Key | None = None,
-        every: timedelta | None = None,
-        group: Key | None = None,
-        unique: Key | Unique | None = None,
-        expires: timedelta | None = None,
-        on_failure: OnFailure = "block",
+        self, arguments: Callable[P, T], *, max_size: int = DEFAULT_MAX_SIZE, **options: Unpack[CommonOptions]
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that is given many jobs at a time: for set-based SQL.
 
@@ -213,21 +108,33 @@ class Jobs(Retained, Scheduled, Limited):
         Args:
             arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
             max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
-            kind: This option and the others mean what they mean for `handler`.
-            claim: "transaction", the only one so far.
-            coalesce: This option and those behind it are those of `handler`.
+            options: Those of `handler` without `batchable`, as `CommonOptions` explains them.
 
         Raises:
             RegistryError: the kind or an alias is taken, an option is out of its range, or the arguments of the class
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
+        check_keywords("batch_handler", options, CommonOptions)
         declared = Arguments(arguments)
-        flow = {"coalesce": coalesce, "every": every, "group": group, "unique": unique, "expires": expires}
-        options = self._options(
-            queue, aliases, retry, claim, timeout_seconds, messages, flow, max_size=max_size, on_failure=on_failure
-        )
-        return BatchHandlerDecorator(self.add, kind, options, declared)
+        return BatchHandlerDecorator(self.add, options.get("kind"), self._options(options, max_size=max_size), declared)
+
+    def _options(self, given: CommonOptions, **others: Any) -> Callable[[], HandlerOptions]:
+        """A function that checks the options and fills in the registry's own defaults."""
+        flow = {name: value for name, value in given.items() if name in FlowOptions.__annotations__}
+        others |= {name: value for name, value in given.items() if name not in flow and name != "kind"}
+        messages, retry = given.get("messages"), given.get("retry")
+        others["messages"] = self._messages if messages is None else messages
+        others["retry"] = Backoff() if retry is None else retry
+
+        def make() -> HandlerOptions:
+            try:
+                enqueued = JobOptions(**flow)  # type: ignore[arg-type]  # checked by JobOptions
+            except (ArgumentError, InvalidKey) as error:
+                raise RegistryError(str(error)) from error
+            return HandlerOptions(**others, enqueued=enqueued)
+
+        return make
 
     batch = staticmethod(open_batch)
 

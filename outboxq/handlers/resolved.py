@@ -9,8 +9,9 @@ from typing import TypeAlias
 from outboxq.admin.schedules import NewSchedule
 from outboxq.errors import UnknownKind
 from outboxq.handlers.around import Arounds
-from outboxq.handlers.handler import AnyHandler, BatchHandler, ClaimMode, Flavour
+from outboxq.handlers.handler import AnyHandler, BatchHandler, Flavour
 from outboxq.handlers.hooks import EventHook
+from outboxq.handlers.options import ClaimMode
 from outboxq.handlers.retention import Window
 from outboxq.queue_limits import QueueLimits
 

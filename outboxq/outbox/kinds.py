@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Generic, ParamSpec
+from typing import Generic, ParamSpec, Unpack
 
 from outboxq.codec.entities import is_pending
 from outboxq.codec.parameters import Signature
@@ -13,8 +13,8 @@ from outboxq.errors import ArgumentError
 from outboxq.job import OWN_HEADERS
 from outboxq.names import check_name
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, check_size
-from outboxq.outbox.keys import Key, KeyRules, Unique
-from outboxq.outbox.options import PLAIN_OPTIONS, JobOptions
+from outboxq.outbox.keys import KeyRules
+from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions, check_keywords
 
 P = ParamSpec("P")
 
@@ -45,11 +45,7 @@ class JobKind(Generic[P]):
         priority: int | None = None,
         max_attempts: int | None = None,
         headers: Mapping[str, str] | None = None,
-        coalesce: Key | None = None,
-        every: timedelta | None = None,
-        group: Key | None = None,
-        unique: Key | Unique | None = None,
-        expires: timedelta | None = None,
+        **flow: Unpack[FlowOptions],
     ) -> "JobKind[P]":
         """The same kind with other options; what is not given stays as it was.
 
@@ -61,29 +57,15 @@ class JobKind(Generic[P]):
             max_attempts: Overrides the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.
-            coalesce: A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this
-                kind and key that wait run as one, with the newest arguments.
-            every: With `coalesce`: run at most once in this time, after it.
-            group: A key, or a function: jobs of this queue and key run one at a time, in the order in which they were
-                added.
-            unique: A key, a function, or `Unique(...)`: the job is not added while one of its kind and key waits,
-                runs or retries.
-            expires: The job is discarded if it has not begun this long after it was added.
+            flow: What a handler has for all of its jobs: `coalesce`, `every`, `group`, `unique`, `expires`, as
+                `FlowOptions` explains them.
 
         Raises:
             ArgumentError: a value out of its range, or two that exclude each other, such as `delay` and `run_at`.
             InvalidKey: a key that cannot be stored.
         """
-        given = {
-            "priority": priority,
-            "max_attempts": max_attempts,
-            "headers": headers,
-            "coalesce": coalesce,
-            "every": every,
-            "group": group,
-            "unique": unique,
-            "expires": expires,
-        }
+        check_keywords("options", flow, FlowOptions)
+        given = {"priority": priority, "max_attempts": max_attempts, "headers": headers, **flow}
         changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
         if delay is not None or run_at is not None:
             changes |= {"delay": delay, "run_at": run_at}

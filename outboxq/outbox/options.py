@@ -3,12 +3,39 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TypedDict
 
 from outboxq.errors import ArgumentError
 from outboxq.outbox.keys import Key, Unique, check_constant, check_positive
 from outboxq.outcomes import MAX_DELAY
 
 MAX_PRIORITY = 32_767
+
+
+class FlowOptions(TypedDict, total=False):
+    """The options that a handler has for all of its jobs, and `kind.options(...)` for some of them."""
+
+    coalesce: Key | None
+    """A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this kind and key
+    that wait run as one, with the newest arguments."""
+    every: timedelta | None
+    """With `coalesce`: run at most once in this time, after it."""
+    group: Key | None
+    """A key, or a function: jobs of this queue and key run one at a time, in the order in which they were added."""
+    unique: Key | Unique | None
+    """A key, a function, or `Unique(...)`: a job is not added while one of its kind and key waits, runs or retries."""
+    expires: timedelta | None
+    """A job is discarded if it has not begun this long after it was added."""
+
+
+def check_keywords(function: str, given: Mapping[str, object], known: type) -> None:
+    """Refuse a keyword argument that is not in `known`, a TypedDict, as Python does for one that is written out.
+
+    Raises:
+        TypeError: `given` has another one; the message names it.
+    """
+    for name in given.keys() - known.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

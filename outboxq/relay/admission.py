@@ -14,7 +14,7 @@ from typing import TypeAlias, cast
 from sqlalchemy import Connection
 
 from outboxq.database.driver import run_script
-from outboxq.handlers.handler import ClaimMode
+from outboxq.handlers.options import ClaimMode
 from outboxq.queue_limits import Rate
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.limits import RelayLimits

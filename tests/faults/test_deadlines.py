@@ -34,7 +34,7 @@ from outboxq.events import (
 from outboxq.execution.batch_state import BatchState
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers.context import BatchContext, BatchItem
-from outboxq.handlers.handler import DEFAULT_TIMEOUT_SECONDS
+from outboxq.handlers.options import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner

@@ -2,13 +2,14 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from outboxq import AsyncContext, Backoff, Context, Handler, Jobs
+from outboxq import AsyncContext, Backoff, Context, Handler, Jobs, external
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, RegistryError, UnknownKind
 from outboxq.inbox import Inbox
 
@@ -217,6 +218,21 @@ def test_a_name_that_cannot_be_carried_is_refused_at_the_decorator(names: dict[s
     with pytest.raises(ArgumentError, match="name"):
         jobs.handler(**names)(credit)  # type: ignore[arg-type]
     assert not jobs._handlers
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Jobs().handler(quue="mail"), "handler() got an unexpected keyword argument 'quue'"),
+        (lambda: Jobs().handler(delay=None), "handler() got an unexpected keyword argument 'delay'"),
+        (lambda: Jobs().batch_handler(object, batchable=True), "batch_handler() got an unexpected keyword argument"),
+        (lambda: external("ship", queue="depot").options(dealy=None), "options() got an unexpected keyword argument"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_where_it_is_given(call: Callable[[], object], message: str) -> None:
+    """As Python refuses it, and before a function is decorated."""
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
 
 
 def test_a_signature_that_cannot_be_stored_is_found_when_the_registry_is_resolved() -> None:

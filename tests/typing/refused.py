@@ -64,6 +64,8 @@ def wrong_options() -> None:
     credit.options(delay=5)  # type: ignore[arg-type]
     credit.options(priority="high")  # type: ignore[arg-type]
     credit.options(dealy=timedelta(1))  # type: ignore[call-arg]
+    credit.options(coalesce=5)  # type: ignore[arg-type]
+    credit.options(every=5)  # type: ignore[arg-type]
     ship.options(headers={"a": 1})  # type: ignore[dict-item]
     external("ship")  # type: ignore[call-arg]
     Retry(5)  # type: ignore[arg-type]
@@ -75,6 +77,9 @@ def wrong_handlers() -> None:
     jobs.handler(claim="leese")  # type: ignore[call-overload]
     jobs.handler(timeout_seconds="30")  # type: ignore[call-overload]
     jobs.handler(retry=5)  # type: ignore[call-overload]
+    jobs.handler(quue="mail")  # type: ignore[call-overload]
+    jobs.handler(group=5)  # type: ignore[call-overload]
+    jobs.handler(delay=timedelta(1))  # type: ignore[call-overload]
 
     @jobs.handler()  # type: ignore[arg-type]
     def no_context(address: str) -> None: ...
@@ -138,6 +143,8 @@ def wrong_batches(session: OutboxSession, ctx: Context, async_ctx: AsyncContext)
     session.add_job(credit_all, account_id="one")  # type: ignore[arg-type]
     session.add_job(credit_all, 1, cent=5)  # type: ignore[call-arg]
     jobs.batch_handler(Credit, max_size="many")  # type: ignore[arg-type]
+    jobs.batch_handler(Credit, queue=5)  # type: ignore[arg-type]
+    jobs.batch_handler(Credit, batchable=True)  # type: ignore[call-arg]
     jobs.handler(batchable="yes")  # type: ignore[call-overload]
     ctx.defer(select(job))  # type: ignore[arg-type]
     async_ctx.defer(insert(job), [{"id": 1}])  # type: ignore[arg-type]

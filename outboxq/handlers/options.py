@@ -1,0 +1,135 @@
+"""The options of handlers: what `jobs.handler` and `jobs.batch_handler` take, and their checks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from outboxq.errors import RegistryError
+from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions
+from outboxq.outcomes import Backoff
+
+ClaimMode: TypeAlias = Literal["transaction", "lease"]
+OnFailure: TypeAlias = Literal["block", "pass"]
+Messages: TypeAlias = Literal["redacted", "withheld", "whole"]
+DEFAULT_TIMEOUT_SECONDS = 300.0
+MAX_TIMEOUT_SECONDS = 7 * 86_400.0
+DEFAULT_MAX_SIZE = 100
+LARGEST_MAX_SIZE = 10_000
+
+
+class CommonOptions(FlowOptions, total=False):
+    """The options of handlers and of batch handlers."""
+
+    kind: str | None
+    """The stored name, by default the function's. Give one before you rename the function."""
+    queue: str
+    """Where its jobs wait, by default "default". A queue holds handlers of one flavour, sync or async, and of one claim
+    mode."""
+    aliases: Iterable[str]
+    """Earlier names whose jobs this handler still runs."""
+    retry: Backoff | None
+    """When a failed job runs again, and how often; by default `Backoff()`."""
+    claim: ClaimMode
+    """In "transaction" mode, the default, the handler runs in the transaction that removed the job. In "lease" mode the
+    claim is committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
+    lost; for handlers that are long or reach outside the database. A batch handler takes "transaction" alone."""
+    timeout_seconds: float | None
+    """The deadline of one attempt, by default 300 seconds. A statement, then the handler, is cancelled; what cannot be
+    cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline."""
+    messages: Messages | None
+    """What is stored and logged of the text of an error or of an outcome's reason; by default as the registry says.
+    "redacted": the text, with each argument's value replaced by its name; what the handler makes of a value, such as a
+    slice of it, stays. "withheld": the error's type, place and SQLSTATE alone. "whole": the text as it is."""
+    on_failure: OnFailure
+    """What a failed job of a group does to those behind it: they wait for its retry ("block", the default), or they go
+    on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerOptions:
+    """Where a handler's jobs wait, how they are claimed, and what becomes of a failed one.
+
+    `max_size` is for batch handlers alone, `batchable` for others; `CommonOptions` explains the rest.
+
+    Raises:
+        RegistryError: a value of another type or out of its range, or two that exclude each other.
+    """
+
+    retry: Backoff
+    messages: Messages
+    queue: str = "default"
+    aliases: Iterable[str] = ()
+    claim: ClaimMode = "transaction"
+    timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS
+    batchable: bool = False
+    max_size: int = DEFAULT_MAX_SIZE
+    # How its jobs are enqueued, unless `kind.options(...)` says otherwise.
+    enqueued: JobOptions = PLAIN_OPTIONS
+    on_failure: OnFailure = "block"
+
+    def __post_init__(self) -> None:
+        check_text("queue", self.queue, "mail")
+        object.__setattr__(self, "aliases", _checked_aliases(self.aliases))
+        _check_retry(self.retry)
+        check_choice("claim", self.claim, ClaimMode)
+        object.__setattr__(self, "timeout_seconds", _checked_timeout(self.timeout_seconds))
+        if not isinstance(self.batchable, bool):
+            raise RegistryError(f"batchable takes True or False, got {self.batchable!r}")
+        if self.batchable and self.claim == "lease":
+            raise RegistryError(
+                'batchable=True shares the transaction that removed the jobs, and with claim="lease" each has its own: '
+                "leave one of the two out"
+            )
+        check_choice("messages", self.messages, Messages)
+        check_choice("on_failure", self.on_failure, OnFailure)
+        size = self.max_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_MAX_SIZE:
+            raise RegistryError(f"max_size takes 1 to {LARGEST_MAX_SIZE:,}, got {size!r}")
+
+
+def check_choice(name: str, given: str, choices: object) -> None:
+    """Refuse what is none of a Literal's values.
+
+    Raises:
+        RegistryError: it is not; `name` begins the message.
+    """
+    if given not in get_args(choices):
+        raise RegistryError(f"{name} takes {' or '.join(map(repr, get_args(choices)))}, got {given!r}")
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    # Not `not >`: NaN compares false either way.
+    if not (is_number and 0.001 <= seconds <= MAX_TIMEOUT_SECONDS):
+        raise RegistryError(
+            f"timeout_seconds takes 0.001 to {MAX_TIMEOUT_SECONDS:,.0f}, or None for no deadline, got {seconds!r}"
+        )
+    return float(seconds)
+
+
+def check_text(option: str, given: str, example: str) -> None:
+    """Refuse an option that is no text.
+
+    Raises:
+        RegistryError: it is not; the message has `example`.
+    """
+    if not isinstance(given, str):
+        raise RegistryError(f'{option} takes a name, such as {option}="{example}", got {given!r}')
+
+
+def _checked_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(aliases, str):
+        raise RegistryError(
+            f"aliases takes a tuple or a list of names, got the text {aliases!r}: aliases=({aliases!r},)"
+        )
+    if not isinstance(aliases, Iterable):
+        raise RegistryError(f'aliases takes a tuple or a list of names, such as aliases=("old",), got {aliases!r}')
+    return tuple(aliases)
+
+
+def _check_retry(retry: object) -> None:
+    if not isinstance(retry, Backoff):
+        attempts = retry if isinstance(retry, int) and not isinstance(retry, bool) and retry > 0 else 5
+        raise RegistryError(f"retry takes a Backoff: Backoff(max_attempts={attempts})")

@@ -13,8 +13,9 @@ from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_lost, run_outside_transaction, run_script
+from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
-from outboxq.events import JobRetried, JobSnoozed, drop_tracebacks
+from outboxq.events import JobRetried, JobSnoozed
 from outboxq.execution import settle
 from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler

@@ -19,8 +19,9 @@ from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.sql_words import first_word, may_end_transaction
+from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
-from outboxq.events import JobDone, drop_tracebacks
+from outboxq.events import JobDone
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of
 from outboxq.execution.changes import row_changes, row_writes, uses_only

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from outboxq.events import Event, forget
+from outboxq.emitter import forget
+from outboxq.events import Event
 from outboxq.handlers.function import name_of
 from outboxq.handlers.hooks import EventHook
 from outboxq.relay.limits import HookLimits

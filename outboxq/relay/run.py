@@ -16,8 +16,9 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines, listen_connector
+from outboxq.emitter import Emitter
 from outboxq.errors import RelayStuck
-from outboxq.events import Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
+from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry

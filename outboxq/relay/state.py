@@ -5,17 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from outboxq.config import RelayConfig
-from outboxq.events import (
-    Emitter,
-    JobCancelled,
-    JobCrashed,
-    JobDied,
-    JobDone,
-    JobExpired,
-    JobLeaseLost,
-    JobRetried,
-    JobSetAside,
-)
+from outboxq.emitter import Emitter
+from outboxq.events import JobCancelled, JobCrashed, JobDied, JobDone, JobExpired, JobLeaseLost, JobRetried, JobSetAside
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
 from outboxq.handlers.resolved import Registry

@@ -9,7 +9,8 @@ from sqlalchemy import Connection, Engine
 from outboxq import RelayConfig
 from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import Engines
-from outboxq.events import Emitter, JobCrashed
+from outboxq.emitter import Emitter
+from outboxq.events import JobCrashed
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.invoke import SyncInvoker

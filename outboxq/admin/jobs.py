@@ -20,11 +20,11 @@ from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.outbox.options import MAX_PRIORITY
 from outboxq.statements import jobs as statements
 from outboxq.statements import wake
-from outboxq.statements.claim import clear_marks as clearing
 from outboxq.statements.jobs import STATES as STATES
 from outboxq.statements.jobs import JobChange as JobChange
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
+from outboxq.statements.park import clear_marks as clearing
 from outboxq.tables import mapped_schema
 
 

@@ -18,8 +18,8 @@ from outboxq.database.errors import sqlstate_of
 from outboxq.events import JobSetAside
 from outboxq.execution.claim import AnyScript
 from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row
-from outboxq.statements.claim import clear_marks
 from outboxq.statements.lease import NEVER
+from outboxq.statements.park import clear_marks
 from outboxq.statements.transaction import READABLE_DATES, UNTIMED
 
 logger = logging.getLogger("outboxq.relay")

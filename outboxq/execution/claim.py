@@ -18,10 +18,11 @@ from sqlalchemy import Connection
 from outboxq.database.driver import ScriptResult, is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.job import Job
-from outboxq.statements import claim as statements
 from outboxq.statements import limit as statements_of_limits
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id, park_head
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id
 from outboxq.statements.group_claim import GroupScript
+from outboxq.statements.park import clear_marks as marks_cleared
+from outboxq.statements.park import park_head
 from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 PARK_LIMIT = 10_000
@@ -311,7 +312,7 @@ def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransa
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
     """Clear the marks of these jobs, once committed: their claim was rolled back on purpose, and killed no relay."""
-    run_script(connection, statements.clear_marks(schema, [str(job_id) for job_id in job_ids]))
+    run_script(connection, marks_cleared(schema, [str(job_id) for job_id in job_ids]))
 
 
 def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:

@@ -56,7 +56,7 @@ _ORDERED = """ AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT """
 
-_BY_PRIORITY: LiteralString = "(-priority), seq"
+BY_PRIORITY: LiteralString = "(-priority), seq"
 
 # The left side has one row, so that the count is returned even if nothing was claimed.
 _TRANSACTION = """
@@ -282,7 +282,7 @@ class ClaimStatements:
 # What is eligible, and in which order.
 _Sort: TypeAlias = tuple[LiteralString, LiteralString]
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
-_READY: _Sort = ("state = 'ready'", _BY_PRIORITY)
+_READY: _Sort = ("state = 'ready'", BY_PRIORITY)
 # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
 # stable and can bound the index.
 _DUE: _Sort = (
@@ -348,69 +348,3 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
         "AND state NOT IN ('leased', 'group_leased') LIMIT "
     )
     return ClaimScript((render(schema, picked, id=job_id), "", "", "", _deleting(schema)), "")
-
-
-def clear_marks(schema: str, job_ids: list[str]) -> str:
-    """Overwrite, at COMMIT, the marks in the rows of jobs whose claim was rolled back on purpose.
-
-    Index: the primary key. Locks: the rows, until the caller's transaction ends; skips rows that others hold already.
-    """
-    return render(
-        schema,
-        "SELECT pg_catalog.count(*) FROM (SELECT FROM {job} WHERE id = ANY ({ids}::uuid[]) "
-        "AND state IN ('ready', 'scheduled', 'grouped') FOR UPDATE SKIP LOCKED) AS cleared",
-        ids=job_ids,
-    )
-
-
-_UNKNOWN_HEAD: LiteralString = """\
-WITH head AS MATERIALIZED (
-  SELECT id FROM {job} WHERE queue = {queue} AND state = {state} {due} ORDER BY {order} LIMIT {limit}
-), picked AS MATERIALIZED (
-  SELECT id FROM {job} AS job
-  WHERE id = ANY (ARRAY(SELECT id FROM head)) AND state = (SELECT {state}) AND NOT kind = ANY ({known})
-  FOR UPDATE SKIP LOCKED"""
-_PARKING: LiteralString = """
-), parked AS (
-  UPDATE {job} AS job SET state = 'scheduled', parked = {parked}, run_at = {later}
-  WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
-)
-SELECT pg_catalog.count(*) FROM parked"""
-# If its transaction is committed, this overwrites the marks of a parking that failed.
-_MARKS: LiteralString = """
-)
-SELECT pg_catalog.count(*) FROM picked"""
-
-
-def park_head(
-    schema: str, queue: str, state: str, known_kinds: tuple[str, ...], limit: int, *, only_marks: bool = False
-) -> str:
-    """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
-
-    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold.
-    Arrays of keys, because a join may compare each with each if statistics know of no such job. The state is compared
-    with a subquery, so that the planner finds the keys by the primary key and not by the claim's index.
-
-    Args:
-        only_marks: Only clear the jobs' marks.
-    """
-    scheduled = state == "scheduled"
-    return render(
-        schema,
-        _UNKNOWN_HEAD + (_MARKS if only_marks else _PARKING),
-        queue=queue,
-        state=state,
-        due=sql.SQL("AND run_at <= pg_catalog.statement_timestamp()" if scheduled else ""),
-        order=sql.SQL("run_at" if scheduled else _BY_PRIORITY),
-        limit=limit,
-        known=list(known_kinds),
-        parked=sql.SQL(one_more("job.parked")),
-        later=sql.SQL(PARKED_UNTIL),
-    )
-
-
-# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides before it is used: a power may underflow, too.
-PARKED_UNTIL = (
-    "pg_catalog.clock_timestamp() + least(interval '5 minutes', "
-    "interval '5 seconds' * pg_catalog.power(2, least(greatest(parked, 0), 6)))"
-)

@@ -36,8 +36,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from outboxq.job import Job
 from outboxq.statements.builtin import pg
-from outboxq.statements.claim import PARKED_UNTIL
 from outboxq.statements.numbers import MOST_COUNTED, MOST_TOKEN, next_token
+from outboxq.statements.park import PARKED_UNTIL
 from outboxq.tables import dead_job, job, queue
 
 # What is written back as it was claimed.

@@ -649,7 +649,7 @@ MUTANTS = (
     ),
     Mutant(
         "a function's schema in a statement",
-        "outboxq/statements/claim.py",
+        "outboxq/statements/park.py",
         "'5 seconds' * pg_catalog.power(",
         "'5 seconds' * power(",
         ("tests/statements/test_statement_names.py", "tests/statements/test_lookups.py"),

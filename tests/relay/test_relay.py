@@ -26,7 +26,7 @@ from outboxq.events import (
     RelayStopping,
 )
 from outboxq.postgres import Database, Server, start_embedded
-from outboxq.statements.claim import park_head
+from outboxq.statements.park import park_head
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.app import Effect

@@ -125,7 +125,7 @@ _Identity = tuple[str, bool, str]
 
 
 def _declared_indexes() -> list[tuple[str, _Identity]]:
-    """The name and the identity of every index of tables.py, primary keys included."""
+    """The name and the identity of every index of `outboxq.tables`, primary keys included."""
     found = []
     for table in metadata.tables.values():
         owner = str(table.name)

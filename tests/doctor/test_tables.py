@@ -78,7 +78,7 @@ def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> Non
     ],
 )  # fmt: skip
 def test_a_missing_index_is_named(outboxq_database: Database, name: str) -> None:
-    """Each index of tables.py is missed when it is gone."""
+    """Each index of `outboxq.tables` is missed when it is gone."""
     execute(outboxq_database.url, f"DROP INDEX outboxq.{name}")
     assert only(outboxq_database.url, "index-missing")["detail"]["index"] == name
 

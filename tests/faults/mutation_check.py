@@ -663,7 +663,7 @@ MUTANTS = (
     ),
     Mutant(
         "texts that are sent as text",
-        "outboxq/tables.py",
+        "outboxq/tables/columns.py",
         "type(self) if issubclass(cls, String) else cls",
         "cls",
         ("tests/statements/test_lookups.py",),

@@ -1,0 +1,37 @@
+"""The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
+
+from outboxq.tables.columns import SCHEMA, JsonText, StoredText, mapped_schema, metadata
+from outboxq.tables.installation import deployment, migration, relay
+from outboxq.tables.job_row import JobRow, job_mapper
+from outboxq.tables.jobs import JOB_SIZES, batch, cancel_request, dead_job, job, unique_key
+from outboxq.tables.memories import effect, inbox
+from outboxq.tables.queues import paused_kind, queue, rate, schedule
+
+# The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
+NEEDED_VERSION = 9
+
+__all__ = [
+    "JOB_SIZES",
+    "NEEDED_VERSION",
+    "SCHEMA",
+    "JobRow",
+    "JsonText",
+    "StoredText",
+    "batch",
+    "cancel_request",
+    "dead_job",
+    "deployment",
+    "effect",
+    "inbox",
+    "job",
+    "job_mapper",
+    "mapped_schema",
+    "metadata",
+    "migration",
+    "paused_kind",
+    "queue",
+    "rate",
+    "relay",
+    "schedule",
+    "unique_key",
+]

@@ -1,0 +1,61 @@
+"""What the tables share: their schema, and the types of their columns."""
+
+from typing import Any
+
+from sqlalchemy import DDL, Connection, Engine, MetaData, String, Table, Text, cast, event, type_coerce
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.sql.elements import BindParameter, ColumnElement
+from sqlalchemy.types import TypeEngine, UserDefinedType
+
+SCHEMA = "outboxq"
+
+metadata = MetaData(schema=SCHEMA)
+
+
+def mapped_schema(connection: Connection | Engine) -> str:
+    """The schema that the `schema_translate_map` of a connection or an engine leads to."""
+    translated: dict[str | None, str | None] = connection.get_execution_options().get("schema_translate_map") or {}
+    return translated.get(SCHEMA) or SCHEMA
+
+
+_JSONB_AS_TEXT: TypeEngine[str] = JSONB()
+
+
+class StoredText(Text):
+    """A text column whose values are sent as text.
+
+    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it would look for the nearest one in
+    all schemas of the search path, and prefer a user's for text and varchar to its own for two texts.
+    """
+
+    render_bind_cast = True
+
+    def adapt(self, cls: type[Any], **kw: Any) -> Any:
+        """Keep this type, even if a dialect has a type of its own for texts."""
+        return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
+
+
+class JsonText(UserDefinedType[str]):
+    """A jsonb column that travels as JSON text both ways.
+
+    Neither the engine's own JSON serializer nor a driver's decoder touches the payload: it is decoded job by job, so
+    that one broken payload fails one job.
+    """
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: object) -> str:
+        return "JSONB"
+
+    def bind_expression(self, bindvalue: BindParameter[str]) -> ColumnElement[str]:
+        return cast(type_coerce(bindvalue, Text()), _JSONB_AS_TEXT)
+
+    def column_expression(self, colexpr: ColumnElement[str]) -> ColumnElement[str]:
+        return cast(colexpr, Text)
+
+
+def set_storage(table: Table, parameters: str) -> None:
+    """Have CREATE TABLE set storage parameters, such as a fill factor."""
+    # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
+    statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
+    event.listen(table, "after_create", statement)

@@ -1,0 +1,34 @@
+"""Relays that are alive, the installation's id, and the migration steps that it has."""
+
+from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Integer, Table, Uuid, text
+
+from outboxq.tables.columns import StoredText, metadata, set_storage
+
+relay = Table(
+    "relay",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("alive_until", DateTime(timezone=True), nullable=False),
+    Column("started_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("host", StoredText),
+    Column("pid", Integer),
+)
+# Updated every few seconds: free room on the page keeps the updates HOT.
+set_storage(relay, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
+
+# The id that provider keys are made of, so that two installations never give the same key.
+deployment = Table(
+    "deployment",
+    metadata,
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("id", Uuid, nullable=False, server_default=text("gen_random_uuid()")),
+    CheckConstraint("singleton", name="deployment_one_row"),
+)
+
+migration = Table(
+    "migration",
+    metadata,
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("applied_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("created_schema", Boolean, nullable=False, server_default=text("false")),
+)

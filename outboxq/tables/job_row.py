@@ -1,0 +1,60 @@
+"""`JobRow`: what stands in a session for the jobs of a flush."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, event, func, inspect, select
+from sqlalchemy.orm import Mapper, registry
+
+from outboxq.tables.columns import metadata
+from outboxq.tables.jobs import job
+
+
+class JobRow:
+    """Jobs that are not inserted yet: one object in the caller's unit of work stands for all jobs of a flush.
+
+    Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
+    it. Until then it is pending, so that SQLAlchemy itself minds savepoints, rollbacks and autoflush. Never returned to
+    callers.
+
+    Args:
+        number: Tells it apart from others in its session's identity map.
+        write: Called with the connection and this object when a flush comes to it.
+    """
+
+    # For hooks of users that ask every object of a session for its table.
+    __tablename__ = job.name
+
+    def __init__(self, number: int, write: "Callable[[Connection, JobRow], None]") -> None:
+        self.number = number
+        self.write = write
+        # By their ids in hex; None once they are written.
+        self.jobs: dict[str, Any] | None = {}
+
+
+# Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
+_numbered = select(func.pg_catalog.max(job.c.seq, type_=job.c.seq.type).label("number")).subquery("jobs")
+_mapping = threading.Lock()
+
+
+def job_mapper() -> Mapper[JobRow]:
+    """The mapping of `JobRow`, made anew after `clear_mappers()`, which removes all mappings."""
+    found: Mapper[JobRow] | None = inspect(JobRow, raiseerr=False)
+    if found is None:
+        with _mapping:
+            found = inspect(JobRow, raiseerr=False) or _map()
+    assert found is not None
+    return found
+
+
+def _map() -> Mapper[JobRow]:
+    mapper = registry(metadata=metadata).map_imperatively(
+        JobRow, _numbered, primary_key=[_numbered.c.number], eager_defaults=False
+    )
+    JobRow.__table__ = job  # type: ignore[attr-defined]  # where declared classes have their table
+    event.listen(mapper, "before_insert", lambda _mapper, connection, row: row.write(connection, row))
+    return mapper
+
+
+job_mapper()

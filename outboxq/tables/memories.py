@@ -1,0 +1,56 @@
+"""What is remembered: messages that were accepted, and calls to the outside."""
+
+from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Index, Integer, LargeBinary, Table, Uuid, text
+
+from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+
+# The messages that were accepted, each written in the transaction of the rows that it leads to.
+inbox = Table(
+    "inbox",
+    metadata,
+    Column("consumer", StoredText, primary_key=True),
+    Column("message_id", StoredText, primary_key=True),
+    Column("fingerprint", LargeBinary),
+    Column("seen_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    CheckConstraint("octet_length(consumer) BETWEEN 1 AND 63", name="inbox_consumer_bytes"),
+    CheckConstraint("octet_length(message_id) BETWEEN 1 AND 512", name="inbox_message_id_bytes"),
+)
+Index("inbox_expires", inbox.c.expires_at)
+
+# Calls to the outside, written in short transactions of their own. `in_doubt`: an earlier call may have been applied.
+effect = Table(
+    "effect",
+    metadata,
+    Column("scope", StoredText, primary_key=True),
+    Column("key", StoredText, primary_key=True),
+    Column("fingerprint", LargeBinary),
+    Column("status", StoredText, nullable=False),
+    Column("in_doubt", Boolean, nullable=False, server_default=text("false")),
+    Column("provider_key", Uuid, nullable=False),
+    Column("lock_token", Uuid, nullable=False),
+    Column("locked_until", DateTime(timezone=True), nullable=False),
+    Column("attempts", Integer, nullable=False, server_default=text("1")),
+    Column("result", JsonText),
+    Column("error", StoredText),
+    Column("first_called_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("changed_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", DateTime(timezone=True)),
+    CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
+    CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
+    CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
+    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome is unknown.
+    CheckConstraint(
+        "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
+        name="effect_kept",
+    ),
+)
+Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
+Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
+
+# Vacuumed early: the pruner starts at the oldest expiry, and walks over the entries that it deleted until a vacuum.
+for _table in (inbox, effect):
+    set_storage(
+        _table,
+        "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
+    )

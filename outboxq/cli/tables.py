@@ -91,9 +91,7 @@ def print_table(
     if title is not None:
         typer.echo(f"\n{title}")
     if not sys.stdout.isatty():
-        typer.echo("\t".join(column.name for column in columns))
-        for values in found:
-            typer.echo("\t".join(map(in_full, values)))
+        _print_tabbed(columns, found)
         return
     if not found:
         return
@@ -101,7 +99,7 @@ def print_table(
 
     console = Console(highlight=False)
     shown = [
-        _Shown(column, [_cell(column, value, now) for value in values], _is_number(values))
+        _shown(column, values, now)
         for column, values in zip(columns, _transposed(found, len(columns)), strict=True)
         if wide or column.if_empty or any(values)
     ]
@@ -111,6 +109,16 @@ def print_table(
         return
     below = None if wide else _fit(shown, console.width)
     _print(console, shown, below, len(found))
+
+
+def _print_tabbed(columns: Sequence[Column], found: Sequence[Sequence[object]]) -> None:
+    typer.echo("\t".join(column.name for column in columns))
+    for values in found:
+        typer.echo("\t".join(map(in_full, values)))
+
+
+def _shown(column: Column, values: Sequence[object], now: datetime | None) -> _Shown:
+    return _Shown(column, [_cell(column, value, now) for value in values], _is_number(values))
 
 
 def _cell(column: Column, value: object, now: datetime | None) -> str:

@@ -78,7 +78,7 @@ class BatchLoop:
         """
         self.claim_failed = False
         # A claim that found nothing has left its tokens to this one.
-        size, has_tokens = self._planner.batch_size(name), self._planner.holds_tokens(name)
+        size, has_tokens = self._planner.batch_size(name), self._planner.tokens.are_left_to(name)
         if not (has_tokens or self._state.admission.admits(connection, name, size)):
             return False
         while (request := self._planner.ask(name, script)) is not None:
@@ -104,14 +104,13 @@ class BatchLoop:
             self._state.admission.found_room(name)
             if self._planner.found_nothing(name, script):
                 return False
-            if isinstance(script, GroupScript):
-                self._bring_back(connection, name)
+            self._bring_back(connection, name, script)
             # Nothing is left behind the cursor: claim once more, from the start, or from the next groups.
         return False
 
-    def _bring_back(self, connection: Connection, name: str) -> None:
+    def _bring_back(self, connection: Connection, name: str, script: AnyScript) -> None:
         """Let jobs that were passed over by their groups wait there again, if a claim has seen that they are due."""
-        if self._planner.take_back_due(name):
+        if isinstance(script, GroupScript) and self._planner.take_back_due(name):
             with connection.begin():
                 run_script(connection, bring_back(self._state.config.schema, name))
 

@@ -13,7 +13,7 @@ from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.job import Job
 from outboxq.relay.cursors import GroupCursor, QueueCursor
 from outboxq.relay.poller import Order, Sort
-from outboxq.relay.rates import Taken
+from outboxq.relay.slot_tokens import SlotTokens
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.group_claim import GroupScript
@@ -51,10 +51,7 @@ class ClaimPlanner:
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._statements = {name: self._statements_of(name) for name in queues}
-        # The queue whose tokens the last request has taken, until its claim is known to have taken jobs or not.
-        self._tokens: tuple[str, Taken] | None = None
-        # That claim has found nothing, a moment ago: the next one has its tokens.
-        self._has_left_tokens = False
+        self.tokens = SlotTokens(state.admission)
         self._timeouts = {name: state.registry.timeout_seconds(name) for name in queues}
         # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
@@ -82,7 +79,7 @@ class ClaimPlanner:
 
     def begin_walk(self) -> None:
         """Begin a round of the slot's queues, outside of a transaction."""
-        self._return_tokens()
+        self.tokens.return_unused()
         self._walks_since = _now()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
         self._see_limits()
@@ -176,7 +173,7 @@ class ClaimPlanner:
         """The next claim; None if the queue has a rate and no tokens are in hand, or if it has another limit by now."""
         if self._has_other_limit(name):
             return None
-        limit = self._with_tokens(name, self._limit(name, script))
+        limit = self.tokens.take(name, self._limit(name, script))
         if not limit:
             return None
         if isinstance(script, GroupScript):
@@ -193,31 +190,6 @@ class ClaimPlanner:
         self.request = ClaimRequest(script, limit, None, name, self._timeouts[name], None, after, groups)
         return self.request
 
-    def _with_tokens(self, name: str, limit: int) -> int:
-        """Take tokens for up to `limit` jobs, if the queue has a rate; how many jobs may be claimed."""
-        admission, held = self._state.admission, self._tokens
-        if held is not None and self.holds_tokens(name) and held[1].tokens <= limit:
-            self._has_left_tokens = False
-            return held[1].tokens
-        self._return_tokens()
-        if not admission.has_rate(name):
-            return limit
-        taken = admission.hands.take(name, limit)
-        self._tokens = (name, taken) if taken.tokens else None
-        return taken.tokens
-
-    def holds_tokens(self, name: str) -> bool:
-        """Whether a claim of this queue, in this round, has left its tokens to the next one."""
-        return self._has_left_tokens and self._tokens is not None and self._tokens[0] == name
-
-    def _return_tokens(self, used: int = 0) -> None:
-        """Give the tokens of the last request back that no job has used."""
-        if self._tokens is not None:
-            name, taken = self._tokens
-            self._tokens, self._has_left_tokens = None, False
-            if used < taken.tokens:
-                self._state.admission.hands.give_back(name, replace(taken, tokens=taken.tokens - used))
-
     def _limit(self, name: str, script: AnyScript) -> int:
         # Under a lease each claimed job counts for the limit of its queue, and the jobs of a claim run one by one.
         counts_each = script.leased and self._state.flow.limits_of(name).running is not None
@@ -233,7 +205,7 @@ class ClaimPlanner:
         assert self.request is not None
         self._claimed = self.request
         self.is_called = False
-        self._return_tokens(len(jobs))
+        self.tokens.return_unused(len(jobs))
         if self._walks_since is not None:
             # In a round each queue that takes turns has its share of the time, and one claim at least.
             shares = 1 + self._order.count_peers(name, self._state.poller.waiting())
@@ -261,7 +233,7 @@ class ClaimPlanner:
     def found_nothing(self, name: str, script: AnyScript) -> bool:
         """Record that no such job waits behind the place from which the claim started; whether none waits at all."""
         assert self.request is not None
-        self._has_left_tokens = True
+        self.tokens.leave()
         if isinstance(script, GroupScript):
             return script.suspects or self._groups[name].end_round()
         if script.is_keyed:

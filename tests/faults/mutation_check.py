@@ -109,8 +109,8 @@ MUTANTS = (
     ),
     Mutant(
         "tokens before the claim",
-        "outboxq/relay/claim_planner.py",
-        "        if not admission.has_rate(name):\n",
+        "outboxq/relay/slot_tokens.py",
+        "        if not self._admission.has_rate(queue):\n",
         "        if 0 == 0:\n",
         ("tests/flow/test_rates.py::test_jobs_begin_at_the_rate_of_their_queue",),
     ),
@@ -137,8 +137,8 @@ MUTANTS = (
     ),
     Mutant(
         "the tokens that a claim leaves to the next one when it finds nothing",
-        "outboxq/relay/claim_planner.py",
-        "        self._has_left_tokens = True\n",
+        "outboxq/relay/slot_tokens.py",
+        "        self._are_left = True\n",
         "",
         ("tests/flow/test_rates.py::test_a_claim_that_finds_nothing_leaves_its_token_to_the_next",),
     ),

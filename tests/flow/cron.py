@@ -6,28 +6,23 @@ Relays in processes of their own are killed, and the server ends backends, those
 schedule was fired, its next time is written anew: a second later than its last one, and always in the past.
 """
 
-import argparse
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import Engine, create_engine, text
 
 from outboxq import RelayConfig, schedules
-from outboxq.migrations.runner import migrate
-from outboxq.postgres import start_embedded
-from outboxq.testing.relay_process import RelayProcess
+from tests.flow.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support import scheduled_app
-from tests.support.fork_server import forking
 from tests.support.waiting import wait_until
 
 RELAYS = 6
 _SCHEDULES = 30
+_CONFIG = RelayConfig(heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, batch_size=5, reindex=False)
 _START = datetime(2026, 1, 1, tzinfo=UTC)
 _KINDS = {"transaction": scheduled_app.note, "lease": scheduled_app.note_leased}
 # Those that were fired are due again in years.
@@ -36,12 +31,7 @@ _MOVE = text(
     "WHERE next_at > clock_timestamp() RETURNING name, next_at"
 )
 _DUE = text("SELECT count(*) FROM outboxq.schedule WHERE next_at <= clock_timestamp()")
-_WAITING = text("SELECT count(*) FROM outboxq.job")
-_DEAD = text("SELECT count(*) FROM outboxq.dead_job")
 _RAN = text("SELECT name, at FROM fired")
-_CONNECTED = text(
-    "SELECT count(DISTINCT application_name) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %'"
-)
 _TERMINATE = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %' "
     "ORDER BY (state <> 'idle' AND query LIKE '%schedule%') DESC, random() LIMIT 1"
@@ -66,31 +56,13 @@ class Report:
         return self.lost + self.doubled + self.not_due + self.dead
 
 
-@dataclass(slots=True)
-class Relays:
-    """Relays that are replaced when they are killed."""
-
-    url: str
-    running: list[RelayProcess] = field(default_factory=list)
-
-    def start(self) -> None:
-        config = RelayConfig(heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, batch_size=5, reindex=False)
-        self.running.append(RelayProcess("tests.support.scheduled_app:jobs", self.url, config))
-
-    def kill_one(self, chance: random.Random) -> None:
-        victim = self.running.pop(chance.randrange(len(self.running)))
-        victim.kill()
-        victim.close()
-        self.start()
-
-
 def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS) -> Report:
     """Fire schedules under kills, and compare what ran with what was due. The database has our tables."""
     engine, chance, report, started = create_engine(url), random.Random(seed), Report(), time.monotonic()
     prepare(engine, mode)
     due: Counter[tuple[str, datetime]] = Counter()
-    with running(url, relays) as processes:
-        wait_until(lambda: connected(engine) >= relays, "the relays")
+    with running("tests.support.scheduled_app:jobs", url, _CONFIG, relays) as processes:
+        wait_until(lambda: count(engine, CONNECTED) >= relays, "the relays")
         next_kill = time.monotonic() + 0.5
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -99,12 +71,12 @@ def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS)
                 next_kill = time.monotonic() + chance.uniform(0.5, 1.5)
                 processes.kill_one(chance)
                 report.kills += 1
-            report.terminated += terminate(engine) if chance.random() < 0.3 else 0
+            report.terminated += ended(engine, _TERMINATE) if chance.random() < 0.3 else 0
             time.sleep(0.02)
-        wait_until(lambda: count(engine, _DUE) == 0 and count(engine, _WAITING) == 0, "all schedules and jobs", 120)
+        wait_until(lambda: count(engine, _DUE) == 0 and count(engine, WAITING) == 0, "all schedules and jobs", 120)
     with engine.connect() as connection:
         ran = Counter((row.name, row.at.astimezone(UTC)) for row in connection.execute(_RAN))
-    report.due, report.dead, report.seconds = len(due), count(engine, _DEAD), time.monotonic() - started
+    report.due, report.dead, report.seconds = len(due), count(engine, DEAD), time.monotonic() - started
     report.lost, report.not_due = len(due.keys() - ran.keys()), len(ran.keys() - due.keys())
     report.doubled = sum(number - 1 for number in ran.values())
     engine.dispose()
@@ -121,58 +93,11 @@ def prepare(engine: Engine, mode: str) -> None:
             schedules.put(connection, name, job, cron="0 0 29 2 *", missed="one")
 
 
-@contextmanager
-def running(url: str, number: int) -> Iterator[Relays]:
-    relays = Relays(url)
-    try:
-        for _ in range(number):
-            relays.start()
-        yield relays
-    finally:
-        for relay in relays.running:
-            relay.close()
-
-
 def move(engine: Engine) -> list[tuple[str, datetime]]:
     """Have all schedules that were fired be due again; the times."""
     with engine.begin() as connection:
         return [(row.name, row.next_at.astimezone(UTC)) for row in connection.execute(_MOVE, {"start": _START})]
 
 
-def terminate(engine: Engine) -> int:
-    with engine.begin() as connection:
-        return len(connection.execute(_TERMINATE).all())
-
-
-def connected(engine: Engine) -> int:
-    names = (
-        "SELECT count(DISTINCT application_name) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %'"
-    )
-    return count(engine, text(names))
-
-
-def count(engine: Engine, statement: object) -> int:
-    with engine.connect() as connection:
-        return int(connection.execute(statement).scalar_one())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 if a time was not fired, or fired twice."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.cron", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--mode", choices=tuple(_KINDS), default="transaction")
-    parser.add_argument("--seed", type=int, default=1)
-    order = parser.parse_args(arguments)
-    # Relays that start in a tenth of the time meet more faults at work.
-    with forking(), start_embedded() as server, server.create_database() as database:
-        engine = create_engine(database.url)
-        with engine.begin() as connection:
-            migrate(connection)
-        engine.dispose()
-        report = run(database.url, seconds=order.seconds, mode=order.mode, seed=order.seed)
-    print(report)
-    return 1 if report.problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("cron", str(__doc__), _KINDS, run))

@@ -6,33 +6,31 @@ Relays in processes of their own are killed, and the server ends backends, while
 producers add to their groups.
 """
 
-import argparse
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, text
-from sqlalchemy.orm import Session
 
 from outboxq import OutboxSession, RelayConfig
-from outboxq.migrations.runner import migrate
-from outboxq.postgres import start_embedded
-from outboxq.testing.relay_process import RelayProcess
+from tests.flow.kill_run import DEAD, WAITING, Relays, command, count, ended, running
 from tests.support import grouped_app
-from tests.support.fork_server import forking
 from tests.support.waiting import wait_until
 
 RELAYS = 3
 _GROUPS = 12
 _AHEAD = 400
 _KINDS: dict[str, Any] = {"transaction": grouped_app.apply, "lease": grouped_app.apply_leased}
-_WAITING = "SELECT count(*) FROM outboxq.job"
-_SUSPECTS = "SELECT count(*) FROM outboxq.job WHERE state = 'group_suspect'"
+_CONFIG = RelayConfig(
+    slots_per_queue=3, batch_size=8, heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, reindex=False
+)
+_SUSPECTS = text("SELECT count(*) FROM outboxq.job WHERE state = 'group_suspect'")
+_APPLIED = text("SELECT count(*) FROM applied")
+_WRONG = text("SELECT count(*) FROM wrong")
 _TERMINATE = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE application_name LIKE 'outboxq relay%' AND xact_start IS NOT NULL ORDER BY random() LIMIT 1"
@@ -59,33 +57,6 @@ class Report:
         return self.out_of_order + self.lost + self.doubled + self.dead
 
 
-@dataclass(slots=True)
-class Relays:
-    """Relays that are replaced when they are killed."""
-
-    url: str
-    running: list[RelayProcess] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Start one more."""
-        config = RelayConfig(
-            slots_per_queue=3, batch_size=8, heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, reindex=False
-        )
-        self.running.append(RelayProcess("tests.support.grouped_app:jobs", self.url, config))
-
-    def kill_one(self, chance: random.Random) -> None:
-        """Kill one, and start another."""
-        victim = self.running.pop(chance.randrange(len(self.running)))
-        victim.kill()
-        victim.close()
-        self.start()
-
-    def close(self) -> None:
-        """End all of them."""
-        for relay in self.running:
-            relay.close()
-
-
 def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS) -> Report:
     """Add jobs to groups under kills, and look how they ran. The database has our tables."""
     engine, chance, report, started = create_engine(url), random.Random(seed), Report(), time.monotonic()
@@ -94,31 +65,25 @@ def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS)
         connection.execute(text(grouped_app.TABLES))
         connection.execute(text("INSERT INTO ledger VALUES (:key, 0)"), [{"key": key} for key in keys])
     added: Counter[str] = Counter()
-    running, over = Relays(url), threading.Event()
+    over = threading.Event()
     producer = threading.Thread(target=_produce, args=(engine, mode, keys, added, over))
-    try:
-        for _ in range(relays):
-            running.start()
+    with running("tests.support.grouped_app:jobs", url, _CONFIG, relays) as processes:
         producer.start()
-        wait_until(lambda: _count(engine, "SELECT count(*) FROM applied") > 0, "the first job")
-        _disturb(engine, running, chance, report, time.monotonic() + seconds)
-        over.set()
-        producer.join()
-        wait_until(lambda: _count(engine, _WAITING) == 0, "the end of all jobs", 120)
-    finally:
-        over.set()
-        running.close()
+        try:
+            wait_until(lambda: count(engine, _APPLIED) > 0, "the first job")
+            _disturb(engine, processes, chance, report, time.monotonic() + seconds)
+        finally:
+            over.set()
+            producer.join()
+        wait_until(lambda: count(engine, WAITING) == 0, "the end of all jobs", 120)
     with engine.connect() as connection:
         ran = Counter((row.key, row.number) for row in connection.execute(text("SELECT key, number FROM applied")))
     report.jobs, report.seconds = sum(added.values()), time.monotonic() - started
-    report.out_of_order, report.dead = _count(engine, "SELECT count(*) FROM wrong"), _count(engine, _DEAD)
+    report.out_of_order, report.dead = count(engine, _WRONG), count(engine, DEAD)
     report.lost = sum((key, number) not in ran for key in keys for number in range(1, added[key] + 1))
     report.doubled = sum(number - 1 for number in ran.values())
     engine.dispose()
     return report
-
-
-_DEAD = "SELECT count(*) FROM outboxq.dead_job"
 
 
 def _produce(engine: Engine, mode: str, keys: list[str], added: Counter[str], over: threading.Event) -> None:
@@ -129,46 +94,22 @@ def _produce(engine: Engine, mode: str, keys: list[str], added: Counter[str], ov
             for key in chance.choices(keys, weights=range(len(keys), 0, -1), k=10):
                 added[key] += 1
                 session.add_job(apply, key=key, number=added[key])
-        while not over.is_set() and _count(engine, _WAITING) > _AHEAD:
+        while not over.is_set() and count(engine, WAITING) > _AHEAD:
             over.wait(0.05)
 
 
-def _disturb(engine: Engine, running: Relays, chance: random.Random, report: Report, end: float) -> None:
+def _disturb(engine: Engine, relays: Relays, chance: random.Random, report: Report, end: float) -> None:
     next_kill = time.monotonic() + 0.3
     while time.monotonic() < end:
         if time.monotonic() > next_kill:
             next_kill += chance.uniform(0.5, 1.5)
-            running.kill_one(chance)
+            relays.kill_one(chance)
             report.kills += 1
         if chance.random() < 0.2:
-            with engine.begin() as connection:
-                report.terminated += len(connection.execute(_TERMINATE).all())
-        report.suspects_seen = max(report.suspects_seen, _count(engine, _SUSPECTS))
+            report.terminated += ended(engine, _TERMINATE)
+        report.suspects_seen = max(report.suspects_seen, count(engine, _SUSPECTS))
         time.sleep(0.05)
 
 
-def _count(engine: Engine, statement: str) -> int:
-    with Session(engine) as session:
-        return int(session.execute(text(statement)).scalar_one())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 if a job was lost, doubled, out of order or beside another one of its group."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.groups", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--mode", choices=tuple(_KINDS), default="transaction")
-    parser.add_argument("--seed", type=int, default=1)
-    order = parser.parse_args(arguments)
-    # Relays that start in a tenth of the time meet more faults at work.
-    with forking(), start_embedded() as server, server.create_database() as database:
-        engine = create_engine(database.url)
-        with engine.begin() as connection:
-            migrate(connection)
-        engine.dispose()
-        report = run(database.url, seconds=order.seconds, mode=order.mode, seed=order.seed)
-    print(report)
-    return 1 if report.problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("groups", str(__doc__), _KINDS, run))

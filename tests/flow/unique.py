@@ -6,13 +6,12 @@ Producers add jobs of a few keys, relays in processes of their own are killed, a
 and of producers.
 """
 
-import argparse
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -22,23 +21,19 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import JobHandle, OutboxSession, RelayConfig
-from outboxq.migrations.runner import migrate
-from outboxq.postgres import start_embedded
-from outboxq.testing.relay_process import RelayProcess
+from tests.flow.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support import unique_app
 from tests.support.waiting import wait_until
 
 PRODUCERS, KEYS, RELAYS = 8, 12, 4
 _KINDS = {"transaction": unique_app.work, "lease": unique_app.work_leased}
+_CONFIG = RelayConfig(
+    heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, batch_size=5, prune_seconds=1, reindex=False
+)
 _NAME = "unique producer"
 # One statement, so one snapshot: a job that runs in transaction mode is seen by it, too.
 _TWICE = text("SELECT headers->>'outboxq.unique', count(*) FROM outboxq.job GROUP BY 1 HAVING count(*) > 1")
-_WAITING = text("SELECT count(*) FROM outboxq.job")
-_DEAD = text("SELECT count(*) FROM outboxq.dead_job")
 _RAN = text("SELECT job_id FROM ran")
-_CONNECTED = text(
-    "SELECT count(DISTINCT application_name) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %'"
-)
 _TERMINATE = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE application_name LIKE 'outboxq relay %' OR application_name = :producer ORDER BY random() LIMIT 1"
@@ -121,45 +116,25 @@ class Adds:
         self.suppressed += len(others)
 
 
-@dataclass(slots=True)
-class Relays:
-    """Relays that are replaced when they are killed."""
-
-    url: str
-    running: list[RelayProcess] = field(default_factory=list)
-
-    def start(self) -> None:
-        config = RelayConfig(
-            heartbeat_seconds=0.1, lease_seconds=1.0, max_crashes=1_000, batch_size=5, prune_seconds=1, reindex=False
-        )
-        self.running.append(RelayProcess("tests.support.unique_app:jobs", self.url, config))
-
-    def kill_one(self, chance: random.Random) -> None:
-        victim = self.running.pop(chance.randrange(len(self.running)))
-        victim.kill()
-        victim.close()
-        self.start()
-
-
 def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS, producers: int = PRODUCERS) -> Report:
     """Add unique jobs under kills, and look for two of a key. The database has our tables."""
     engine, chance, report, adds = create_engine(url), random.Random(seed), Report(), Adds(url, mode, seed)
     with engine.begin() as connection:
         connection.execute(text(unique_app.LEDGER))
-    with running(url, relays) as processes:
-        wait_until(lambda: count(engine, _CONNECTED) >= relays, "the relays")
+    with running("tests.support.unique_app:jobs", url, _CONFIG, relays) as processes:
+        wait_until(lambda: count(engine, CONNECTED) >= relays, "the relays")
         with producing(adds, producers) as threads:
             next_kill, end = time.monotonic() + 0.5, time.monotonic() + seconds
             while time.monotonic() < end:
                 look(engine, report)
                 # Not while more than one of them is only starting.
-                if time.monotonic() > next_kill and count(engine, _CONNECTED) >= relays - 1:
+                if time.monotonic() > next_kill and count(engine, CONNECTED) >= relays - 1:
                     next_kill = time.monotonic() + chance.uniform(0.3, 1.0)
                     processes.kill_one(chance)
                     report.kills += 1
-                report.terminated += terminate(engine) if chance.random() < 0.05 else 0
+                report.terminated += ended(engine, _TERMINATE, producer=_NAME) if chance.random() < 0.05 else 0
         report.stuck = sum(thread.is_alive() for thread in threads)
-        wait_until(lambda: look(engine, report) or count(engine, _WAITING) == 0, "all jobs to be done", 120)
+        wait_until(lambda: look(engine, report) or count(engine, WAITING) == 0, "all jobs to be done", 120)
     compare(engine, adds, report)
     engine.dispose()
     return report
@@ -173,7 +148,7 @@ def compare(engine: Engine, adds: Adds, report: Report) -> None:
     added, unsure = set(adds.added), set(adds.unsure)
     report.added, report.suppressed, report.unsure = len(added), adds.suppressed, len(unsure)
     report.by_handlers = len(by_handlers & ran.keys())
-    report.slowest_seconds, report.dead = adds.slowest_seconds, count(engine, _DEAD)
+    report.slowest_seconds, report.dead = adds.slowest_seconds, count(engine, DEAD)
     report.lost = len(added - ran.keys())
     report.doubled = sum(number - 1 for number in ran.values())
     report.unknown = len(ran.keys() - added - unsure - by_handlers)
@@ -186,31 +161,6 @@ def look(engine: Engine, report: Report) -> bool:
         report.twice += len(connection.execute(_TWICE).all())
     report.snapshots += 1
     return False
-
-
-def count(engine: Engine, query: object) -> int:
-    with engine.connect() as connection:
-        return int(connection.execute(query).scalar_one())  # type: ignore[call-overload]  # a text
-
-
-def terminate(engine: Engine) -> int:
-    """End a backend of a relay or of a producer."""
-    with engine.connect() as connection:
-        return len(connection.execute(_TERMINATE, {"producer": _NAME}).all())
-
-
-@contextmanager
-def running(url: str, relays: int) -> Iterator[Relays]:
-    """Relays in processes of their own."""
-    processes = Relays(url)
-    try:
-        for _ in range(relays):
-            processes.start()
-        yield processes
-    finally:
-        for process in processes.running:
-            process.kill()
-            process.close()
 
 
 @contextmanager
@@ -227,22 +177,5 @@ def producing(adds: Adds, producers: int) -> Iterator[list[threading.Thread]]:
             thread.join(60)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run on a server of its own, and print the report; 1 if something is not as it should be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.unique", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--mode", choices=sorted(_KINDS), default="transaction")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
-    with start_embedded() as server, server.create_database() as database:
-        engine = create_engine(database.url)
-        with engine.begin() as connection:
-            migrate(connection)
-        engine.dispose()
-        report = run(database.url, seconds=options.seconds, mode=options.mode, seed=options.seed)
-    sys.stdout.write(f"{options.mode}, seed {options.seed}: {report}\n")
-    return 1 if report.problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("unique", str(__doc__), _KINDS, run))

@@ -27,7 +27,7 @@ _FIELDS = ("minute", "hour", "day of month", "month", "day of week")
 _FORM = (
     f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}"
 )
-# Wider than any change of the clocks; the next stretches grow, and have nothing behind them.
+# `newest` looks back over one stretch of time, then over longer ones. The first is wider than any change of the clocks.
 _FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
 
 
@@ -61,7 +61,7 @@ class Cron:
         """The first time that is later than `moment`."""
         for due in self._later(moment):
             return due
-        raise ArgumentError(f"the cron text {self.text!r} is not due within 50 years: see its day and its month")
+        raise ArgumentError(f"the cron text {self.text!r} is not due within 50 years: check its day and its month")
 
     def due_times(self, first: datetime, now: datetime, most: int) -> list[datetime]:
         """`first`, which is due, and the times that follow it up to `now`, `most` of them together."""

@@ -65,7 +65,7 @@ def put(
 ) -> Schedule | Awaitable[Schedule]:
     """Make a schedule, or change the one of this name.
 
-    One that was there stays paused if it is, and keeps the time that it is due if `cron` and `time_zone` stay.
+    A schedule that is paused stays paused. The time that it is due next changes only if `cron` or `time_zone` does.
 
     Args:
         name: 1 to 255 bytes.
@@ -73,15 +73,15 @@ def put(
             that it is due instead, in the schedule's time zone.
         cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
             `@monthly`, `@yearly`.
-        time_zone: In whose clocks, such as "Europe/Berlin".
-        missed: What becomes of times that no relay was there for. "one": one job for all of them, with the newest as
-            its time. "all": a job for each. "skip": none for one that is more than a minute late.
-        jitter: Each job runs so much later at most, at random, up to 24 hours.
+        time_zone: The time zone of the cron text, such as "Europe/Berlin".
+        missed: What becomes of times at which no relay ran. "one": one job for all of them, with the newest as its
+            time. "all": a job for each. "skip": no job for a time that is more than a minute past.
+        jitter: Each job runs later by a random time of up to this much, 24 hours at most.
 
     Raises:
-        ArgumentError: one of these cannot be, or the job has a `run_at`.
-        InvalidKey: such a name cannot be.
-        ScheduleDeclared: an application's code declares it.
+        ArgumentError: an argument has another form or value than these, or the job has a `run_at`.
+        InvalidKey: the name is empty, over 255 bytes, or cannot be stored.
+        ScheduleDeclared: an application's code declares this schedule: change it there.
     """
     new = NewSchedule(name=name, job=job, cron=Cron(cron, time_zone), missed=missed, jitter=jitter)
     return _run(connection, lambda it: admin.put(it, new))
@@ -125,7 +125,7 @@ def resume(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
 
 
 def resume(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
-    """Have schedules add jobs again, from their next time on: what was due meanwhile is not made up for.
+    """Have schedules add jobs again, from their next time on: times that passed meanwhile are skipped.
 
     Returns the names of those that were paused.
     """

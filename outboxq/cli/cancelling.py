@@ -1,4 +1,4 @@
-"""`outboxq jobs cancel --running`: ask relays for an end of their jobs, wait for what becomes of them, and say it."""
+"""`outboxq jobs cancel --running`: ask the relays that run the jobs to end them, wait, and report what happened."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class Became:
-    """What became of the jobs: `over` are those that came to their end by themselves."""
+    """What became of the jobs; those of `over` ended by themselves before they could be cancelled."""
 
     cancelled: int = 0
     over: list[UUID] = field(default_factory=list)

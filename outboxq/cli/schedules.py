@@ -49,7 +49,7 @@ def list_schedules(
 ) -> Sequence[object]:
     """List schedules by name, and when they are due.
 
-    One that is declared is written in the code of an application. Times that a paused one is due at are passed over.
+    One that is declared is written in the code of an application. A paused one skips its times.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def show_schedule(connection: "Connection", name: Name) -> object:
 class PutOptions(DatabaseOptions):
     """A field per option."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called.", show_default=False)]
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.", show_default=False)]
     cron: Annotated[
         str,
         typer.Option("--cron", metavar="TEXT", help="When: '30 2 * * *', or @daily and the like.", show_default=False),
@@ -99,18 +99,26 @@ class PutOptions(DatabaseOptions):
             show_default=False,
         ),
     ] = None
-    time_zone: Annotated[str, typer.Option("--time-zone", metavar="NAME", help="In whose clocks.")] = "UTC"
+    time_zone: Annotated[str, typer.Option("--time-zone", metavar="NAME", help="The time zone of the cron text.")] = (
+        "UTC"
+    )
     missed: Annotated[
         Literal["skip", "one", "all"],
         typer.Option(
             "--missed",
             metavar="WORD",
-            help="Of the times that no relay was there for: skip them, one job for all, or all of them.",
+            help="For times at which no relay ran: skip them, add one job for all, or add all jobs.",
         ),
     ] = "one"
     jitter_seconds: Annotated[
         float,
-        typer.Option("--jitter-seconds", metavar="SECONDS", min=0, max=86_400, help="Run so much later at most."),
+        typer.Option(
+            "--jitter-seconds",
+            metavar="SECONDS",
+            min=0,
+            max=86_400,
+            help="Run later by a random time, so much at most.",
+        ),
     ] = 0.0
     priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="The priority of its job.")] = 0
 
@@ -188,7 +196,7 @@ def pause(options: NamesOptions) -> None:
 @app.command("resume")
 @takes(NamesOptions)
 def resume(options: NamesOptions) -> None:
-    """Have schedules add jobs again, from their next time on: what they missed meanwhile is not made up for.
+    """Have schedules add jobs again, from their next time on: times that passed meanwhile are skipped.
 
     \b
     Example:

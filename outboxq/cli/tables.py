@@ -107,8 +107,7 @@ def print_table(
         for row in rows:
             print_wrapped(in_words(row), hanging=_GAP)
         return
-    below = None if wide else _fit(shown, console.width)
-    _print(console, shown, below, len(found))
+    _print(console, shown, None if wide else _fit(shown, console.width), len(found))
 
 
 def _print_tabbed(columns: Sequence[Column], found: Sequence[Sequence[object]]) -> None:

@@ -76,7 +76,7 @@ class JobBatch:
         if not isinstance(new, NewJob):
             raise ArgumentError(f"a batch takes jobs made by kind.job(...), got {type(new).__name__}")
         if not callable(new.keys) and new.keys is not None and new.keys.batch is not None:
-            raise ArgumentError(f"{new.kind!r} is in a batch already: a job has one batch")
+            raise ArgumentError(f"{new.kind!r} is in a batch already, and a job has one: add it to one of the two")
         return new.in_batch(self._hex)
 
     def _check(self) -> None:

@@ -24,8 +24,8 @@ class Unique:
 
     Args:
         key: A text of up to 512 bytes, or a function of the handler's arguments that returns one.
-        for_: Not within this time after it was added either, whether it is done or not; None for no longer than the
-            job is there.
+        for_: Also keep others out for this long after the job was added, even if it is done sooner; None: only while
+            the job waits, runs or retries.
 
     Raises:
         ArgumentError: a time that is not above 0, or too long.
@@ -99,7 +99,7 @@ class KeyFunction:
 
 
 class KeyRules:
-    """The keys of the jobs of a kind, as far as they are known, and the functions of the others.
+    """How the keys of a kind's jobs are made: from texts, the same for all jobs, or from functions of their arguments.
 
     Args:
         coalesce: A key, a function, or None; the others are alike.

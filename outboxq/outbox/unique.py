@@ -1,4 +1,4 @@
-"""Unique jobs: inserted if their key is free, and their handles are told.
+"""Unique jobs: inserted if their key is free; their handles say whether they were.
 
 A producer's flush takes the keys and inserts the jobs in one statement. A flush in a handler inserts the jobs alone;
 their keys are taken at the batch's COMMIT, which deletes the jobs of keys that are taken. So a handler holds no key
@@ -64,7 +64,7 @@ def collect_unique_adds(connection: Connection, adds: UniqueAdds | None) -> None
 
 
 def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:
-    """Insert unique jobs by their ids in hex, if their keys are free; in a handler, whether they are or not.
+    """Insert unique jobs, by their ids in hex, if their keys are free; in a handler insert all, for COMMIT to decide.
 
     Of two jobs of one key the first wins. The keys are taken in the order of their bytes, over all of the jobs: two
     flushes that want the same keys wait in one order.

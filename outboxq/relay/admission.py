@@ -75,12 +75,15 @@ class Admission:
         self.poller.release(queue)
 
     def ended(self, queue: str) -> None:
-        """Record that jobs of this queue have ended, and their slot may go elsewhere: another may take their place."""
+        """Record that jobs of this queue have ended: its limit has room again, and another slot may claim.
+
+        The slot that ran them may be about to turn to another queue.
+        """
         if self.flow.limits_of(queue).running is not None and self.poller.release(queue):
             self.wake_another(queue)
 
     def changed(self, queues: frozenset[str]) -> None:
-        """Record that the limits of queues have changed: what was held by the old ones may be claimed by the new."""
+        """Record that the limits of these queues have changed, and release what the old limits held."""
         for queue in sorted(queues):
             logger.info("queue %r is limited: %s", queue, self.flow.limits_of(queue))
             with self._lock:

@@ -23,9 +23,17 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look: queues with suspects, limits of queues, paused kinds of queues, cancelled jobs, the next schedule.
+    """What a relay saw in one look at the database.
 
-    Also the queues with jobs of groups, those with suspects in groups, and whether jobs of groups are leased anywhere.
+    Args:
+        suspects: The queues with suspects.
+        groups: The queues with jobs of groups.
+        group_suspects: The queues with suspects in groups.
+        group_leases: Whether jobs of groups are leased anywhere.
+        limits: The limits that operators have set, by queue.
+        paused: The paused kinds of each queue.
+        cancelled: The jobs to be cancelled, each with the outcome that was asked for: "discard" or "dead".
+        schedule_seconds: In how many seconds the next schedule is due; infinite if there is none.
     """
 
     suspects: frozenset[str] = frozenset()
@@ -34,9 +42,7 @@ class Seen:
     group_leases: bool = False
     limits: Mapping[str, QueueLimits] = field(default_factory=dict)
     paused: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # The outcome that was asked for: "discard" or "dead".
     cancelled: Mapping[UUID, str] = field(default_factory=dict)
-    # In how many seconds the next schedule is due; infinite if there is none.
     schedule_seconds: float = math.inf
 
 

@@ -11,4 +11,4 @@ def test_every_callback_runs_once_and_behind_all_members(outboxq_database: Datab
     """While relays are killed and their backends terminated; nothing is left open."""
     outcome = run_under_kills(outboxq_database, seconds=3, mode=mode, seed=1)
     assert outcome.is_good, outcome
-    assert outcome.batches > 10
+    assert outcome.batches > 2

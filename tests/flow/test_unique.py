@@ -751,6 +751,6 @@ def test_under_kills_no_two_jobs_of_a_key_live_and_none_is_lost(outboxq_database
     """`python -m tests.flow.unique`, in short."""
     report = run(outboxq_database.url, seconds=3.0, mode=mode, seed=1, relays=2, producers=4)
     assert report.problems == 0, report
-    assert report.added > 5
+    assert report.added > 2
     assert report.suppressed > 0
     assert report.kills > 0

@@ -97,7 +97,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
         TokenRequest(most=1, chunk=1, each_seconds=0.6, burst=1, keep_seconds=0.05),
         TokenRequest(most=50, chunk=10, each_seconds=0.002, burst=20, keep_seconds=0.02),
     ),
-    "wanted: Sequence[WantedWindow]": (
+    "wanted: Sequence[statements.windows.WantedWindow]": (
         [WantedWindow("send\x1f7", _ID, 5_000_000)],
         [WantedWindow(f"send\x1f{n}", _ID, 5_000_000) for n in range(2)],
     ),

@@ -11,8 +11,10 @@ THEN_HEADER = "outboxq.then"
 BATCH_HEADER = "outboxq.batch"
 BATCH_FAILED_HEADER = "outboxq.batch_failed"
 UNIQUE_HEADER = "outboxq.unique"
+# How long the windows are of which a coalesced job may run in each once, in microseconds.
+EVERY_HEADER = "outboxq.every"
 # What a job has for itself alone: another job that were given it would be followed, called back or unique as this one.
-OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER})
+OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER})
 
 
 # A struct, as a claim makes one for each of its jobs: in a third of a frozen dataclass's time, and nothing that the

@@ -81,8 +81,9 @@ class BatchState:
         dead_letters: The dead letters that a recovery of this batch has written.
         unique_adds: The unique jobs that handlers have added, whose keys are taken at COMMIT.
         finished: The batches (`jobs.batch`) of its jobs that were over behind its COMMIT.
-        taken_along: The jobs for which others of the batch run; `dropped`: how many of them its claim had taken.
+        taken_along: The jobs for which others of the batch run; `dropped`: how many jobs of its claim do not run.
         coalesced: The events of that, if the transaction commits.
+        put_off: The jobs that wait for the next window of their keys, if the transaction commits.
     """
 
     queue: str
@@ -112,6 +113,7 @@ class BatchState:
     taken_along: tuple[UUID, ...] = ()
     dropped: int = 0
     coalesced: tuple[JobsCoalesced, ...] = ()
+    put_off: tuple[UUID, ...] = ()
     _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -134,7 +136,7 @@ class BatchState:
     @property
     def claimed_ids(self) -> tuple[UUID, ...]:
         """The ids of all jobs whose rows the claim has taken."""
-        return (*(job.id for job in self.jobs), *self.taken_along)
+        return (*(job.id for job in self.jobs), *self.taken_along, *self.put_off)
 
     @property
     def is_lone(self) -> bool:
@@ -173,8 +175,14 @@ class BatchState:
 
     def coalesce(self, jobs: tuple[Job, ...], taken_along: tuple[UUID, ...], events: tuple[JobsCoalesced, ...]) -> None:
         """Have `jobs` run, for themselves and for those that were taken along."""
-        self.dropped = len(self.jobs) - len(jobs)
+        self.dropped += len(self.jobs) - len(jobs)
         self.jobs, self.taken_along, self.coalesced = jobs, taken_along, events
+
+    def put_off_jobs(self, job_ids: set[UUID]) -> None:
+        """Have all others run; these were put back."""
+        self.put_off = tuple(job_ids)
+        self.dropped += len(job_ids)
+        self.jobs = tuple(job for job in self.jobs if job.id not in job_ids)
 
     def begin_commit(self) -> None:
         """Enter COMMITTING: from here on the server alone decides the outcome."""

@@ -4,7 +4,8 @@ In transaction mode they are deleted below the claim's savepoints: whatever a ha
 the claim. Under a lease that is a transaction of its own, in which the leased row takes over the newest arguments: if
 the relay dies before it, they wait on, and if it dies after it, the row runs again with what is newest.
 
-Two runs of a key may overlap, as two slots may claim two of its jobs in the same moment. Only a group excludes that.
+Two runs of a key may overlap, as two slots may claim two of its jobs in the same moment. Only a group excludes that. Of
+jobs with `every`, those whose window another job has are put back first (`windows`).
 """
 
 import logging
@@ -24,6 +25,7 @@ from outboxq.database.errors import describe_error
 from outboxq.events import JobsCoalesced
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.windows import keep_windows, keep_windows_leased
 from outboxq.job import Job
 from outboxq.statements.coalesce import CONTENT, TAKEN_AT_ONCE, take_along, take_along_leased
 from outboxq.statements.lease_mode import finish_leased
@@ -104,6 +106,9 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     transaction = batch.transaction
     if transaction is None or not has_keys(batch.jobs):
         return
+    keep_windows(connection, batch, transaction, schema)
+    if not has_keys(batch.jobs):
+        return
     runs = Runs(batch.jobs)
     settings = local_timeouts(batch.timeout_seconds) or TIMED_AGAIN
     # The savepoints are set anew, above the deletes.
@@ -122,6 +127,9 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
 
 def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:
     """Take along what waits for the keys of leased jobs, and commit that; returns the events."""
+    if not has_keys(leased.jobs):
+        return ()
+    keep_windows_leased(connection, leased, schema)
     if not has_keys(leased.jobs):
         return ()
     runs = Runs(leased.jobs)

@@ -103,7 +103,7 @@ class LeasedBatch:
     jobs: tuple[Job, ...]
     limits: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     unknown: list[Job] = field(default_factory=list)
-    # How many jobs of the claim were removed before any began, because others of it run for them.
+    # How many jobs of the claim do not run: others of it run for them, or they wait for the next window of their keys.
     dropped: int = 0
     claimed_at: float = field(init=False)
     _waiting: deque[Job] = field(init=False)
@@ -130,9 +130,9 @@ class LeasedBatch:
         return len(self._waiting) + len(self._finished)
 
     def coalesce(self, jobs: tuple[Job, ...]) -> None:
-        """Have `jobs` run for all of the claim, of which none has begun."""
+        """Have only `jobs` run, of the claim, of which none has begun."""
         with self._lock:
-            self.dropped = len(self.jobs) - len(jobs)
+            self.dropped += len(self.jobs) - len(jobs)
             self.jobs, self._waiting = jobs, deque(jobs)
 
     def begin(self, *, allowed: bool) -> Job | None:

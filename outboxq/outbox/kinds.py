@@ -10,7 +10,7 @@ from outboxq.codec.entities import is_pending
 from outboxq.codec.parameters import Signature
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, encode_value, join_object
 from outboxq.errors import ArgumentError
-from outboxq.job import OWN_HEADERS
+from outboxq.job import EVERY_HEADER, OWN_HEADERS
 from outboxq.names import check_name
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, check_size
 from outboxq.outbox.keys import KeyRules
@@ -127,7 +127,10 @@ class JobKind(Generic[P]):
         if options.headers and not OWN_HEADERS.isdisjoint(options.headers):
             own = ", ".join(sorted(OWN_HEADERS.intersection(options.headers)))
             raise ArgumentError(f"headers take no {own}, which outboxq writes itself: pass ctx.headers on without it")
-        headers = encode_headers(options.headers) if options.headers else "{}"
+        given = dict(options.headers or {})
+        if options.every is not None:
+            given[EVERY_HEADER] = str(options.every // timedelta(microseconds=1))
+        headers = encode_headers(given) if given else "{}"
         return JobEnvelope(
             self.kind,
             self.queue,

@@ -125,6 +125,8 @@ class BatchLoop:
                 coalesce(connection, batch, self._state.config.schema)
                 self._has_claimed(batch.queue, claimed.jobs, batch.moved)
                 fault_point("after-claim")
+                if not batch.jobs:
+                    return self._commit_put_off(connection, batch)
                 committed = None
                 # None: COMMIT was refused, and all is undone.
                 while committed is None:
@@ -141,6 +143,16 @@ class BatchLoop:
                 claimed = following
         # If this is not committed, a claim finds the suspects again by their marks.
         return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
+
+    def _commit_put_off(self, connection: Connection, batch: BatchState) -> BatchReport:
+        """Commit a claim whose jobs all wait for the next windows of their keys.
+
+        If the answer is lost, they wait, or are as they were before the claim.
+        """
+        self.batch = None
+        run_script(connection, "COMMIT")
+        self._state.admission.ended(batch.queue)
+        return batch.report()
 
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
         """Run claims in lease mode: publish all but the last, and return its report; None if nothing waited.

@@ -6,7 +6,7 @@ an operator's command there is another token, or no row.
 """
 
 import secrets
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -72,8 +72,12 @@ def put_back(
     schedule = _schedule(claimed, delay, passes)
     if claimed.lease_token is None and claimed.unique_key is not None:
         # A token, which no lease has had, shows that the job ran, although its attempt may not have been counted.
-        schedule["lease_token"] = secrets.randbelow(MOST_TOKEN) + 1
+        schedule["lease_token"] = _random_token()
     return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
+
+
+def _random_token() -> int:
+    return secrets.randbelow(MOST_TOKEN) + 1
 
 
 def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, object]:
@@ -85,6 +89,25 @@ def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, 
     several = select(queue.c.max_per_group).where(queue.c.name == claimed.queue).scalar_subquery() > 1
     blocks = case((several, literal_column("'group_waiting'")), else_=literal_column("'grouped'"))
     return {"state": "group_waiting" if passes else blocks, "run_at": later}
+
+
+def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
+    """The job waits until `run_at`, its attempt not counted: another one of its key has the window.
+
+    Under a lease, what may be of a newer job is written too. Its token shows that it waits for another attempt: a run
+    of its key takes it along before it is due.
+    """
+    waits: dict[str, object] = {
+        "state": "scheduled",
+        "run_at": run_at,
+        "parked": claimed.parked,
+        "attempt": claimed.attempt - 1,
+        "errors": claimed.errors,
+    }
+    if claimed.lease_token is None:
+        return _write(claimed, {**waits, "lease_token": _random_token()})
+    newest = {name: getattr(claimed, name) for name in ("args", "headers", "max_attempts", "created_at")}
+    return _write(claimed, {**waits, **newest})
 
 
 def put_back_parked(claimed: Job) -> Insert | Update:

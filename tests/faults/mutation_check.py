@@ -34,6 +34,7 @@ class Mutant:
 
 
 _COALESCE = "tests/flow/test_coalesce.py"
+_THROTTLE = "tests/flow/test_throttle.py"
 
 MUTANTS = (
     Mutant(
@@ -1293,6 +1294,8 @@ MUTANTS = (
         "                coalesce(connection, batch, self._state.config.schema)\n"
         "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
         '                fault_point("after-claim")\n'
+        "                if not batch.jobs:\n"
+        "                    return self._commit_put_off(connection, batch)\n"
         "                committed = None\n"
         "                # None: COMMIT was refused, and all is undone.\n"
         "                while committed is None:\n"
@@ -1357,6 +1360,34 @@ MUTANTS = (
         (f"{_COALESCE}::test_a_run_that_fails_is_put_back_as_the_newest_job",),
     ),
     Mutant(
+        "the window that a run has taken",
+        "outboxq/statements/windows.py",
+        "  WHERE held.kept_until < excluded.kept_until OR held.job_id",
+        "  WHERE true OR held.job_id",
+        (f"{_THROTTLE}::test_a_job_that_comes_after_the_run_of_its_window_waits_for_the_next_one",),
+    ),
+    Mutant(
+        "the lock of a window, tried and not waited for",
+        "outboxq/statements/windows.py",
+        "  WHERE pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext(key))\n",
+        "  WHERE {locks} IS NOT NULL\n",
+        (f"{_THROTTLE}::test_a_second_claim_of_a_window_waits_for_the_next_one_while_the_first_runs",),
+    ),
+    Mutant(
+        "the window of the job that has it already",
+        "outboxq/statements/windows.py",
+        " OR held.job_id = ANY ({claimed}::uuid[])\n",
+        "\n",
+        (f"{_THROTTLE}::test_a_job_that_is_snoozed_keeps_its_window",),
+    ),
+    Mutant(
+        "the arguments of a newer job that runs, for one that waits for the next window",
+        "outboxq/execution/windows.py",
+        "        is_older = created_at is not None and job.created_at < created_at\n",
+        "        is_older = False\n",
+        (f"{_THROTTLE}::test_an_older_job_that_is_put_back_has_the_arguments_of_a_newer_one_that_runs",),
+    ),
+    Mutant(
         "the newest arguments in the leased row",
         "outboxq/statements/coalesce.py",
         "  WHERE job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND",
@@ -1366,7 +1397,7 @@ MUTANTS = (
     Mutant(
         "the marks of jobs that were taken along, cleared with a batch that is rolled back",
         "outboxq/execution/batch_state.py",
-        "        return (*(job.id for job in self.jobs), *self.taken_along)\n",
+        "        return (*(job.id for job in self.jobs), *self.taken_along, *self.put_off)\n",
         "        return tuple(job.id for job in self.jobs)\n",
         (f"{_COALESCE}::test_what_was_taken_along_comes_back_with_a_batch_that_is_rolled_back",),
     ),

@@ -29,6 +29,8 @@ from tests.support.waiting import wait_until
 Mode = Literal["transaction", "lease"]
 
 PRODUCERS, RELAYS, KEYS = 6, 4, 5
+# Documents behind those: all of their jobs have `every`.
+THROTTLED, WINDOW = 2, timedelta(seconds=0.5)
 _QUICK = Backoff(max_attempts=10_000, first_seconds=0.02, factor=1.0, jitter=0.5)
 
 transaction_jobs, lease_jobs = Jobs(), Jobs()
@@ -39,10 +41,10 @@ def _rebuild(ctx: Context, doc: int, change: int) -> None:
     session, job = ctx.session, ctx.job
     run = session.execute(
         text(
-            "INSERT INTO flow_run (doc, change, job, added_at, pid, xid, began_at) VALUES (:doc, :change, :job, "
-            ":added_at, pg_backend_pid(), pg_current_xact_id()::text::bigint, clock_timestamp()) RETURNING id"
+            "INSERT INTO flow_run (doc, change, job, token, added_at, xid, began_at) VALUES (:doc, :change, :job, "
+            ":token, :added_at, pg_current_xact_id()::text::bigint, clock_timestamp()) RETURNING id"
         ),
-        {"doc": doc, "change": change, "job": job.id, "added_at": job.created_at},
+        {"doc": doc, "change": change, "job": job.id, "token": job.lease_token, "added_at": job.created_at},
     ).scalar_one()
     session.execute(
         text("INSERT INTO flow_seen (run, change) SELECT :run, id FROM flow_change WHERE doc = :doc"),
@@ -67,11 +69,34 @@ _SETUP = """
 CREATE TABLE flow_change (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, doc int NOT NULL, job uuid);
 CREATE INDEX ON flow_change (doc, id);
 CREATE TABLE flow_run (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, doc int NOT NULL, change bigint NOT NULL,
-  job uuid NOT NULL, added_at timestamptz NOT NULL, pid int NOT NULL, xid bigint NOT NULL,
+  job uuid NOT NULL, token bigint, added_at timestamptz NOT NULL, xid bigint NOT NULL,
   began_at timestamptz NOT NULL);
+CREATE INDEX ON flow_run (job);
+CREATE INDEX ON flow_run (xid);
 CREATE TABLE flow_seen (run bigint NOT NULL, change bigint NOT NULL, PRIMARY KEY (run, change));
 CREATE TABLE flow_gone (job uuid NOT NULL, doc int NOT NULL, change bigint NOT NULL, added_at timestamptz NOT NULL,
   pid int NOT NULL, xid bigint NOT NULL, at timestamptz NOT NULL);
+CREATE INDEX ON flow_gone (xid, job);
+CREATE TABLE flow_lease (job uuid NOT NULL, doc int NOT NULL, token bigint NOT NULL, pid int NOT NULL,
+  at timestamptz NOT NULL);
+CREATE INDEX ON flow_lease (pid, doc, at);
+CREATE TABLE flow_window (key text NOT NULL, job uuid NOT NULL, until timestamptz NOT NULL, xid bigint NOT NULL,
+  at timestamptz NOT NULL);
+CREATE INDEX ON flow_window (job, at);
+CREATE FUNCTION flow_note_lease() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+  INSERT INTO flow_lease VALUES (NEW.id, (NEW.args->>'doc')::int, NEW.lease_token, pg_backend_pid(), clock_timestamp());
+  RETURN NULL;
+END $$;
+CREATE TRIGGER flow_note_lease AFTER UPDATE ON outboxq.job FOR EACH ROW
+  WHEN (NEW.state = 'leased' AND NEW.lease_token IS DISTINCT FROM OLD.lease_token)
+  EXECUTE FUNCTION flow_note_lease();
+CREATE FUNCTION flow_note_window() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+  INSERT INTO flow_window VALUES (NEW.key, NEW.job_id, NEW.kept_until, pg_current_xact_id()::text::bigint,
+    clock_timestamp());
+  RETURN NULL;
+END $$;
+CREATE TRIGGER flow_note_window AFTER INSERT OR UPDATE ON outboxq.unique_key FOR EACH ROW
+  EXECUTE FUNCTION flow_note_window();
 CREATE FUNCTION flow_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
   INSERT INTO flow_gone VALUES (OLD.id, (OLD.args->>'doc')::int, (OLD.args->>'change')::bigint, OLD.created_at,
     pg_backend_pid(), pg_current_xact_id()::text::bigint, clock_timestamp());
@@ -80,17 +105,34 @@ END $$;
 CREATE TRIGGER flow_note AFTER DELETE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION flow_note();
 """
 
-# The run that stands for a job which was taken along: of the same transaction, or the next of its backend, before that
-# one takes along anything else of the key. A backend that was killed has none, and its jobs ran elsewhere.
+# The run that stands for a job which was taken along. In transaction mode it is of the same transaction. Under a lease
+# it is that of the job which the backend had leased last, of those of the key that did not go too, by its token. If
+# that run failed or was killed, none is committed, and what it stood for is seen by the run that follows (`unseen`).
 _STANDS = """
 stands AS MATERIALIZED (
   SELECT gone.job, gone.change, gone.added_at, run.id AS run, run.added_at AS run_added_at
+  FROM flow_gone AS gone JOIN flow_run AS run ON run.doc = gone.doc AND run.xid = gone.xid
+  WHERE NOT :lease AND run.job <> gone.job
+  UNION ALL
+  SELECT gone.job, gone.change, gone.added_at, run.id, run.added_at
   FROM flow_gone AS gone CROSS JOIN LATERAL (
-    SELECT id, job, added_at FROM flow_run AS run WHERE run.doc = gone.doc AND CASE WHEN :lease
-      THEN run.pid = gone.pid AND run.xid > gone.xid AND run.began_at > gone.at ELSE run.xid = gone.xid END
-    ORDER BY id LIMIT 1) AS run
-  WHERE run.job <> gone.job
-    AND NOT (:lease AND EXISTS (SELECT FROM flow_run AS own WHERE own.xid = gone.xid))
+    SELECT job, token FROM flow_lease AS lease
+    WHERE lease.pid = gone.pid AND lease.doc = gone.doc AND lease.at < gone.at
+      AND NOT EXISTS (SELECT FROM flow_gone AS too WHERE too.xid = gone.xid AND too.job = lease.job)
+    ORDER BY at DESC LIMIT 1) AS lease
+  JOIN flow_run AS run ON run.job = lease.job AND run.token = lease.token
+  WHERE :lease AND NOT EXISTS (SELECT FROM flow_run AS own WHERE own.xid = gone.xid)
+)"""
+# The window of each run of a key with `every`: that which its job took in the same transaction, or last before the run
+# under a lease, under which lone suspects run in either mode.
+_WINDOWS = f"""
+windows AS MATERIALIZED (
+  SELECT run.doc, run.job, (
+    SELECT until FROM flow_window AS taken
+    WHERE taken.job = run.job AND taken.key = chr(30) || 'rebuild' || chr(31) || 'doc-' || run.doc
+      AND taken.at < run.began_at AND (run.token IS NOT NULL OR taken.xid = run.xid)
+    ORDER BY at DESC LIMIT 1) AS until
+  FROM flow_run AS run WHERE run.doc >= {KEYS}
 )"""
 _CHECKS = {
     # Whose change no run has seen that began after its commit.
@@ -101,6 +143,10 @@ _CHECKS = {
     "WHERE seen.run = stands.run AND seen.change = stands.change)",
     # Taken along by a run with older arguments.
     "stale": f"WITH {_STANDS} SELECT count(*) FROM stands WHERE added_at > run_added_at",
+    # Runs of a key with `every` that had no window, or one that another run had.
+    "crowded": f"WITH {_WINDOWS} SELECT count(*) FILTER (WHERE until IS NULL) + count(until) - "
+    "count(DISTINCT (doc, until)) FILTER (WHERE until IS NOT NULL) FROM windows",
+    "throttled": f"SELECT count(*) FROM flow_run WHERE doc >= {KEYS}",
     "left": "SELECT count(*) FROM outboxq.job",
     "dead": "SELECT count(*) FROM outboxq.dead_job",
     "adds": "SELECT count(*) FROM flow_change",
@@ -110,22 +156,24 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the adds: all but the first five numbers are to be 0."""
+    """What became of the adds: all but the first six numbers are to be 0."""
 
     adds: int
     runs: int
+    throttled: int
     taken_along: int
     kills: int
     terminated: int
     unseen: int
     blind: int
     stale: int
+    crowded: int
     left: int
     dead: int
 
     @property
     def is_right(self) -> bool:
-        return (self.unseen, self.blind, self.stale, self.left, self.dead) == (0, 0, 0, 0, 0)
+        return not any((self.unseen, self.blind, self.stale, self.crowded, self.left, self.dead))
 
 
 def run(url: str, seconds: float, mode: Mode, seed: int) -> Verdict:
@@ -174,11 +222,11 @@ def _produce(engine: Engine, mode: Mode, chance: random.Random, until: float) ->
     rebuild = (lease_jobs if mode == "lease" else transaction_jobs).resolve().handlers["rebuild"]
     with sessionmaker(engine, class_=OutboxSession)() as session:
         while time.monotonic() < until:
-            doc = chance.randrange(KEYS)
+            doc = chance.randrange(KEYS + THROTTLED)
             change = session.execute(
                 text("INSERT INTO flow_change (doc) VALUES (:doc) RETURNING id"), {"doc": doc}
             ).scalar_one()
-            options = {"every": timedelta(seconds=0.5)} if chance.random() < 0.2 else {}
+            options = {"every": WINDOW} if doc >= KEYS or chance.random() < 0.2 else {}
             session.add_job(rebuild.options(**options), doc=doc, change=change)
             # Rolled back now and then, and often committed later than others that began later.
             time.sleep(chance.uniform(0, 0.02))

@@ -428,10 +428,10 @@ def test_jobs_are_taken_along_by_the_index_of_keys(engine: Engine, jobs: int) ->
         assert "JIT" not in plan
 
 
-@pytest.mark.parametrize("mode", ["transaction"])
 @pytest.mark.timeout(600)
 def test_each_add_is_followed_by_a_run_under_kills(outboxq_database: Database, mode: Mode) -> None:
     """A few seconds of `python -m tests.flow.coalesce`."""
     verdict = run_under_kills(outboxq_database.url, 3, mode, seed=1)
     assert verdict.is_right, verdict
     assert verdict.taken_along
+    assert verdict.throttled

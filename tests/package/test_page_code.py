@@ -167,8 +167,9 @@ finish(jobs, done=2, failed=0)
 assert session.get_one(Account, 7).balance == 60
 """,
     "coalescing.md": """
-session.add_job(rebuild, account_id=7)
-session.add_job(rebuild, account_id=7)
+once = rebuild.options(every=timedelta(days=300))
+session.add_job(once, account_id=7)
+session.add_job(once, account_id=7)
 session.commit()
 session.execute(text("UPDATE outboxq.job SET run_at = clock_timestamp()"))
 session.commit()

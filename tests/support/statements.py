@@ -30,6 +30,7 @@ from outboxq.statements.jobs import JobChange, JobFilter
 from outboxq.statements.limit import limit_count, limit_slot
 from outboxq.statements.rate import TokenRequest
 from outboxq.statements.unique import add_unique
+from outboxq.statements.windows import WantedWindow
 
 DIALECT = psycopg.dialect()
 
@@ -96,6 +97,11 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
         TokenRequest(most=1, chunk=1, each_seconds=0.6, burst=1, keep_seconds=0.05),
         TokenRequest(most=50, chunk=10, each_seconds=0.002, burst=20, keep_seconds=0.02),
     ),
+    "wanted: Sequence[statements.windows.WantedWindow]": (
+        [WantedWindow("send\x1f7", _ID, 5_000_000)],
+        [WantedWindow(f"send\x1f{n}", _ID, 5_000_000) for n in range(2)],
+    ),
+    "claimed: Sequence[UUID]": ([_ID], [_ID, _ID]),
     "room": (limit_slot("outboxq", "'mail'", "5"), limit_count("outboxq", "'mail'", "5")),
     "EffectLock": (_LOCK, _LOCK),
     "Status": ("done", "unknown"),

@@ -1,0 +1,89 @@
+"""Windows: which job of a key runs in a part of the clock of length `every`. Sent as text.
+
+A key's row in `unique_key` says until when its window lasts and which job has it, under the key behind a character that
+no other key begins with. It is kept for its time, as that of a unique job, and pruned with those.
+
+The window is taken in the transaction that has claimed the job, or, under a lease, in one that is committed before its
+handler begins. So if a relay dies, the window is free again, or belongs to the job that runs again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import LiteralString
+from uuid import UUID
+
+from outboxq.job import EVERY_HEADER
+from outboxq.statements.render import render
+
+# A check of the table, less the character in front.
+MAX_KEY_BYTES = 1_023
+
+# `locked`: the row of a key may be held by a transaction whose handler runs for an hour. The lock is tried, and never
+# waited for; it is held for as long as the row. Two keys of one hash: the second job waits for its next window.
+# `until` and the condition of the update are of one reading of the clock: a window is taken only if it ends later than
+# the one that was taken before, whoever sees which version of the row.
+# `newest` is of a snapshot older than the lock: a transaction that has the lock is not committed in it, so that the job
+# which it runs is seen waiting.
+_TAKE: LiteralString = """\
+WITH wanted AS MATERIALIZED (
+  SELECT given.key, given.id, clock.now,
+    pg_catalog.date_bin(given.every, clock.now, timestamptz 'epoch') + given.every AS until
+  FROM unnest({keys}::text[], {ids}::uuid[], {every}::interval[]) AS given (key, id, every)
+  CROSS JOIN (SELECT pg_catalog.clock_timestamp() AS now) AS clock
+), locked AS MATERIALIZED (
+  SELECT key, id, until FROM wanted
+  WHERE pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext(key))
+), taken AS (
+  INSERT INTO {unique_key} AS held (key, job_id, kept_until)
+  SELECT pg_catalog.chr(30) || key, id, until FROM locked
+  ON CONFLICT (key) DO UPDATE SET job_id = excluded.job_id, kept_until = greatest(held.kept_until, excluded.kept_until)
+  WHERE held.kept_until < excluded.kept_until OR held.job_id = ANY ({claimed}::uuid[])
+  RETURNING key
+)
+SELECT wanted.key, wanted.until, newest.created_at, newest.args, newest.headers, newest.max_attempts
+FROM wanted LEFT JOIN LATERAL (
+  SELECT job.created_at, job.args::text, job.headers::text, job.max_attempts FROM {job} AS job
+  WHERE job.unique_key = wanted.key AND NOT job.id = ANY ({claimed}::uuid[]) AND job.headers->>{header} IS NOT NULL
+    AND (job.state IN ('ready', 'leased', 'suspect')
+      OR job.state = 'scheduled' AND (job.run_at <= wanted.now OR job.attempt > 0))
+  ORDER BY job.created_at DESC, job.seq DESC LIMIT 1
+) AS newest ON true
+WHERE NOT EXISTS (SELECT FROM taken WHERE taken.key = pg_catalog.chr(30) || wanted.key)"""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWindow:
+    """A window that a claim wants: for one job of a key, whose windows have this length."""
+
+    key: str
+    job_id: UUID
+    every_microseconds: int
+
+
+def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[UUID]) -> str:
+    """Take the present windows of these keys, one for each; a key whose window another job has is left out.
+
+    A row for each key that was left out: the key, the end of the present window, and of the newest job of the key that
+    waits or runs elsewhere and has `every` too, its `created_at`, `args`, `headers` and `max_attempts`, or NULL.
+
+    Index: the primary key, and job_unique for the keys that are left out, of which each job is read. Locks: an advisory
+    lock and the row of each key that is taken, until the transaction ends. It waits for a pruner that deletes such a
+    row, and for no other transaction.
+
+    Args:
+        claimed: The jobs of these keys that the claim has: a window that one of them has is theirs.
+    """
+    return (
+        "SET LOCAL enable_seqscan = off; "
+        + render(
+            schema,
+            _TAKE,
+            keys=[each.key for each in wanted],
+            ids=[str(each.job_id) for each in wanted],
+            every=[f"{each.every_microseconds} microseconds" for each in wanted],
+            claimed=[str(job_id) for job_id in claimed],
+            locks=f"outboxq_{schema} every",
+            header=EVERY_HEADER,
+        )
+        + "; SET LOCAL enable_seqscan TO DEFAULT"
+    )

@@ -7,6 +7,8 @@ from typing import Protocol
 from outboxq.events import Event, Hook, JobDied, JobRetried
 
 _LARGEST_FAILURE = 10_000
+# A union that is written out is made anew at each call, which is made for each job.
+_FAILURES = (JobRetried, JobDied)
 _OF_EXCEPTIONS = vars(BaseException)
 
 
@@ -48,7 +50,7 @@ class Emitter:
 
 def forget(event: Event) -> None:
     """Drop the traceback of an event's exception, once all hooks were told the event."""
-    if isinstance(event, JobRetried | JobDied) and event.exception is not None:
+    if isinstance(event, _FAILURES) and event.exception is not None:
         drop_tracebacks(event.exception)
 
 

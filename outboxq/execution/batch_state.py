@@ -170,7 +170,7 @@ class BatchState:
     def end_call(self) -> None:
         """Record that the handler has ended: it has no deadline any more, and what is sent is not to be cancelled."""
         self.deadline = None
-        if self.call is not None:
+        if self.call is not None and not self.call.is_over:
             self.call.end()
 
     def coalesce(self, jobs: tuple[Job, ...], taken_along: tuple[UUID, ...], events: tuple[JobsCoalesced, ...]) -> None:

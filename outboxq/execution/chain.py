@@ -18,13 +18,11 @@ def has_follower(job: Job) -> bool:
 
 
 def follower_of(job: Job) -> Mapping[str, NewJob]:
-    """The job that follows this one, by its id in hex, in the same batch; empty if none does.
+    """The job that follows this one, by its id in hex, in the same batch; empty if its header has none.
 
     Raises:
         PayloadError: it cannot be read.
     """
-    if not has_follower(job):
-        return {}
     text = msgspec.json.decode(job.headers, type=dict[str, str]).get(THEN_HEADER)
     if text is None:
         return {}
@@ -36,5 +34,5 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
 
 def add_follower(connection: Connection, job: Job) -> None:
     """Add the job that follows one that is done, in the transaction of its rows."""
-    if follower := follower_of(job):
+    if has_follower(job) and (follower := follower_of(job)):
         insert_all(connection, follower, wakes="by queue")

@@ -79,7 +79,8 @@ def result_without_run(batch: BatchState, job: Job, runtime: Runtime) -> Cancell
     if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
         return ExpiredResult()
     # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
-    return CancelledResult() if job.id in runtime.orders.cancelled else None
+    cancelled = runtime.orders.cancelled
+    return CancelledResult() if cancelled and job.id in cancelled else None
 
 
 def _spans(

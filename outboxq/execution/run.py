@@ -213,9 +213,8 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
     """Write the outcome of the job that ran."""
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
-    adds = isinstance(result, Done) and has_follower(job)
     is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
-    if isinstance(result, Done | Discard) and not adds and is_unbegun:
+    if is_unbegun and (isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job))):
         # A leased job whose handler wrote nothing is removed together with others.
         batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
         return
@@ -233,5 +232,5 @@ def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, r
         settle.block(batch.blocked, job, runtime)
     else:
         batch.events.append(settle_result(connection, job, result, runtime, seconds))
-        if isinstance(batch.events[-1], JobRetried | JobSnoozed):
+        if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
             settle.block(batch.blocked, job, runtime)

@@ -23,7 +23,7 @@ from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.chain import follower_of
+from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import TransactionEscaped
@@ -197,7 +197,7 @@ class _SharedRun:
                 # A task or thread that the job left behind must not reach the next job's rows.
                 runtime.guard.take_back()
         self._check()
-        if follower := follower_of(job):
+        if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
         self._seconds.append(time.perf_counter() - began)
         if not self._buffer:

@@ -44,7 +44,8 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
 
 def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     unique: dict[str, UniqueJob] = {}
-    if any(new.keys is not None or new.followers for new in jobs.values()):
+    # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
+    if [new for new in jobs.values() if new.keys is not None or new.followers]:
         jobs = _without_callbacks(connection, jobs)
         unique = {job_id: with_answer(new) for job_id, new in jobs.items() if has_unique_key(new)}
         jobs = {job_id: new for job_id, new in jobs.items() if job_id not in unique}

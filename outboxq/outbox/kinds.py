@@ -81,7 +81,8 @@ class JobKind(Generic[P]):
         signature = self.signature()
         args_text = None if signature is None else signature.encode_call(args, kwargs)
         if args_text is not None:
-            return self._new(args_text, self._keys(args, kwargs))
+            keys = None if self._key_rules is None else self._keys(args, kwargs)
+            return self._new(args_text, keys)
         values = self._bind_by_name(args, kwargs) if signature is None else signature.bind(args, kwargs)
         pending = {name: value for name, value in values.items() if is_pending(value)}
         if signature is not None:

@@ -72,10 +72,12 @@ def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
     batch = pending_batch(session)
     if batch is None:
         _refuse_autocommit(session)
+    is_keyed = False
     for new in jobs:
         if not isinstance(new, NewJob) or new.pending:
             _check(session, new)
-    is_keyed = any(new.keys is not None for new in jobs)
+        if new.keys is not None:
+            is_keyed = True
     if is_keyed:
         jobs = [with_answer(new) if has_unique_key(new) else new for new in jobs]
     named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))

@@ -70,8 +70,10 @@ class Admission:
 
     def found_room(self, queue: str) -> None:
         """Record that a claim of this queue was not kept back by a limit."""
-        with self._lock:
-            self._pauses.pop(queue, None)
+        # Mostly there is none. One that another slot sets at this moment comes behind this call.
+        if queue in self._pauses:
+            with self._lock:
+                self._pauses.pop(queue, None)
         self.poller.release(queue)
 
     def ended(self, queue: str) -> None:

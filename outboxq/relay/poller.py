@@ -261,6 +261,9 @@ class SharedPoller:
 
     def release(self, queue: str) -> bool:
         """Let slots claim from this queue again; whether it was held."""
+        # Asked at each claim, mostly in vain. A hold that begins at this moment comes behind this call.
+        if queue not in self._held_until:
+            return False
         with self._lock:
             return self._held_until.pop(queue, None) is not None
 

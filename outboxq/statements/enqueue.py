@@ -72,7 +72,9 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
     new = list(jobs.values())
     envelopes = [each.envelope for each in new]
     distinct = set(envelopes)
-    flows = any(each.keys is not None for each in new) or any(each.every or each.expires for each in distinct)
+    # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
+    keyed = [each for each in new if each.keys is not None]
+    flows = bool(keyed) or any(each.every or each.expires for each in distinct)
     own = {"id": _array(jobs), "args": _quoted_array([each.args for each in new]), **(_keys(new) if flows else {})}
     texts = {envelope: _common_texts(envelope, flows=flows) for envelope in distinct}
     if len(texts) == 1:

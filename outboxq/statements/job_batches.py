@@ -6,6 +6,7 @@ and no row is written that two members share.
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any, LiteralString
 from uuid import UUID
 
@@ -112,7 +113,9 @@ def finish_batches(schema: str, ids: Collection[UUID]) -> str:
     return _finish(schema, _LOOK + _OVER + _LOOK_END, wanted, may_be_over=any_is_over)
 
 
-def finish_after_commit(schema: str, ids: Collection[UUID]) -> str:
+# Making the text costs more than the look itself, and the members of a batch mostly come one after the other.
+@lru_cache(64)
+def finish_after_commit(schema: str, ids: frozenset[UUID]) -> str:
     """The same in a transaction of its own, to follow a COMMIT in one string."""
     return f"{BEGIN}; {SETTINGS}{finish_batches(schema, ids)}; COMMIT"
 

@@ -1260,7 +1260,7 @@ MUTANTS = (
     Mutant(
         "the look for cancellations at a claim",
         "outboxq/execution/plan.py",
-        "    return CancelledResult() if job.id in runtime.orders.cancelled else None\n",
+        "    return CancelledResult() if cancelled and job.id in cancelled else None\n",
         "    return None\n",
         (
             "tests/relay/test_cancel.py::test_a_request_stands_until_the_job_is_gone",
@@ -1435,8 +1435,8 @@ MUTANTS = (
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",
         "outboxq/execution/run.py",
-        "    adds = isinstance(result, Done) and has_follower(job)\n",
-        "    adds = False\n",
+        "(isinstance(result, Done) and not has_follower(job))",
+        "isinstance(result, Done)",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
 )

@@ -117,6 +117,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "keys": (["send\x1f7"], ["send\x1f7", "send\x1f8"]),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),
+    "frozenset[UUID]": (frozenset({_ID, UUID(int=1)}), frozenset({_ID})),
     "Sequence[str]": (["mail", "post"], ["mail"]),
     "Collection[str]": (["mail", "post"], ["mail"]),
     "Iterable[str]": (["mail", "post"], ["mail"]),

@@ -92,7 +92,7 @@ class Work:
         """Add some jobs in one transaction."""
         with sessionmaker(self.engine, class_=OutboxSession).begin() as session:
             for _ in range(self.chance.randint(1, 4)):
-                seconds = self.chance.choice((0.0, 0.02, 0.1, 0.3))
+                seconds = self.chance.choice((0.0, 0.1, 0.5, 1.0))
                 how = self.chance.choice(("looks", "sends", "is deaf"))
                 self.added.append(session.add_job(_KINDS[self.mode], seconds, how).id)
 

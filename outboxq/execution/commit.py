@@ -8,6 +8,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.database.driver import ScriptResult, is_lost, run_script, transaction_status
+from outboxq.database.errors import LOCK_NOT_AVAILABLE
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
@@ -46,7 +47,8 @@ def commit(
     """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
-    deadlock or a serialization failure; any other refusal is a failed attempt of the lone job, and committed as such.
+    deadlock, a serialization failure, or a lock_timeout: mostly of the key of a unique job, which another transaction
+    is just taking. Any other refusal is a failed attempt of the lone job, and committed as such.
 
     A leased job whose handler wrote nothing has no transaction: it is left to be removed together with others.
     With `looks`, the batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT.
@@ -70,12 +72,13 @@ def commit(
         if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
+    is_conflict = failed.transient or failed.sqlstate == LOCK_NOT_AVAILABLE
     if not batch.is_lone:
         # COMMIT made the check for all jobs. When they run apart, each is checked by itself.
-        batch.has_deadlocked |= failed.transient
+        batch.has_deadlocked |= is_conflict
         batch.runs_apart = True
         return None
-    if failed.transient and batch.refused < FREE_RETRIES:
+    if is_conflict and batch.refused < FREE_RETRIES:
         batch.refused += 1
         return None
     batch.events.append(settle_result(connection, batch.job, failed, runtime, 0.0))

@@ -1,6 +1,5 @@
 """The batches of a slot: claim, run, commit, publish, and so on with the jobs that each COMMIT claims."""
 
-import logging
 from dataclasses import replace
 
 import psycopg
@@ -12,9 +11,8 @@ from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
 from outboxq.execution import lease_mode, recovery
-from outboxq.execution.aside import is_of_a_row
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, park_unknown, return_suspect, take_slot
+from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.lease_mode import LeasedBatch
@@ -28,10 +26,9 @@ from outboxq.relay.batch_looks import BatchLooks
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
+from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.state import RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
-
-logger = logging.getLogger("outboxq.relay")
 
 _LOCK_NOT_AVAILABLE = "55P03"
 
@@ -300,23 +297,10 @@ class BatchLoop:
         parked, queue = 0, report.parked_in
         try:
             if queue is not None:
-                parked = self._park_unknown(connection, queue, runtime)
+                kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self._flavour))
+                parked = park_unknown_kinds(connection, self._state.config.schema, queue, kinds)
         finally:
             self.publish(report, parked)
-
-    def _park_unknown(self, connection: Connection, queue: str, runtime: Runtime) -> int:
-        kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self._flavour))
-        try:
-            with connection.begin():
-                return park_unknown(connection, self._state.config.schema, queue, kinds)
-        except psycopg.Error as error:
-            if not is_of_a_row(error):
-                raise
-            logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
-        # Each is parked when it is claimed.
-        with connection.begin():
-            park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)
-        return 0
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""

@@ -838,9 +838,9 @@ MUTANTS = (
     ),
     Mutant(
         "the marks of a parking that failed",
-        "outboxq/relay/batch_loop.py",
-        "            park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)",
-        "            pass",
+        "outboxq/relay/parking.py",
+        "        park_unknown(connection, schema, queue, known_kinds, only_marks=True)",
+        "        pass",
         ("tests/execution/test_parking.py",),
     ),
     Mutant(

@@ -2,7 +2,9 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack, get_args, get_origin, get_type_hints
 
 import outboxq
 from outboxq import Backoff, JobKind, Jobs
@@ -11,6 +13,15 @@ from tests.support.cli import run
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-other-queues.md").read_text()
 # The right column of each table, which speaks of outboxq.
 OURS = "\n".join(line.rsplit("|", 2)[1] for line in PAGE.splitlines() if line.startswith("| "))
+
+
+def _names_of(function: Callable[..., object]) -> set[str]:
+    """The arguments of a function, those of its typed dictionary too."""
+    names = set(inspect.signature(function).parameters)
+    for hint in get_type_hints(function).values():
+        for options in get_args(hint) if get_origin(hint) is Unpack else ():
+            names |= set(get_type_hints(options))
+    return names
 
 
 def test_every_example_of_ours_is_python_and_uses_what_there_is() -> None:
@@ -22,14 +33,14 @@ def test_every_example_of_ours_is_python_and_uses_what_there_is() -> None:
         for name in re.findall(r"\b(Backoff|Context)\b", block):
             assert name in outboxq.__all__
         for argument in re.findall(r"@jobs\.handler\((\w+)=|, (retry)=", block):
-            assert set(argument) - {""} <= set(inspect.signature(Jobs.handler).parameters)
+            assert set(argument) - {""} <= _names_of(Jobs.handler)
 
 
 def test_the_options_in_the_tables_are_options() -> None:
     """`options(...)` of a kind takes each of them, and the defaults of the backoff are the ones that the page says."""
     named = set(re.findall(r"options\((\w+)=", OURS))
     assert {"delay", "expires", "priority", "run_at"} == named
-    assert named <= set(inspect.signature(JobKind.options).parameters)
+    assert named <= _names_of(JobKind.options)
     (said,) = re.findall(r"`Backoff\((max_attempts=15[^)]*)\)`", OURS)
     assert eval(f"Backoff({said})", {"Backoff": Backoff}) == Backoff()
 

@@ -22,7 +22,7 @@ _NO_ANSWER = ("not-found", "not-known")
 class ExplainOptions(DatabaseOptions):
     """A field per option."""
 
-    job_id: Annotated[UUID | None, typer.Argument(metavar="[ID]", help="The id of a job.", show_default=False)] = None
+    job_id: Annotated[UUID | None, typer.Argument(metavar="ID", help="The id of a job.", show_default=False)] = None
     queue: Annotated[
         str | None, typer.Option("--queue", metavar="NAME", help="A queue instead of a job.", show_default=False)
     ] = None

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import psycopg
@@ -169,6 +169,7 @@ def test_a_job_that_is_not_there_is_done_or_was_never_committed(
     assert "never committed" in found.verdict.text
     made_at = made_at_of(job_id)
     assert made_at is not None
+    assert abs(datetime.now(UTC) - made_at) < timedelta(minutes=10)
     assert f"{made_at:%H:%M:%S}" in found.verdict.text
     never = of_job(engine, uuid4())
     assert (codes(never), never.verdict.details["made_at"]) == (["not-found"], None)
@@ -177,8 +178,9 @@ def test_a_job_that_is_not_there_is_done_or_was_never_committed(
 def test_a_producer_that_has_not_committed_is_named(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
-    """Its session has flushed the job, and nothing more; another one that has only read is not named."""
-    with open_session(outboxq_database.url, "SELECT * FROM outboxq.job"), sessions() as session:
+    """Its session has flushed the job, and nothing more; another one that has only locked a job is not named."""
+    add(sessions, wait_leased.job())
+    with open_session(outboxq_database.url, "SELECT FROM outboxq.job FOR UPDATE"), sessions() as session:
         job_id = session.add_job(send).id
         assert codes(of_job(engine, job_id)) == ["not-found"]
         session.flush()
@@ -476,6 +478,7 @@ def test_a_locked_table_is_named_and_not_waited_for(
         for found in (of_job(engine, job_id), of_queue(engine)):
             assert codes(found) == ["table-locked", "not-known"]
             assert found.verdict.details["pid"] == pid
+            assert "a table is locked by another session" in found.reasons[1].text
 
 
 def test_a_paused_queue_is_named(
@@ -517,7 +520,8 @@ def test_a_full_limit_is_named(
         assert gate.begun.wait(PATIENCE)
         assert codes(of_job(engine, first)) == ["running"]
         found = of_job(engine, second)
-        assert found.verdict.code == "queue-limited"
+        # The one that runs is not among those that come first.
+        assert codes(found) == ["queue-limited"]
         assert (found.verdict.details["running"], found.verdict.details["limit"]) == (1, 1)
         assert codes(of_queue(engine))[0] == "queue-limited"
         gate.go_on.set()

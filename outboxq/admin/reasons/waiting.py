@@ -160,10 +160,11 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     newest = looks.row("jobs of its key", statements.newest_of_key(looks.schema, job.unique_key))
     if newest is None or newest.id == job.id:
         return
+    more = " or more" if newest.jobs >= statements.MOST_LOOKED_AT else ""
     yield Reason(
         "coalesced",
-        f"job {newest.id} of the same key was added later: one run with the arguments of that job stands for all "
-        f"{newest.jobs:,}",
+        f"job {newest.id} of the same key was added later: one run with the arguments of the newest one stands for all "
+        f"{newest.jobs:,}{more}",
         {"newest": str(newest.id), "jobs": newest.jobs},
         f"Nothing. See what that job waits for: outboxq explain {newest.id}.",
     )

@@ -96,7 +96,7 @@ RIGHTS: Mapping[Part, Rights] = {
         },
         calls_functions=True,
     ),
-    "reader": Rights("stats, and every list and show", {}, reads_all=True),
+    "reader": Rights("stats, explain, and every list and show", {}, reads_all=True),
     "operator": Rights(
         "all that a reader does, and jobs cancel and change, kinds pause and resume, dead retry and discard, queues "
         "pause and resume, schedules put, pause, resume, run-now and remove, inbox forget, effects resolve",

@@ -11,6 +11,7 @@ from outboxq.cli import (
     dead,
     doctor,
     effects,
+    explain,
     inbox,
     jobs,
     kinds,
@@ -33,6 +34,7 @@ class _Root(PlainGroup):
         "Look": (
             "stats",
             "doctor",
+            "explain",
             "queues list",
             "kinds list",
             "jobs list",
@@ -105,6 +107,7 @@ app.command("relay")(relay.relay)
 app.command("health")(relay.health)
 app.command("stats")(queues.stats)
 app.command("doctor")(doctor.doctor)
+app.command("explain")(explain.explain)
 app.add_typer(queues.app, name="queues")
 app.add_typer(kinds.app, name="kinds")
 app.add_typer(schedules.app, name="schedules")

@@ -29,6 +29,14 @@ def several(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
+def duration(seconds: float) -> str:
+    """`42 s`, `12 min`, `3 h`, `4 days`: the largest unit of which there are two at least."""
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def storable(text: str) -> str:
     """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
     kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")

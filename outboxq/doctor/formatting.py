@@ -2,17 +2,14 @@
 
 import re
 
+from outboxq.codec.text import duration
+
 _PLAIN_NAME = re.compile("[a-z_][a-z0-9_]*")
 
 
 def age(seconds: float | None) -> str:
-    """`42 s`, `12 min`, `3.5 h`, `4 days`."""
-    if seconds is None:
-        return "a time that is hidden"
-    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    """The time as `duration` writes it."""
+    return "a time that is hidden" if seconds is None else duration(seconds)
 
 
 def size(number_of_bytes: int) -> str:

@@ -16,6 +16,7 @@ COMMANDS = [
     ("relay",),
     ("stats",),
     ("doctor",),
+    ("explain",),
     ("health",),
     ("roles",),
     ("torture",),

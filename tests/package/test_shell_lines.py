@@ -29,6 +29,8 @@ DUMPS = "tests.migrations.test_dump_restore:test_a_whole_dump_moves_an_installat
 RUN_HERE = {
     "outboxq doctor": (0, 1),
     "outboxq doctor myapp.jobs:jobs --older-than 60": (0, 1),
+    "outboxq explain 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10": (1,),
+    "outboxq explain --queue mail": (0,),
     "outboxq dead list": (0,),
     "outboxq schedules list": (0,),
     "outboxq schedules show nightly": (1,),
@@ -86,6 +88,7 @@ NOT_RUN = {
     "python -m benchmarks --json found.json --markdown found.md --svg plots": "nine minutes, as above",
     "python -m benchmarks --server postgresql://me@host/postgres": SERVER_OF_YOURS,
     "outboxq doctor --json | jq -r '.findings[] | select(.severity == \"problem\") | .code'": "it needs jq",
+    "outboxq explain --queue mail --json | jq -r '.reasons[0].code'": "it needs jq",
     "outboxq doctor --schema shop --json | jq -r '.findings[] | select(.code == \"function-different\").detail.sql'"
     " | psql mydb": "it needs jq and psql; tests/doctor runs the SQL that it prints",
     "DATABASE_PASSWORD=... docker compose --file deploy/compose.yaml up": DOCKER,

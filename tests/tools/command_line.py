@@ -96,6 +96,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "health": [("relay.json",)],
     "stats": [(), ("--wide",)],
     "doctor": [()],
+    "explain": [(numbered(4),), ("--queue", "mail"), (numbered(9),)],
     "queues list": [()],
     "jobs list": [(), ("--state", "scheduled", "--json"), ("--queue", "nosuch")],
     "jobs show": [(numbered(4),), (numbered(9), "--json")],

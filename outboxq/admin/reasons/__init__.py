@@ -1,0 +1,1 @@
+"""Why jobs do not run: the looks at the database, and what each of them says."""

@@ -1,0 +1,124 @@
+"""Jobs that are held: a relay runs them, or another session has locked their rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Row
+
+from outboxq.admin.reasons.looks import Looks
+from outboxq.admin.reasons.reason import Reason, Value
+from outboxq.codec.text import duration
+from outboxq.database.engines import RELAY_NAME
+from outboxq.statements.doctor.sessions import prepared_transactions
+
+LEASED = ("leased", "group_leased")
+
+
+def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
+    """Who holds a job, if any does; `job` is a row of `statements.explain.job_facts`."""
+    is_leased = job.state in LEASED
+    if job.cancelling_seconds is not None and (job.is_held or is_leased):
+        yield _cancelling(job)
+    if job.is_held and job.holder is None:
+        yield _prepared(looks, job)
+    elif job.is_held and (job.application_name == RELAY_NAME or is_leased):
+        yield _running(job)
+    elif job.is_held:
+        yield _held_by_session(job)
+    if is_leased and not (job.is_held and job.holder is not None):
+        yield _leased(job)
+
+
+def _cancelling(job: Row[Any]) -> Reason:
+    return Reason(
+        "cancelling",
+        f"it is to be cancelled while it runs: asked for {duration(job.cancelling_seconds)} ago, and its relay has not "
+        "ended it yet",
+        {"cancelling_seconds": job.cancelling_seconds, "pid": job.holder},
+        f"Relays answer within seconds. To end its session: outboxq jobs cancel {job.id} --running --force.",
+    )
+
+
+def _session(job: Row[Any]) -> tuple[str, dict[str, Value]]:
+    """The session that holds a job in words, and as details."""
+    state = job.activity or "its state is hidden"
+    name = f", {job.application_name!r}" if job.application_name else ""
+    since = "a time that is hidden" if job.held_seconds is None else duration(job.held_seconds)
+    details: dict[str, Value] = {
+        "pid": job.holder,
+        "application_name": job.application_name,
+        "state": job.activity,
+        "wait_event": None if job.wait_event is None else f"{job.wait_event_type}: {job.wait_event}",
+        "seconds": job.held_seconds,
+    }
+    return f"session {job.holder} ({state}{name}, for {since})", details
+
+
+def _running(job: Row[Any]) -> Reason:
+    session, details = _session(job)
+    details["attempt"] = job.attempt + (0 if job.state in LEASED else 1)
+    if job.blockers:
+        pids = ", ".join(map(str, job.blockers))
+        return Reason(
+            "running-blocked",
+            f"a relay runs it in {session}, which waits for a lock that session {pids} holds",
+            {**details, "blocked_by": [str(pid) for pid in job.blockers]},
+            f"See what session {pids} does, and have it commit. To end it: SELECT "
+            f"pg_terminate_backend({job.blockers[0]});",
+        )
+    return Reason(
+        "running",
+        f"a relay runs it in {session}",
+        details,
+        "Nothing, if its handler takes that long. `outboxq jobs cancel "
+        f"{job.id} --running` ends it; timeout_seconds bounds every run.",
+    )
+
+
+def _held_by_session(job: Row[Any]) -> Reason:
+    session, details = _session(job)
+    return Reason(
+        "held-by-session",
+        f"its row is locked or deleted by {session}, which is no relay: claims pass over it",
+        details,
+        "Have that session commit or roll back (if it is a relay on an engine of your own, the job runs). To end it: "
+        f"SELECT pg_terminate_backend({job.holder});",
+    )
+
+
+def _prepared(looks: Looks, job: Row[Any]) -> Reason:
+    rows = looks.rows("the prepared transactions", prepared_transactions(looks.schema))
+    found = next((row for row in rows if row.xid == job.xid), None)
+    name = "" if found is None else f" {found.gid!r}, of {duration(found.seconds)} ago"
+    return Reason(
+        "held-by-prepared-transaction",
+        f"its row is locked or deleted by a prepared transaction{name}: claims pass over it",
+        {"gid": None if found is None else found.gid, "seconds": None if found is None else found.seconds},
+        "Have its coordinator end it. By hand: COMMIT PREPARED or ROLLBACK PREPARED, with its name.",
+    )
+
+
+def _leased(job: Row[Any]) -> Reason:
+    where = f" ({job.host}, process {job.relay_pid})" if job.host else ""
+    details: dict[str, Value] = {
+        "relay": str(job.lease_owner),
+        "host": job.host,
+        "pid": job.relay_pid,
+        "lease_seconds": job.lease_seconds,
+        "attempt": job.attempt,
+    }
+    if job.lease_seconds is not None and job.lease_seconds > 0:
+        return Reason(
+            "leased",
+            f"relay {job.lease_owner}{where} runs it under a lease of {duration(job.lease_seconds)} more, which it "
+            "extends",
+            details,
+            f"Nothing, if its handler takes that long. `outboxq jobs cancel {job.id} --running` ends it.",
+        )
+    over = "is not known" if job.lease_seconds is None else f"ran out {duration(-job.lease_seconds)} ago"
+    return Reason(
+        "lease-orphaned",
+        f"it is leased to relay {job.lease_owner}{where}, whose lease {over}: it died, or cannot reach the database",
+        details,
+        "Each running relay takes back the jobs of dead ones within seconds: see that one runs.",
+    )

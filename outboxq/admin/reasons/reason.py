@@ -1,0 +1,63 @@
+"""A reason why a job or a queue does not run, and the order of the reasons."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+# In the order of precedence: of those that hold at the same time the first one is the verdict.
+Code: TypeAlias = Literal[
+    "dead",
+    "waits-for-batch",
+    "not-committed",
+    "not-found",
+    "queue-empty",
+    "cancelling",
+    "running-blocked",
+    "running",
+    "held-by-session",
+    "held-by-prepared-transaction",
+    "lease-orphaned",
+    "leased",
+    "expired",
+    "expires-first",
+    "suspect",
+    "retrying",
+    "scheduled",
+    "kind-paused",
+    "kind-unknown",
+    "behind-in-group",
+    "table-locked",
+    "queue-paused",
+    "no-relay",
+    "queue-limited",
+    "rate-limited",
+    "coalesced",
+    "behind-others",
+    "overdue",
+    "due-now",
+    "not-known",
+]
+CODES: tuple[Code, ...] = get_args(Code)
+Value: TypeAlias = str | int | float | bool | list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a job or a queue does not run.
+
+    Attributes:
+        code: Its name, for programs; later versions keep it.
+        text: What was found, in a sentence.
+        details: The same for programs: ids, pids, ages in seconds.
+        advice: What to do.
+    """
+
+    code: Code
+    text: str
+    details: Mapping[str, Value]
+    advice: str
+
+
+def in_order(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """The reasons by their precedence."""
+    return tuple(sorted(reasons, key=lambda reason: CODES.index(reason.code)))

@@ -1,0 +1,249 @@
+"""Why a job, or a queue, does not run: one row, or the first entries of an index, at a time. No locks.
+
+A job that runs has been deleted by a transaction that is still open, and one that a session has locked looks the same:
+the row's `xmax` is the transaction's id, or that of one of its savepoints. Each of these has a lock on its own id,
+which leads to the session; the lock of a prepared transaction has no session.
+"""
+
+from uuid import UUID
+
+from sqlalchemy import TextClause, text
+
+from outboxq.statements.doctor.sessions import qualified, schema_name
+
+# Counts go no further.
+MOST_COUNTED = 10_000
+# How many jobs of a coalescing key, and of open batches, are looked at.
+MOST_LOOKED_AT = 1_000
+
+_OPEN = "SELECT transactionid FROM pg_catalog.pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' "
+_OPEN += "AND granted"
+_DUE = "run_at <= pg_catalog.statement_timestamp()"
+
+_JOB = """\
+SELECT job.id, job.queue, job.kind, job.state, job.priority, job.seq, job.attempt, job.max_attempts, job.crashes,
+  job.parked, job.unique_key, job.group_key, job.run_at, job.created_at, job.expires_at,
+  extract(epoch FROM job.run_at - pg_catalog.statement_timestamp())::float8 AS due_in_seconds,
+  extract(epoch FROM job.expires_at - pg_catalog.statement_timestamp())::float8 AS expires_in_seconds,
+  pg_catalog.jsonb_extract_path_text(job.errors, '-1', 'type') AS error_type,
+  pg_catalog.jsonb_extract_path_text(job.errors, '-1', 'message') AS error_message,
+  holder.transactionid IS NOT NULL AS is_held, job.xmax::text AS xid, holder.pid AS holder,
+  activity.application_name, activity.state AS activity, activity.wait_event_type, activity.wait_event,
+  extract(epoch FROM pg_catalog.clock_timestamp() - activity.xact_start)::float8 AS held_seconds,
+  CASE WHEN holder.pid IS NOT NULL THEN pg_catalog.pg_blocking_pids(holder.pid) END AS blockers,
+  job.lease_owner, relay.host, relay.pid AS relay_pid,
+  extract(epoch FROM relay.alive_until - pg_catalog.statement_timestamp())::float8 AS lease_seconds,
+  extract(epoch FROM pg_catalog.statement_timestamp() - request.requested_at)::float8 AS cancelling_seconds,
+  extract(epoch FROM pg_catalog.statement_timestamp() - paused.paused_at)::float8 AS kind_paused_seconds
+FROM {job} AS job
+LEFT JOIN LATERAL (
+  SELECT transactionid, pid FROM pg_catalog.pg_locks
+  WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted AND transactionid = job.xmax LIMIT 1
+) AS holder ON true
+LEFT JOIN pg_catalog.pg_stat_activity AS activity ON activity.pid = holder.pid
+LEFT JOIN {relay} AS relay ON relay.id = job.lease_owner
+LEFT JOIN {request} AS request ON request.job_id = job.id
+LEFT JOIN {paused} AS paused ON paused.queue = job.queue AND paused.kind = job.kind
+WHERE job.id = CAST(:job_id AS uuid)"""
+
+
+def job_facts(schema: str, job_id: UUID) -> TextClause:
+    """A job, who holds it, its lease, and whether its kind is paused. Index: the primary keys; one row."""
+    statement = _JOB.format(
+        job=qualified(schema, "job"),
+        relay=qualified(schema, "relay"),
+        request=qualified(schema, "cancel_request"),
+        paused=qualified(schema, "paused_kind"),
+    )
+    return text(statement).bindparams(job_id=str(job_id))
+
+
+def dead_facts(schema: str, job_id: UUID) -> TextClause:
+    """A dead letter. Index: the primary key; one row."""
+    return text(
+        "SELECT queue, kind, reason, attempt, "
+        "extract(epoch FROM pg_catalog.statement_timestamp() - died_at)::float8 AS dead_seconds "
+        f"FROM {qualified(schema, 'dead_job')} WHERE id = CAST(:job_id AS uuid)"
+    ).bindparams(job_id=str(job_id))
+
+
+_BATCH = """\
+SELECT id, pg_catalog.jsonb_extract_path_text(callback, 'kind') AS kind,
+  pg_catalog.jsonb_extract_path_text(callback, 'queue') AS queue, (
+    SELECT pg_catalog.count(*) FROM (
+      SELECT FROM {job} AS job WHERE job.batch_id = batch.id LIMIT :most) AS members
+  ) AS members
+FROM {batch} AS batch """
+
+
+def batch_facts(schema: str, batch_id: UUID) -> TextClause:
+    """The callback of an open batch, which will have the batch's id. Index: the primary key, and job_batch; one row."""
+    statement = _BATCH.format(job=qualified(schema, "job"), batch=qualified(schema, "batch"))
+    return text(f"{statement}WHERE batch.id = CAST(:batch_id AS uuid)").bindparams(
+        batch_id=str(batch_id), most=MOST_COUNTED + 1
+    )
+
+
+def batches_into(schema: str, queue: str) -> TextClause:
+    """The oldest batch whose callback comes into a queue. Reads the first 1,000 open batches; one row."""
+    statement = _BATCH.format(
+        job=qualified(schema, "job"),
+        batch=f"(SELECT id, callback FROM {qualified(schema, 'batch')} ORDER BY id LIMIT :looked_at)",
+    )
+    into = "WHERE pg_catalog.jsonb_extract_path_text(batch.callback, 'queue') = CAST(:queue AS text)"
+    return text(f"{statement}{into} ORDER BY batch.id LIMIT 1").bindparams(
+        queue=queue, most=MOST_COUNTED + 1, looked_at=MOST_LOOKED_AT
+    )
+
+
+def writers(schema: str) -> TextClause:
+    """Sessions whose open transaction may have added jobs, the oldest first. Bound: 100 rows."""
+    return text(
+        """\
+SELECT activity.pid, activity.application_name, activity.state,
+  extract(epoch FROM pg_catalog.clock_timestamp() - activity.xact_start)::float8 AS seconds
+FROM pg_catalog.pg_stat_activity AS activity
+WHERE activity.backend_xid IS NOT NULL AND activity.pid <> pg_catalog.pg_backend_pid() AND EXISTS (
+  SELECT FROM pg_catalog.pg_locks AS locks JOIN pg_catalog.pg_class AS class ON class.oid = locks.relation
+    JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace
+  WHERE locks.pid = activity.pid AND locks.locktype = 'relation' AND locks.granted
+    AND locks.mode = 'RowExclusiveLock' AND namespace.nspname = :schema AND class.relname = 'job'
+    AND locks.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
+)
+ORDER BY activity.xact_start NULLS LAST LIMIT 100"""
+    ).bindparams(schema_name(schema))
+
+
+def clock() -> TextClause:
+    """The database's time."""
+    return text("SELECT pg_catalog.clock_timestamp()")
+
+
+def queue_facts(schema: str, queue: str) -> TextClause:
+    """What operators have set for a queue, and by how far its tokens are reserved. Index: primary keys; one row."""
+    return text(
+        f"""\
+SELECT extract(epoch FROM pg_catalog.statement_timestamp() - queue.paused_at)::float8 AS paused_seconds,
+  queue.max_running, queue.max_per_group, queue.rate_jobs, queue.rate_seconds, queue.rate_burst,
+  extract(epoch FROM rate.tat - pg_catalog.clock_timestamp())::float8 AS ahead_seconds
+FROM (SELECT CAST(:queue AS text) AS name) AS asked
+LEFT JOIN {qualified(schema, "queue")} AS queue ON queue.name = asked.name
+LEFT JOIN {qualified(schema, "rate")} AS rate ON rate.name = asked.name"""
+    ).bindparams(queue=queue)
+
+
+_IN_GROUPS = ("group_key IS NOT NULL AND state = 'grouped'", 'group_key COLLATE "C", seq')
+# What may run next, in the order in which relays look for it; behind that what is to run later, and what runs.
+_DUE_NOW = (
+    ("state = 'ready'", "(-priority), seq"),
+    (f"state = 'scheduled' AND {_DUE}", "run_at"),
+    (f"state = 'group_waiting' AND {_DUE}", "run_at"),
+)
+_LATER = (
+    ("state = 'suspect'", "seq"),
+    ("state = 'group_suspect'", "run_at"),
+    ("state = 'scheduled'", "run_at"),
+    _IN_GROUPS,
+    ("state = 'group_waiting'", "run_at"),
+)
+_RUNNING = (
+    ("state = 'leased'", "lease_owner"),
+    ("state = 'group_leased'", "run_at"),
+    ("state = 'ready'", "(-priority), seq"),
+    ("state = 'scheduled'", "run_at"),
+    _IN_GROUPS,
+)
+_FREE = " AND NOT xmax = ANY (ARRAY(SELECT transactionid FROM open))"
+_GROUP_DUE = """\
+SELECT id FROM (
+  SELECT id, run_at, xmax AS holder FROM {job} WHERE queue = CAST(:queue AS text) AND group_key IS NOT NULL
+    AND state = 'grouped' ORDER BY group_key COLLATE "C", seq LIMIT :looked_at) AS first
+WHERE {due} AND NOT holder = ANY (ARRAY(SELECT transactionid FROM open)) LIMIT 1"""
+
+
+def next_job(schema: str, queue: str) -> TextClause:
+    """The job of a queue that is to run next, else one that is to run later, else one that runs; one row.
+
+    Indexes: those of the claims, an entry of each besides those of jobs that run; of the groups, the first 1,000
+    entries. Jobs under leases are read.
+    """
+    job = qualified(schema, "job")
+
+    def first(wanted: str, order: str, also: str) -> str:
+        return f"SELECT id FROM {job} WHERE queue = CAST(:queue AS text) AND {wanted}{also} ORDER BY {order} LIMIT 1"
+
+    looks = [
+        *(first(*arm, _FREE) for arm in _DUE_NOW),
+        _GROUP_DUE.format(job=job, due=_DUE),
+        *(first(*arm, _FREE) for arm in _LATER),
+        *(first(*arm, "") for arm in _RUNNING),
+    ]
+    found = "\nUNION ALL\n".join(
+        f"SELECT id, {place} AS place FROM ({look}) AS l{place}" for place, look in enumerate(looks)
+    )
+    return text(
+        f"WITH open AS MATERIALIZED ({_OPEN})\nSELECT found.id FROM (\n{found}\n) AS found ORDER BY found.place LIMIT 1"
+    ).bindparams(queue=queue, looked_at=MOST_LOOKED_AT)
+
+
+def ready_before(schema: str, queue: str, priority: int, seq: int) -> TextClause:
+    """How many ready jobs of a queue come before this place and do not run, up to 10,001. Index: job_ready."""
+    before = "((-priority), seq) < (CAST(:priority AS int), CAST(:seq AS bigint))"
+    is_free = f"NOT xmax = ANY (ARRAY({_OPEN}))"
+    return _count(schema, f"queue = CAST(:queue AS text) AND state = 'ready' AND {before} AND {is_free}").bindparams(
+        queue=queue, priority=-priority, seq=seq
+    )
+
+
+def suspects_before(schema: str, queue: str, seq: int) -> TextClause:
+    """How many suspects of a queue come before this place, up to 10,001. Index: job_suspect."""
+    return _count(
+        schema, "queue = CAST(:queue AS text) AND state = 'suspect' AND seq < CAST(:seq AS bigint)"
+    ).bindparams(queue=queue, seq=seq)  # fmt: skip
+
+
+def group_before(schema: str, queue: str, group: str, seq: int) -> TextClause:
+    """How many jobs of a group come before this place, up to 10,001. Index: job_group."""
+    return _count(
+        schema,
+        "queue = CAST(:queue AS text) AND group_key IS NOT NULL AND state <> 'group_waiting' "
+        'AND group_key COLLATE "C" = CAST(:group AS text) AND seq < CAST(:seq AS bigint)',
+    ).bindparams(queue=queue, group=group, seq=seq)
+
+
+def first_in_group(schema: str, queue: str, group: str) -> TextClause:
+    """The first job of a group. Index: job_group, one entry."""
+    return text(
+        f"SELECT id FROM {qualified(schema, 'job')} WHERE queue = CAST(:queue AS text) AND group_key IS NOT NULL "
+        "AND state <> 'group_waiting' AND group_key COLLATE \"C\" = CAST(:group AS text) "
+        'ORDER BY group_key COLLATE "C", seq LIMIT 1'
+    ).bindparams(queue=queue, group=group)
+
+
+def _count(schema: str, condition: str) -> TextClause:
+    found = f"SELECT FROM {qualified(schema, 'job')} WHERE {condition} LIMIT :most"
+    return text(f"SELECT pg_catalog.count(*) FROM ({found}) AS found").bindparams(most=MOST_COUNTED + 1)
+
+
+def newest_of_key(schema: str, key: str) -> TextClause:
+    """The newest of the jobs of a coalescing key, and how many there are; a row.
+
+    Index: job_unique, 1,000 entries of it.
+    """
+    return text(
+        f"""\
+SELECT id, pg_catalog.count(*) OVER () AS jobs FROM (
+  SELECT id, created_at, seq FROM {qualified(schema, "job")} WHERE unique_key = CAST(:key AS text) LIMIT :looked_at
+) AS found ORDER BY created_at DESC, seq DESC LIMIT 1"""
+    ).bindparams(key=key, looked_at=MOST_LOOKED_AT)
+
+
+def busiest_relays() -> TextClause:
+    """The connections of relays that have had a transaction open for the longest. Bound: 3 rows."""
+    return text(
+        """\
+SELECT pid, extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8 AS seconds
+FROM pg_catalog.pg_stat_activity
+WHERE datname = pg_catalog.current_database() AND application_name = 'outboxq relay' AND backend_xid IS NOT NULL
+ORDER BY xact_start NULLS LAST LIMIT 3"""
+    )

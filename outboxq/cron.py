@@ -129,4 +129,6 @@ def _find_zone(name: str) -> tzinfo:
             "`pip install tzdata`"
         )
     near = ", ".join(map(repr, difflib.get_close_matches(name, sorted(known), 3))) or "'Europe/Berlin' or 'UTC'"
-    raise ArgumentError(f"there is no time zone {name!r}: did you mean {near}? (A new one: `pip install -U tzdata`)")
+    raise ArgumentError(
+        f"there is no time zone {name[:80]!r}: did you mean {near}? (A new one: `pip install -U tzdata`)"
+    )

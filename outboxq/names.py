@@ -35,7 +35,7 @@ def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
         InvalidKey: not a string, empty, over `max_bytes` of UTF-8, or with control characters (NUL included).
     """
     if not isinstance(key, str):
-        raise InvalidKey(f"a {what} is a string, got {type(key).__name__}: {what} = str(...)")
+        raise InvalidKey(f"a {what} is a string, got {type(key).__name__}: give str(...) of it")
     try:
         size_bytes = len(key.encode())
     except UnicodeEncodeError:

@@ -100,19 +100,25 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         that is discarded, cancelled or among the dead letters.
 
         Raises:
-            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet.
+            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet; or it would be
+                behind a coalesced job.
             JobTooLarge: the jobs that follow have more than 256 KiB, headers included.
         """
         if not isinstance(follower, NewJob):
             raise ArgumentError(f"then takes a job made by kind.job(...), got {type(follower).__name__}")
-        refuse_coalesced(self, "followed by another job")
+        refuse_coalesced((self, *self.followers)[-1], "followed by another job")
         followers = (*self.followers, _follower(follower), *follower.followers)
         _check_chain(self.kind, followers)
         return NewJob(self.envelope, self.args, self.pending, self.keys, followers)
 
     def in_batch(self, batch: str) -> "NewJob":
-        """The same job as a member of a batch, by its id in hex."""
-        refuse_coalesced(self, "in a batch")
+        """The same job as a member of a batch, by its id in hex, and with it those that follow it.
+
+        Raises:
+            ArgumentError: one of them is coalesced.
+        """
+        for each in (self, *self.followers):
+            refuse_coalesced(each, "in a batch")
         keys = self.keys
         if callable(keys):
             return msgspec.structs.replace(self, keys=lambda: msgspec.structs.replace(keys(), batch=batch))

@@ -1,13 +1,14 @@
 """The limits of a queue: how many of its jobs run at a time, and how many begin in a time; and the texts of rates."""
 
 import re
+import reprlib
 from dataclasses import dataclass, fields
 
 from outboxq.errors import ArgumentError
 
 MAX_RUNNING, MAX_PER_GROUP, MAX_RATE_JOBS = 10_000, 1_000, 1_000_000
 MAX_RATE_SECONDS = 31 * 86_400
-_RATE = re.compile(r"([0-9]+)\s*/\s*([0-9]*)\s*(s|min|h|day)", re.ASCII)
+_RATE = re.compile(r"([0-9]{1,18})\s*/\s*([0-9]{0,18})\s*(s|min|h|day)", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "min": 60, "h": 3_600, "day": 86_400}
 # By default a burst of a tenth of a second.
 _BURST_SECONDS = 0.1
@@ -103,7 +104,9 @@ def _parse_rate(text: str) -> tuple[int, int]:
     """How many jobs in how many seconds."""
     found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
     if found is None:
-        raise ArgumentError(f"a rate is a number of jobs in a time, such as 10/s, 100/min, 5/30s, 20/h, got {text!r}")
+        raise ArgumentError(
+            f"a rate is a number of jobs in a time, such as 10/s, 100/min, 5/30s, 20/h, got {reprlib.repr(text)}"
+        )
     jobs, seconds = int(found[1]), int(found[2] or 1) * _UNIT_SECONDS[found[3]]
     if not 1 <= jobs <= MAX_RATE_JOBS:
         raise ArgumentError(f"a rate takes 1 to {MAX_RATE_JOBS:,} jobs, got {text!r}: to stop a queue, pause it")

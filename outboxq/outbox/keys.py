@@ -60,7 +60,7 @@ def check_constant(what: str, key: object) -> None:
         InvalidKey: it is not.
     """
     if not callable(key):
-        check_key(what, key)  # type: ignore[arg-type]  # that it is a text is what is checked
+        check_key(f"{what} key", key)  # type: ignore[arg-type]  # that it is a text is what is checked
 
 
 class KeyFunction:
@@ -95,7 +95,7 @@ class KeyFunction:
         if missing:
             raise ArgumentError(f"{self._what} of {kind!r} needs the argument {missing[0]!r}, which was not given")
         taken = values if self._takes_all else {name: values[name] for name in self._names if name in values}
-        return check_key(self._what, self._function(**taken))
+        return check_key(f"{self._what} key", self._function(**taken))
 
 
 class KeyRules:

@@ -284,6 +284,34 @@ def test_a_suspect_waits_for_a_slot_and_nothing_is_counted(
         wait_until(lambda: gate.done, "the suspect is done")
 
 
+def test_a_suspect_that_found_no_room_is_looked_for_again_without_a_beat_or_a_poll(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the hold of its queue is over: the relay's next look at the tables is minutes away."""
+    limit(engine, running=1)
+    gate.add(sessions, 1)
+    gate.let_go(1)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
+    full = threading.Event()
+    found_full = Admission.found_full
+
+    def noting(admission: Admission, queue: str) -> None:
+        found_full(admission, queue)
+        full.set()
+
+    monkeypatch.setattr(Admission, "found_full", noting)
+    hour = {"lease_seconds": 3_600.0, "heartbeat_seconds": 600.0, "poll_seconds": 3_600.0}
+    with slot_held(engine, 1) as holder, start_relay(gate.jobs, relay_of(1, **hour)):
+        assert full.wait(PATIENCE)
+        holder.rollback()
+        wait_until(lambda: gate.done, "the suspect is done")
+
+
 def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

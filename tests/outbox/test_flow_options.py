@@ -82,7 +82,7 @@ def test_a_function_of_arguments_that_the_handler_does_not_have_is_refused_at_th
         ({"expires": timedelta(0)}, "more than 0"),
         ({"expires": 5}, "takes a timedelta, got int"),
         ({"expires": MINUTE, "delay": MINUTE}, "would never run"),
-        ({"group": 7}, "a group is a string"),
+        ({"group": 7}, "a group key is a string"),
         ({"coalesce": ""}, "it is empty"),
         ({"unique": LONG}, "512 bytes"),
     ],

@@ -3,43 +3,60 @@
 Job events are sent after the commit that made them true. A job's payload is not in the `repr` of its event.
 """
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Protocol, TypeAlias
+from typing import Literal, TypeAlias
 from uuid import UUID
 
 from outboxq.error_record import ErrorRecord
 from outboxq.job import Job
 
+EffectOutcome: TypeAlias = Literal["called", "replayed", "in_progress", "refused", "conflict", "unknown", "failed"]
+MessageOutcome: TypeAlias = Literal["accepted", "duplicate", "conflict"]
+
 
 @dataclass(frozen=True, slots=True)
-class JobDone:
-    """The handler's rows and the job's disappearance were committed."""
+class EventOfJob:
+    """What the events of a claimed job have in common.
+
+    `seconds`, of those that have it, is how long the handler ran in the attempt that counts: each job of a batch
+    handler has its share of the call's time, and a job whose handler was not called has nearly none.
+    """
 
     job: Job
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the job had waited when it was claimed, from when it was due, by the database's clock."""
+        return self.job.waited_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone(EventOfJob):
+    """The handler's rows and the job's disappearance were committed."""
+
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class JobRetried:
+class JobRetried(EventOfJob):
     """An attempt failed, or asked to be repeated; the job runs again in `delay_seconds`.
 
     `exception` and `record` as in `JobDied`.
     """
 
-    job: Job
     error_type: str
     message: str
     where: tuple[str, ...]
     delay_seconds: float
     exception: BaseException | None = field(default=None, repr=False, compare=False)
     record: ErrorRecord | None = field(default=None, repr=False, compare=False)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobDied:
+class JobDied(EventOfJob):
     """The job moved to the dead letters.
 
     `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` wants it kept; both
@@ -48,46 +65,46 @@ class JobDied:
     its frames hold does not outlive the job. `record` has what is stored of it.
     """
 
-    job: Job
     reason: str
     where: tuple[str, ...] = ()
     error_type: str = ""
     message: str = ""
     exception: BaseException | None = field(default=None, repr=False, compare=False)
     record: ErrorRecord | None = field(default=None, repr=False, compare=False)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobSnoozed:
+class JobSnoozed(EventOfJob):
     """The handler asked to run later, without an attempt counted."""
 
-    job: Job
     delay_seconds: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobDiscarded:
+class JobDiscarded(EventOfJob):
     """The handler dropped the job."""
 
-    job: Job
     reason: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobCancelled:
+class JobCancelled(EventOfJob):
     """An operator cancelled the job: what its handler had written was rolled back, or it was not called.
 
     A job that is cancelled into the dead letters has the event `JobDied` instead, with the reason "cancelled".
     """
 
-    job: Job
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobExpired:
+class JobExpired(EventOfJob):
     """The job's `expires` was over before its handler was called: it was dropped."""
 
-    job: Job
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +115,56 @@ class JobsCoalesced:
     """
 
     job: Job
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobsClaimed:
+    """A claim took `count` jobs of a queue. Sent with the next events of its slot, so that jobs may be told before.
+
+    `seconds`: the round trip of the claim, and of the COMMIT with which it went along, if it did.
+    """
+
+    queue: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimsEmpty:
+    """`count` claims of a queue took no job since this was last said. Sent with the next events of their slot."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class EffectCalled:
+    """A `once` has come to its end.
+
+    `outcome`: "called" (now, and recorded), "replayed" (from an earlier call, or its look-up), "in_progress" (another
+    caller's), "refused" (for good), "conflict" (the key stands for another request), "unknown" (whether it was applied)
+    or "failed" (any other error).
+    """
+
+    scope: str
+    outcome: EffectOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSeen:
+    """An inbox was given a message. One that it accepted is told after the COMMIT; others at once."""
+
+    consumer: str
+    outcome: MessageOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class JobsEnqueued:
+    """`count` jobs of a kind were added, and committed. Jobs whose unique key was taken do not count."""
+
+    queue: str
+    kind: str
     count: int
 
 
@@ -143,17 +210,13 @@ class JobSetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class JobLeaseLost:
+class JobLeaseLost(EventOfJob):
     """A handler ended after its job's lease was lost: its rows were rolled back, and another run counts."""
-
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
-class JobInterrupted:
+class JobInterrupted(EventOfJob):
     """A stopping relay did not wait any longer for this job: it was rolled back, and waits again, uncharged."""
-
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +374,16 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
+# Told to those hooks alone that ask for them by their classes: there is one for each claim, or each call.
+CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | EffectCalled | MessageSeen | JobsEnqueued
+# Of processes that have an engine with the option `outboxq_hooks`, and of no relay.
+ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
 # application's.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
     JobEvent
+    | CountedEvent
     | JobsCoalesced
     | JobsParked
     | JobsSuspected
@@ -337,67 +405,3 @@ Event: TypeAlias = (
     | SupervisorEvent
 )
 Hook: TypeAlias = Callable[[Event], None]
-_LARGEST_FAILURE = 10_000
-_OF_EXCEPTIONS = vars(BaseException)
-
-
-class EventQueue(Protocol):
-    """Events that wait to be told in another thread."""
-
-    def put(self, event: Event) -> bool:
-        """Take an event, and call `forget` for it once it was told; False if the event is not taken."""
-        ...
-
-
-class Emitter:
-    """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
-
-    Args:
-        later: Is given each event after the hooks.
-    """
-
-    def __init__(
-        self, hooks: Iterable[Hook], on_failure: Callable[[Hook, Event], None], later: EventQueue | None = None
-    ) -> None:
-        self._hooks = tuple(hooks)
-        self._on_failure = on_failure
-        self._later = later
-
-    def __call__(self, event: Event) -> None:
-        """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
-        for hook in self._hooks:
-            try:
-                hook(event)
-            except BaseException as error:
-                # User code: reported with its traceback, whatever it raises. Ctrl-C comes to the main thread alone.
-                self._on_failure(hook, event)
-                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    raise
-        if self._later is None or not self._later.put(event):
-            forget(event)
-
-
-def forget(event: Event) -> None:
-    """Drop the traceback of an event's exception, once all hooks were told the event."""
-    if isinstance(event, JobRetried | JobDied) and event.exception is not None:
-        drop_tracebacks(event.exception)
-
-
-def drop_tracebacks(error: BaseException) -> None:
-    """Drop the tracebacks of an exception and of all that led to it.
-
-    Their frames hold what the handler had in its variables, and, by way of the frames that called them, the exception
-    itself: all of it would stay until the garbage collector comes to it.
-    """
-    pending, seen = [error], {id(error)}
-    while pending and len(seen) < _LARGEST_FAILURE:
-        each = pending.pop()
-        # As Python itself does it: frozen classes refuse it, and users' can give these attributes other meanings.
-        _OF_EXCEPTIONS["__traceback__"].__set__(each, None)
-        before = [_OF_EXCEPTIONS[name].__get__(each) for name in ("__cause__", "__context__")]
-        if issubclass(type(each), BaseExceptionGroup):
-            before += vars(BaseExceptionGroup)["exceptions"].__get__(each)
-        for one in before:
-            if one is not None and id(one) not in seen:
-                seen.add(id(one))
-                pending.append(one)

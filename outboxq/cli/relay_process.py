@@ -21,8 +21,9 @@ from outboxq.cli.relay import RelayOptions
 from outboxq.cli.reload import run_reloading
 from outboxq.codec.text import printable
 from outboxq.config import RelayConfig
+from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
-from outboxq.events import Emitter, Event, Hook, RelayStarted
+from outboxq.events import Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
 from outboxq.observability.logging import JsonFormatter, LineFormatter, log_event
 from outboxq.relay import health

@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
+from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack
-from outboxq.events import drop_tracebacks
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.handler_session import HandlerSession, nothing

@@ -13,8 +13,9 @@ from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_lost, run_outside_transaction, run_script
+from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
-from outboxq.events import JobRetried, JobSnoozed, drop_tracebacks
+from outboxq.events import JobRetried, JobSnoozed
 from outboxq.execution import settle
 from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
@@ -70,9 +71,10 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
                     settle.release(connection, batch.jobs[position])
                     continue
                 batch.position = position
-                began = time.perf_counter()
+                batch.begin_run()
                 result = _run_alone(connection, batch, runtime, begin, shared=shared)
-                _settle_alone(connection, batch, runtime, result, time.perf_counter() - began)
+                batch.end_run()
+                _settle_alone(connection, batch, runtime, result)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
@@ -115,12 +117,13 @@ def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, s
 def _call_batch_handler(
     connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks
 ) -> bool:
-    began = time.perf_counter()
+    batch.begin_run()
     run_apart = runtime.invoker.apart()
     outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment, locks)
+    batch.end_run()
     if outcomes is None:
         return False
-    seconds = time.perf_counter() - began
+    seconds = batch.seconds / len(segment.places)
     for position, outcome in zip(segment.places, outcomes, strict=True):
         batch.position = position
         batch.events.append(settle_result(connection, batch.job, outcome, runtime, seconds))
@@ -209,14 +212,14 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
     return None if shared else transaction.inner_savepoint
 
 
-def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
+def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
     adds = isinstance(result, Done) and has_follower(job)
     is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
     if isinstance(result, Done | Discard) and not adds and is_unbegun:
         # A leased job whose handler wrote nothing is removed together with others.
-        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
+        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, batch.seconds))
         return
     if batch.is_leased and batch.transaction is not None and is_idle:
         # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
@@ -231,6 +234,6 @@ def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, r
         settle.park(connection, job)
         settle.block(batch.blocked, job, runtime)
     else:
-        batch.events.append(settle_result(connection, job, result, runtime, seconds))
+        batch.events.append(settle_result(connection, job, result, runtime, batch.seconds))
         if isinstance(batch.events[-1], JobRetried | JobSnoozed):
             settle.block(batch.blocked, job, runtime)

@@ -6,7 +6,8 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.database.driver import is_listened_to, is_lost
-from outboxq.events import BatchFinished, Emitter
+from outboxq.emitter import Emitter
+from outboxq.events import BatchFinished
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.commit import Committed, commit

@@ -1,6 +1,5 @@
 """The batches of a slot: claim, run, commit, publish, and so on with the jobs that each COMMIT claims."""
 
-import logging
 from dataclasses import replace
 
 import psycopg
@@ -12,9 +11,8 @@ from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
 from outboxq.execution import lease_mode, recovery
-from outboxq.execution.aside import is_of_a_row
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, park_unknown, return_suspect, take_slot
+from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.lease_mode import LeasedBatch
@@ -26,12 +24,12 @@ from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
 from outboxq.relay.batch_looks import BatchLooks
 from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.claim_tally import ClaimTally
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
+from outboxq.relay.parking import park_at_head
 from outboxq.relay.state import RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
-
-logger = logging.getLogger("outboxq.relay")
 
 _LOCK_NOT_AVAILABLE = "55P03"
 
@@ -56,6 +54,7 @@ class BatchLoop:
         self._planner = planner
         self._sleep = sleep
         self._failed_claims = FailedClaims(state.config.schema, planner)
+        self._tally = ClaimTally(state.emit)
         self._looks = BatchLooks(state.config.schema, state.emit)
         # The last claim found its queue at its limit.
         self.is_full = False
@@ -82,6 +81,7 @@ class BatchLoop:
         if not (has_tokens or self._state.admission.admits(connection, name, size)):
             return False
         while (request := self._planner.ask(name, script)) is not None:
+            self._tally.begin()
             try:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
@@ -201,6 +201,7 @@ class BatchLoop:
 
     def _look_at(self, claimed: Claimed) -> Claimed:
         """Take note of whether a claim found its queue at its limit."""
+        self._tally.record(claimed)
         self.is_full = claimed.is_full
         if claimed.is_full:
             self._state.admission.found_full(claimed.request.queue)
@@ -240,7 +241,11 @@ class BatchLoop:
         # If users' code listens to it, each job has a transaction of its own: then claims do not grow.
         ends_here = runtime.guard.left or is_listened_to(connection)
         next_claim = None if ends_here else self._planner.next_leased_claim(leased)
-        return lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
+        self._tally.begin()
+        events, claimed = lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
+        if claimed is not None:
+            self._tally.record(claimed)
+        return events, claimed
 
     def _may_begin(self, term: int) -> bool:
         """Whether the lease is held, as it was at the claim, and the relay is not stopping."""
@@ -258,6 +263,7 @@ class BatchLoop:
 
     def _next_claim(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should."""
+        self._tally.begin()
         if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
             return None
         if not batch.is_leased:
@@ -295,23 +301,13 @@ class BatchLoop:
 
     def _park_unknown(self, connection: Connection, queue: str, runtime: Runtime) -> int:
         kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self._flavour))
-        try:
-            with connection.begin():
-                return park_unknown(connection, self._state.config.schema, queue, kinds)
-        except psycopg.Error as error:
-            if not is_of_a_row(error):
-                raise
-            logger.warning("jobs of unknown kinds in queue %r are put off one by one: %s", queue, describe_error(error))
-        # Each is parked when it is claimed.
-        with connection.begin():
-            park_unknown(connection, self._state.config.schema, queue, kinds, only_marks=True)
-        return 0
+        return park_at_head(connection, self._state.config.schema, queue, kinds)
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
         with self._state.lock:
             self._state.counters.add(report)
-        for event in report.events:
+        for event in (*self._tally.take(), *report.events):
             if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.dead_letter):
                 self._state.suspect(event.queue)
             self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from outboxq.events import Event, forget
+from outboxq.emitter import forget
+from outboxq.events import Event
 from outboxq.handlers.function import name_of
 from outboxq.handlers.hooks import EventHook
 from outboxq.relay.limits import HookLimits
@@ -53,6 +54,10 @@ class HookThread:
         if self._hooks:
             self._is_open = True
             self._thread.start()
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether a hook asked for events of this class."""
+        return kind in self._wanted
 
     def put(self, event: Event) -> bool:
         """Take an event that a hook asked for; False if no hook did, or if the event is dropped.

@@ -24,7 +24,8 @@ from psycopg.pq.abc import PGconn
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error
-from outboxq.events import Emitter, JobCrashed, LeaseExtensionFailed
+from outboxq.emitter import Emitter
+from outboxq.events import JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, take_one
 from outboxq.execution.recovery import crashed
 from outboxq.job import Job

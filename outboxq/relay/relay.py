@@ -8,7 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import RelayConfig
 from outboxq.database.engines import AnyEngine, resolve_engines
-from outboxq.events import Emitter, Hook
+from outboxq.emitter import Emitter
+from outboxq.events import Hook
 from outboxq.execution.frames import homes_of
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event

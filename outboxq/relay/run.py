@@ -16,8 +16,9 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines, listen_connector
+from outboxq.emitter import Emitter
 from outboxq.errors import RelayStuck
-from outboxq.events import Emitter, JobCrashed, RelayStarted, RelayStopped, RelayStopping
+from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
@@ -45,6 +46,7 @@ from outboxq.relay.startup import declare_schedules, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around
+from outboxq.statements.transaction import clock_seconds
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -139,7 +141,7 @@ class RelayRun:
             lease=lease,
             quarantine=quarantine,
             flow=flow,
-            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds),
+            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds, self.emit),
             limits=self.limits,
         )
 
@@ -201,6 +203,9 @@ class RelayRun:
     def _look_around(self, connection: Connection) -> None:
         """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
         declare_schedules(connection, self.config.schema, self.registry)
+        asked_at = time.time()
+        ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
+        self._state.clock.compare(float(str(database_seconds)), asked_at, time.time())
         flow = self._state.flow
         flow.record(run_script(connection, look_around(self.config.schema, self._queues))[0].rows)
         for queue, limits in sorted(flow.limits.items()):
@@ -294,6 +299,9 @@ class RelayRun:
         else:
             # Drained; only jobs that were cut off may still have to be settled.
             self._deadlines.finish(self.limits.abort_seconds)
+        for runner in self._runners:
+            # The last claims, which took nothing.
+            runner.slot.publish(BatchReport(0, ()))
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
         connections = self._connections[flavour]

@@ -12,8 +12,9 @@ from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
 from outboxq.database.engines import Engines
 from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
+from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, SchemaError
-from outboxq.events import DatabaseLost, Emitter
+from outboxq.events import DatabaseLost
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread

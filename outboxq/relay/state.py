@@ -4,9 +4,10 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from outboxq.clock import DatabaseClock
 from outboxq.config import RelayConfig
+from outboxq.emitter import Emitter
 from outboxq.events import (
-    Emitter,
     JobCancelled,
     JobCrashed,
     JobDied,
@@ -110,6 +111,7 @@ class RelayState:
     called_functions: CalledFunctions = field(default_factory=CalledFunctions)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
+from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, ChildUnresponsive, Emitter
+from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, ChildUnresponsive
 from outboxq.relay.health import BEAT_SECONDS, Health, State, health_file, read_beats
 from outboxq.relay.signals import stop_signals
 

@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "the drop of tracebacks when the hooks were called",
-        "outboxq/events.py",
+        "outboxq/emitter.py",
         '        _OF_EXCEPTIONS["__traceback__"].__set__(each, None)\n',
         "",
         ("tests/execution/test_exceptions_told.py",),

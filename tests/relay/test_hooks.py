@@ -17,7 +17,8 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.events import Emitter, Event, JobDied, JobDone, JobRetried, RelayStarted, RelayStopped
+from outboxq.emitter import Emitter
+from outboxq.events import Event, JobDied, JobDone, JobRetried, RelayStarted, RelayStopped
 from outboxq.handlers.hooks import HEARD, EventHook
 from outboxq.observability.logging import JsonFormatter, log_event
 from outboxq.postgres import Database

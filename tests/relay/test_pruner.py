@@ -24,8 +24,9 @@ from outboxq.config import SlotGroup
 from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import RELAY_NAME, listen_connector, resolve_engines
 from outboxq.effects.api import Effects
+from outboxq.emitter import Emitter
 from outboxq.errors import ResultNotStorable
-from outboxq.events import Emitter, Event, JobDone, Pruned
+from outboxq.events import Event, JobDone, Pruned
 from outboxq.inbox import Inbox
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits

@@ -18,7 +18,8 @@ from outboxq import OutboxSession, Relay, RelayConfig
 from outboxq.admin.roles import roles_sql
 from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import listen_connector, resolve_engines
-from outboxq.events import Emitter, Event, IndexRebuilt, JobDone
+from outboxq.emitter import Emitter
+from outboxq.events import Event, IndexRebuilt, JobDone
 from outboxq.postgres import Database
 from outboxq.relay.maintenance.reindexer import Reindexer
 from tests.conftest import StartRelay

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError
-from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, Emitter, Event
+from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, Event
 from outboxq.relay.health import State, read_beats, send_beats
 from outboxq.relay.supervisor import Supervisor
 from tests.support.waiting import PATIENCE, wait_until
@@ -58,7 +59,7 @@ def supervised(command: list[str], processes: int, **options: object) -> Iterato
     """A supervisor in a process of its own, which prints its events; its children end with it."""
     program = (
         "import json, os, pathlib, sys\n"
-        "from outboxq.events import Emitter\n"
+        "from outboxq.emitter import Emitter\n"
         "from outboxq.relay.supervisor import Supervisor\n"
         "emit = Emitter([lambda event: print(repr(event), flush=True)], lambda hook, event: None)\n"
         "command, processes, options = map(json.loads, sys.argv[1:])\n"

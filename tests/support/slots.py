@@ -9,7 +9,8 @@ from sqlalchemy import Connection, Engine
 from outboxq import RelayConfig
 from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import Engines
-from outboxq.events import Emitter, JobCrashed
+from outboxq.emitter import Emitter
+from outboxq.events import JobCrashed
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.invoke import SyncInvoker
@@ -50,7 +51,7 @@ def relay_state(
         lease=make_lease(config),
         quarantine=QuarantineTurns(),
         flow=FlowSettings(),
-        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
+        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, SILENT),
         limits=limits or RelayLimits(),
     )
 

@@ -25,8 +25,9 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.schedules import StoredSchedule, seconds_to_next
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.emitter import Emitter
 from outboxq.errors import OutboxqError
-from outboxq.events import Emitter, ScheduleFired
+from outboxq.events import ScheduleFired
 from outboxq.execution.aside import describe, is_of_a_row
 from outboxq.new_job import NewJob, UniqueJob
 from outboxq.outbox.insert import insert_all

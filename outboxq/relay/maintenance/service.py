@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection
-from outboxq.events import Emitter
+from outboxq.emitter import Emitter
 from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.reindexer import Reindexer
 from outboxq.relay.maintenance.task import PeriodicTask

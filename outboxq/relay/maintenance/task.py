@@ -14,7 +14,8 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.database.driver import DriverConnection
 from outboxq.database.errors import sqlstate_of
-from outboxq.events import Emitter, Event
+from outboxq.emitter import Emitter
+from outboxq.events import Event
 
 logger = logging.getLogger("outboxq.chores")
 

@@ -1,0 +1,111 @@
+"""The emitter: it hands each event to hooks, and lets go of what the event holds when all of them were told."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, cast, get_args
+
+from outboxq.events import CountedEvent, Event, Hook, JobDied, JobRetried
+
+logger = logging.getLogger("outboxq.hooks")
+
+# The execution option of an engine whose sessions, inboxes and effects tell hooks what they did.
+HOOKS_OPTION = "outboxq_hooks"
+
+_COUNTED = frozenset(get_args(CountedEvent))
+_LARGEST_FAILURE = 10_000
+_OF_EXCEPTIONS = vars(BaseException)
+
+
+class EventQueue(Protocol):
+    """Events that wait to be told in another thread."""
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether any event of this class is taken."""
+        ...
+
+    def put(self, event: Event) -> bool:
+        """Take an event, and call `forget` for it once it was told; False if the event is not taken."""
+        ...
+
+
+class Emitter:
+    """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
+
+    A hook with an attribute `events`, a set of classes, is told those events; any other all but `CountedEvent`.
+
+    Args:
+        later: Is given each event after the hooks.
+    """
+
+    def __init__(
+        self, hooks: Iterable[Hook], on_failure: Callable[[Hook, Event], None], later: EventQueue | None = None
+    ) -> None:
+        self._hooks = tuple(hooks)
+        self._on_failure = on_failure
+        self._later = later
+        self._told: dict[type[Event], tuple[Hook, ...]] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
+        for hook in self._hooks_of(type(event)):
+            try:
+                hook(event)
+            except BaseException as error:
+                # User code: reported with its traceback, whatever it raises. Ctrl-C comes to the main thread alone.
+                self._on_failure(hook, event)
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise
+        if self._later is None or not self._later.put(event):
+            forget(event)
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether any hook is told events of this class: what makes them need not, if none is."""
+        return bool(self._hooks_of(kind)) or (self._later is not None and self._later.wants(kind))
+
+    def _hooks_of(self, kind: type[Event]) -> tuple[Hook, ...]:
+        hooks = self._told.get(kind)
+        if hooks is None:
+            hooks = self._told[kind] = tuple(hook for hook in self._hooks if _is_told(hook, kind))
+        return hooks
+
+
+def _is_told(hook: Hook, kind: type[Event]) -> bool:
+    asked: frozenset[type] | None = getattr(hook, "events", None)
+    return kind not in _COUNTED if asked is None else kind in asked
+
+
+def tell(options: Mapping[str, object], event: Event) -> None:
+    """Tell an event to the hooks in an engine's or a connection's execution options, in this thread."""
+    for hook in cast("Iterable[Hook]", options.get(HOOKS_OPTION, ())):
+        try:
+            hook(event)
+        except Exception:
+            # User code, whatever it raises: the caller's work does not depend on it.
+            logger.exception("a hook failed: event=%s", type(event).__name__)
+
+
+def forget(event: Event) -> None:
+    """Drop the traceback of an event's exception, once all hooks were told the event."""
+    if isinstance(event, JobRetried | JobDied) and event.exception is not None:
+        drop_tracebacks(event.exception)
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Drop the tracebacks of an exception and of all that led to it.
+
+    Their frames hold what the handler had in its variables, and, by way of the frames that called them, the exception
+    itself: all of it would stay until the garbage collector comes to it.
+    """
+    pending, seen = [error], {id(error)}
+    while pending and len(seen) < _LARGEST_FAILURE:
+        each = pending.pop()
+        # As Python itself does it: frozen classes refuse it, and users' can give these attributes other meanings.
+        _OF_EXCEPTIONS["__traceback__"].__set__(each, None)
+        before = [_OF_EXCEPTIONS[name].__get__(each) for name in ("__cause__", "__context__")]
+        if issubclass(type(each), BaseExceptionGroup):
+            before += vars(BaseExceptionGroup)["exceptions"].__get__(each)
+        for one in before:
+            if one is not None and id(one) not in seen:
+                seen.add(id(one))
+                pending.append(one)

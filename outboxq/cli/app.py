@@ -11,12 +11,14 @@ from outboxq.cli import (
     dead,
     doctor,
     effects,
+    history,
     inbox,
     jobs,
     kinds,
     migrate,
     queues,
     relay,
+    relays,
     roles,
     schedules,
     trials,
@@ -32,7 +34,9 @@ class _Root(PlainGroup):
         "Run": ("relay", "health"),
         "Look": (
             "stats",
+            "history",
             "doctor",
+            "relays list",
             "queues list",
             "kinds list",
             "jobs list",
@@ -104,7 +108,9 @@ app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
 app.command("stats")(queues.stats)
+app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)
+app.add_typer(relays.app, name="relays")
 app.add_typer(queues.app, name="queues")
 app.add_typer(kinds.app, name="kinds")
 app.add_typer(schedules.app, name="schedules")

@@ -169,6 +169,11 @@ class BatchState:
         ran = self._ran_seconds
         return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
 
+    @property
+    def running_seconds(self) -> float | None:
+        """How long a handler has been running; None if none runs."""
+        return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
+
     def begin_run(self) -> None:
         """Record that a job, or the jobs of one handler, begin to run."""
         self._began_at, self._ran_seconds = time.perf_counter(), None

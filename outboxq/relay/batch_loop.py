@@ -305,8 +305,7 @@ class BatchLoop:
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
-        with self._state.lock:
-            self._state.counters.add(report)
+        self._state.count(report)
         for event in (*self._tally.take(), *report.events):
             if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.dead_letter):
                 self._state.suspect(event.queue)

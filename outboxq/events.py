@@ -13,22 +13,20 @@ from outboxq.error_record import ErrorRecord
 from outboxq.job import Job
 
 EffectOutcome: TypeAlias = Literal["called", "replayed", "in_progress", "refused", "conflict", "unknown", "failed"]
-MessageOutcome: TypeAlias = Literal["accepted", "duplicate", "conflict"]
 
 
 @dataclass(frozen=True, slots=True)
 class EventOfJob:
-    """What the events of a claimed job have in common.
+    """An event of a claimed job. `seconds`, if it has that, is how long the handler ran in the attempt that counts.
 
-    `seconds`, of those that have it, is how long the handler ran in the attempt that counts: each job of a batch
-    handler has its share of the call's time, and a job whose handler was not called has nearly none.
+    Each job of a batch handler has its share of the call; one whose handler was not called has nearly none.
     """
 
     job: Job
 
     @property
     def waited_seconds(self) -> float:
-        """How long the job had waited when it was claimed, from when it was due, by the database's clock."""
+        """How long it had waited when it was claimed, from when it was due, by the database's clock."""
         return self.job.waited_seconds
 
 
@@ -120,10 +118,7 @@ class JobsCoalesced:
 
 @dataclass(frozen=True, slots=True)
 class JobsClaimed:
-    """A claim took `count` jobs of a queue. Sent with the next events of its slot, so that jobs may be told before.
-
-    `seconds`: the round trip of the claim, and of the COMMIT with which it went along, if it did.
-    """
+    """A claim took `count` jobs of a queue, in a round trip of `seconds`, in which a COMMIT may have gone along."""
 
     queue: str
     count: int
@@ -132,7 +127,7 @@ class JobsClaimed:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsEmpty:
-    """`count` claims of a queue took no job since this was last said. Sent with the next events of their slot."""
+    """`count` claims of a queue took no job since this was last said."""
 
     queue: str
     count: int
@@ -140,11 +135,9 @@ class ClaimsEmpty:
 
 @dataclass(frozen=True, slots=True)
 class EffectCalled:
-    """A `once` has come to its end.
+    """A `once` has ended: with a call ("called"), by an earlier one ("replayed"), or by an error.
 
-    `outcome`: "called" (now, and recorded), "replayed" (from an earlier call, or its look-up), "in_progress" (another
-    caller's), "refused" (for good), "conflict" (the key stands for another request), "unknown" (whether it was applied)
-    or "failed" (any other error).
+    `EffectFailed` is "refused"; an error without a name in `EffectOutcome` is "failed".
     """
 
     scope: str
@@ -153,10 +146,10 @@ class EffectCalled:
 
 @dataclass(frozen=True, slots=True)
 class MessageSeen:
-    """An inbox was given a message. One that it accepted is told after the COMMIT; others at once."""
+    """An inbox was given a message; an accepted one is told after COMMIT."""
 
     consumer: str
-    outcome: MessageOutcome
+    outcome: Literal["accepted", "duplicate", "conflict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +367,9 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
-# Told to those hooks alone that ask for them by their classes: there is one for each claim, or each call.
+# Told to hooks that name them, and to no other.
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | EffectCalled | MessageSeen | JobsEnqueued
-# Of processes that have an engine with the option `outboxq_hooks`, and of no relay.
+# Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
 # application's.

@@ -71,9 +71,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
                     settle.release(connection, batch.jobs[position])
                     continue
                 batch.position = position
-                batch.begin_run()
                 result = _run_alone(connection, batch, runtime, begin, shared=shared)
-                batch.end_run()
                 _settle_alone(connection, batch, runtime, result)
     finally:
         # Also after handlers that were interrupted.
@@ -170,6 +168,7 @@ def _run_alone(
     connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
+    batch.begin_run()
     job = batch.job
     unrun = result_without_run(batch, job, runtime)
     if unrun is not None:
@@ -214,6 +213,7 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 
 def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
+    batch.end_run()
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
     adds = isinstance(result, Done) and has_follower(job)
     is_unbegun = batch.transaction is None and not batch.was_begun and is_idle

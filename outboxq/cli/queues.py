@@ -294,7 +294,7 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
         notice("no queues found")
     counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))
     columns = [Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at")]
-    if not (sys.stdout.isatty() and all(row.exact for row in found.queues)):
+    if options.wide or not (sys.stdout.isatty() and all(row.exact for row in found.queues)):
         columns.append(Column("exact"))
     rows = [_Shown(row) for row in found.queues]
     print_table(columns, rows, now=now, wide=options.wide, in_words=lambda row: _in_words(row, STATES, now))

@@ -1,7 +1,8 @@
-"""The machine's clocks: the one that durations are measured by, and the one that the ids of jobs are made of."""
+"""Clocks: the one that durations are measured by, the one that the ids of jobs are made of, and the database's."""
 
 import os
 import time
+from datetime import UTC, datetime
 from itertools import accumulate
 from operator import add
 
@@ -25,3 +26,21 @@ def uuid7s(count: int) -> list[str]:
     lows = map(add, accumulate(steps, initial=low), range(count))
     prefix = f"{high:016x}"
     return [f"{prefix}{low:x}" for low in lows]
+
+
+class DatabaseClock:
+    """The database's clock, as far as this process knows it: its own clock, and how far that is from the database's.
+
+    As exact as half of the round trip in which they were compared, and the drift of the two since then.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_seconds = 0.0
+
+    def compare(self, database_seconds: float, asked_at: float, answered_at: float) -> None:
+        """Note that the database's clock showed `database_seconds` between these two times of `time.time()`."""
+        self._ahead_seconds = database_seconds - (asked_at + answered_at) / 2
+
+    def now(self) -> datetime:
+        """What the database's clock shows now, in UTC."""
+        return datetime.fromtimestamp(time.time() + self._ahead_seconds, UTC)

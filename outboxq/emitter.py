@@ -1,11 +1,18 @@
-"""The emitter: hands each event to the hooks, and keeps no traceback of an event's exception afterwards."""
+"""The emitter: it hands each event to hooks, and lets go of what the event holds when all of them were told."""
 
+import logging
 import threading
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, cast, get_args
 
-from outboxq.events import Event, Hook, JobDied, JobRetried
+from outboxq.events import CountedEvent, Event, Hook, JobDied, JobRetried
 
+logger = logging.getLogger("outboxq.hooks")
+
+# The execution option of an engine whose sessions, inboxes and effects tell hooks what they did.
+HOOKS_OPTION = "outboxq_hooks"
+
+_COUNTED = frozenset(get_args(CountedEvent))
 _LARGEST_FAILURE = 10_000
 # A union that is written out is made anew at each call, which is made for each job.
 _FAILURES = (JobRetried, JobDied)
@@ -15,6 +22,10 @@ _OF_EXCEPTIONS = vars(BaseException)
 class EventQueue(Protocol):
     """Events that wait to be told in another thread."""
 
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether any event of this class is taken."""
+        ...
+
     def put(self, event: Event) -> bool:
         """Take an event, and call `forget` for it once it was told; False if the event is not taken."""
         ...
@@ -22,6 +33,8 @@ class EventQueue(Protocol):
 
 class Emitter:
     """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
+
+    A hook with an attribute `events`, a set of classes, is told those events; any other all but `CountedEvent`.
 
     Args:
         later: Is given each event after the hooks.
@@ -33,10 +46,11 @@ class Emitter:
         self._hooks = tuple(hooks)
         self._on_failure = on_failure
         self._later = later
+        self._told: dict[type[Event], tuple[Hook, ...]] = {}
 
     def __call__(self, event: Event) -> None:
         """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
-        for hook in self._hooks:
+        for hook in self._hooks_of(type(event)):
             try:
                 hook(event)
             except BaseException as error:
@@ -46,6 +60,31 @@ class Emitter:
                     raise
         if self._later is None or not self._later.put(event):
             forget(event)
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether any hook is told events of this class: what makes them need not, if none is."""
+        return bool(self._hooks_of(kind)) or (self._later is not None and self._later.wants(kind))
+
+    def _hooks_of(self, kind: type[Event]) -> tuple[Hook, ...]:
+        hooks = self._told.get(kind)
+        if hooks is None:
+            hooks = self._told[kind] = tuple(hook for hook in self._hooks if _is_told(hook, kind))
+        return hooks
+
+
+def _is_told(hook: Hook, kind: type[Event]) -> bool:
+    asked: frozenset[type] | None = getattr(hook, "events", None)
+    return kind not in _COUNTED if asked is None else kind in asked
+
+
+def tell(options: Mapping[str, object], event: Event) -> None:
+    """Tell an event to the hooks in an engine's or a connection's execution options, in this thread."""
+    for hook in cast("Iterable[Hook]", options.get(HOOKS_OPTION, ())):
+        try:
+            hook(event)
+        except Exception:
+            # User code, whatever it raises: the caller's work does not depend on it.
+            logger.exception("a hook failed: event=%s", type(event).__name__)
 
 
 def forget(event: Event) -> None:

@@ -6,39 +6,55 @@ Job events are sent after the commit that made them true. A job's payload is not
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 from uuid import UUID
 
 from outboxq.error_record import ErrorRecord
 from outboxq.job import Job
 
+EffectOutcome: TypeAlias = Literal["called", "replayed", "in_progress", "refused", "conflict", "unknown", "failed"]
+
 
 @dataclass(frozen=True, slots=True)
-class JobDone:
-    """The handler's rows and the job's disappearance were committed."""
+class EventOfJob:
+    """An event of a claimed job. `seconds`, if it has that, is how long the handler ran in the attempt that counts.
+
+    Each job of a batch handler has its share of the call; one whose handler was not called has nearly none.
+    """
 
     job: Job
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long it had waited when it was claimed, from when it was due, by the database's clock."""
+        return self.job.waited_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone(EventOfJob):
+    """The handler's rows and the job's disappearance were committed."""
+
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class JobRetried:
+class JobRetried(EventOfJob):
     """An attempt failed, or asked to be repeated; the job runs again in `delay_seconds`.
 
     `exception` and `record` as in `JobDied`.
     """
 
-    job: Job
     error_type: str
     message: str
     where: tuple[str, ...]
     delay_seconds: float
     exception: BaseException | None = field(default=None, repr=False, compare=False)
     record: ErrorRecord | None = field(default=None, repr=False, compare=False)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobDied:
+class JobDied(EventOfJob):
     """The job moved to the dead letters.
 
     `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` wants it kept; both
@@ -47,46 +63,46 @@ class JobDied:
     its frames hold does not outlive the job. `record` has what is stored of it.
     """
 
-    job: Job
     reason: str
     where: tuple[str, ...] = ()
     error_type: str = ""
     message: str = ""
     exception: BaseException | None = field(default=None, repr=False, compare=False)
     record: ErrorRecord | None = field(default=None, repr=False, compare=False)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobSnoozed:
+class JobSnoozed(EventOfJob):
     """The handler asked to run later, without an attempt counted."""
 
-    job: Job
     delay_seconds: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobDiscarded:
+class JobDiscarded(EventOfJob):
     """The handler dropped the job."""
 
-    job: Job
     reason: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobCancelled:
+class JobCancelled(EventOfJob):
     """An operator cancelled the job: what its handler had written was rolled back, or it was not called.
 
     A job that is cancelled into the dead letters has the event `JobDied` instead, with the reason "cancelled".
     """
 
-    job: Job
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobExpired:
+class JobExpired(EventOfJob):
     """The job's `expires` was over before its handler was called: it was dropped."""
 
-    job: Job
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,51 @@ class JobsCoalesced:
     """
 
     job: Job
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobsClaimed:
+    """A claim took `count` jobs of a queue, in a round trip of `seconds`, in which a COMMIT may have gone along."""
+
+    queue: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimsEmpty:
+    """`count` claims of a queue took no job since this was last said."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class EffectCalled:
+    """A `once` has ended: with a call ("called"), by an earlier one ("replayed"), or by an error.
+
+    `EffectFailed` is "refused"; an error without a name in `EffectOutcome` is "failed".
+    """
+
+    scope: str
+    outcome: EffectOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSeen:
+    """An inbox was given a message; an accepted one is told after COMMIT."""
+
+    consumer: str
+    outcome: Literal["accepted", "duplicate", "conflict"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobsEnqueued:
+    """`count` jobs of a kind were added, and committed. Jobs whose unique key was taken do not count."""
+
+    queue: str
+    kind: str
     count: int
 
 
@@ -142,17 +203,13 @@ class JobSetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class JobLeaseLost:
+class JobLeaseLost(EventOfJob):
     """A handler ended after its job's lease was lost: its rows were rolled back, and another run counts."""
-
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
-class JobInterrupted:
+class JobInterrupted(EventOfJob):
     """A stopping relay did not wait any longer for this job: it was rolled back, and waits again, uncharged."""
-
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +367,16 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
+# Told to hooks that name them, and to no other.
+CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | EffectCalled | MessageSeen | JobsEnqueued
+# Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
+ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
 # application's.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
     JobEvent
+    | CountedEvent
     | JobsCoalesced
     | JobsParked
     | JobsSuspected

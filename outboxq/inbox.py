@@ -21,10 +21,13 @@ from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
 from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection
+from outboxq.emitter import tell
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
+from outboxq.events import MessageSeen
 from outboxq.names import check_key
 from outboxq.new_job import JobHandle, NewJob
 from outboxq.outbox.session import add_jobs
+from outboxq.outbox.told import tell_after_commit, tells
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 
@@ -135,7 +138,7 @@ class Inbox:
             SchemaError: the tables are missing.
         """
         given = _given(message_id, payload)
-        return _on(session, lambda target: self._accept(outbox_connection(target, "accept"), given))
+        return _on(session, lambda target: self._accept(target, outbox_connection(target, "accept"), given))
 
     @overload
     def try_accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> Acceptance: ...
@@ -153,7 +156,7 @@ class Inbox:
         That transaction may still roll back: let the sender deliver again.
         """
         given = _given(message_id, payload)
-        return _on(session, lambda target: self._try_accept(outbox_connection(target, "try_accept"), given))
+        return _on(session, lambda target: self._try_accept(target, outbox_connection(target, "try_accept"), given))
 
     @overload
     def accept_all(self, session: SyncTarget, messages: Messages) -> AcceptedBatch: ...
@@ -177,7 +180,10 @@ class Inbox:
             ArgumentError, EnqueueError, SchemaError: as `accept`.
         """
         given, conflicts = _distinct(messages)
-        return _on(session, lambda target: self._accept_all(outbox_connection(target, "accept_all"), given, conflicts))
+        return _on(
+            session,
+            lambda target: self._accept_all(target, outbox_connection(target, "accept_all"), given, conflicts),
+        )
 
     @overload
     def accept_job(
@@ -209,22 +215,25 @@ class Inbox:
             connection = outbox_connection(target, "accept_job")
             # A job of an entity that has no key yet may be refused only now; the savepoint then undoes the acceptance.
             with connection.begin_nested() if job.pending else nullcontext():
-                return add_jobs(target, [job])[0] if self._accept(connection, given) else None
+                return add_jobs(target, [job])[0] if self._accept(target, connection, given) else None
 
         return _on(session, work)
 
-    def _accept(self, connection: Connection, given: Mapping[str, bytes | None]) -> bool:
+    def _accept(self, target: Session | Connection, connection: Connection, given: Mapping[str, bytes | None]) -> bool:
         ((message_id, outcome),) = self._outcomes(connection, given).items()
+        self._tell(target, connection, [outcome])
         if outcome == "conflict":
             raise MessageConflict(self.consumer, message_id)
         return outcome == "accepted"
 
-    def _try_accept(self, connection: Connection, given: Mapping[str, bytes | None]) -> Acceptance:
+    def _try_accept(
+        self, target: Session | Connection, connection: Connection, given: Mapping[str, bytes | None]
+    ) -> Acceptance:
         try:
             # A rollback to the savepoint puts the lock_timeout back, too.
             with connection.begin_nested():
                 before = connection.execute(statements.shorten_lock_timeout()).scalar_one()
-                accepted = self._accept(connection, given)
+                accepted = self._accept(target, connection, given)
                 connection.execute(statements.set_lock_timeout(before))
         except DBAPIError as error:
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
@@ -233,13 +242,29 @@ class Inbox:
         return Acceptance.ACCEPTED if accepted else Acceptance.DUPLICATE
 
     def _accept_all(
-        self, connection: Connection, given: Mapping[str, bytes | None], conflicts: set[str]
+        self,
+        target: Session | Connection,
+        connection: Connection,
+        given: Mapping[str, bytes | None],
+        conflicts: set[str],
     ) -> AcceptedBatch:
         asked = {message_id: digest for message_id, digest in given.items() if message_id not in conflicts}
         outcomes: dict[str, Outcome] = dict.fromkeys(conflicts, "conflict")
         outcomes |= self._outcomes(connection, asked)
+        self._tell(target, connection, outcomes.values())
         wanted: tuple[Outcome, ...] = ("accepted", "duplicate", "conflict")
         return AcceptedBatch(*(tuple(id_ for id_ in given if outcomes[id_] == outcome) for outcome in wanted))
+
+    def _tell(self, target: Session | Connection, connection: Connection, outcomes: Iterable[Outcome]) -> None:
+        """Tell the engine's hooks, if it has any: what was accepted after the session's COMMIT, the rest at once."""
+        if not tells(connection):
+            return
+        options = connection.get_execution_options()
+        for outcome in outcomes:
+            if outcome == "accepted" and isinstance(target, Session):
+                tell_after_commit(target, connection, [MessageSeen(self.consumer, outcome)])
+            elif outcome != "unseen":
+                tell(options, MessageSeen(self.consumer, outcome))
 
     def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
         """The outcome of each message, by one statement, and another one for those that it had to wait for."""

@@ -24,8 +24,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
     `max_attempts` is None if the handler's own retry policy decides. `crashes` is how often its relay died while it
-    ran alone, before this run. `expires_at` is None for a job that never expires, `lease_token` in transaction mode.
-    `batch_id` is that of the batch that it was added to (`jobs.batch`). Times are the database's, in UTC.
+    ran alone, before this run. `expires_at` is None for a job that never expires, `lease_token` in transaction mode,
+    `claimed_at` before a relay has claimed it. `batch_id` is that of the batch that it was added to (`jobs.batch`).
+    Times are the database's, in UTC; `claimed_at` as far as the relay's clock can tell.
     """
 
     id: UUID
@@ -47,6 +48,12 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     expires_at: datetime | None = None
     batch_id: UUID | None = None
     lease_token: int | None = None
+    claimed_at: datetime | None = None
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the job waited for a relay: from when it was due until it was claimed, by the database's clock."""
+        return 0.0 if self.claimed_at is None else max(0.0, (self.claimed_at - self.run_at).total_seconds())
 
     def __repr__(self) -> str:
         shown = (name for name in self.__struct_fields__ if name not in ("args", "headers", "errors"))

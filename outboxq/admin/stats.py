@@ -1,16 +1,22 @@
 """Stats: how many jobs wait, run and died, per queue, and how many effects are unknown.
 
-Counting reads the whole table of jobs, so its cost grows with the backlog: call it every few seconds, as for a
-dashboard, and not for every request.
+By default at most 10,000 jobs of a queue are counted in each state; what is more is estimated, by the statistics of the
+planner. So it takes some milliseconds, however many jobs wait.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import Connection
 
 from outboxq.statements import stats as statements
+from outboxq.tables import mapped_schema
+
+COUNTED_MOST = 10_000
+# A walk's jobs are mostly in the state of its name, but for these.
+_STATES_OF_WALKS = {"group_waiting": "scheduled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,7 @@ class QueueStats:
         dead: Among the dead letters.
         oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
         paused_at: Since when relays do not claim from it.
+        exact: Whether all jobs were counted. If not, `estimated` names the states whose number is an estimate.
     """
 
     queue: str
@@ -45,6 +52,8 @@ class QueueStats:
     dead: int = 0
     oldest_waiting_seconds: float | None = None
     paused_at: datetime | None = None
+    exact: bool = True
+    estimated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +90,72 @@ def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
     return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 
 
-def collect_stats(connection: Connection) -> Stats:
-    """Count everything, in the caller's transaction."""
+def collect_stats(connection: Connection, *, exact: bool = False) -> Stats:
+    """Count the jobs, in the caller's transaction.
+
+    The oldest job, the parked ones and those that run are looked for among the first 10,000 that relays would claim.
+
+    Args:
+        exact: Count every job. That reads the whole tables, so its cost grows with the backlog.
+    """
+    return _count_all(connection) if exact else _count_first(connection)
+
+
+def _count_first(connection: Connection) -> Stats:
+    found = {row.queue: row._asdict() for row in connection.execute(statements.count_first_jobs(COUNTED_MOST))}
+    dead = {row.queue: row.dead for row in connection.execute(statements.count_first_dead(COUNTED_MOST))}
+    paused = {row.name: row.paused_at for row in connection.execute(statements.paused_queues())}
+    walked = {name: {walk: row.pop(f"walked_{walk}") for walk in statements.WALKS} for name, row in found.items()}
+    estimates = {walk: _estimate(connection, walk, walked) for walk in statements.WALKS}
+    queues: list[QueueStats] = []
+    for name in sorted({*found, *dead, *paused}):
+        counts = QueueStats(
+            **{"queue": name, **found.get(name, {})}, dead=dead.get(name, 0), paused_at=paused.get(name)
+        )
+        more = {walk: numbers[name] for walk, numbers in estimates.items() if name in numbers}
+        if counts.dead > COUNTED_MOST:
+            more["dead"] = _plan_rows(connection, statements.estimate_dead(mapped_schema(connection), name))
+        queues.append(_with_estimates(counts, more))
+    parked = tuple(ParkedKind(*row) for row in connection.execute(statements.first_parked_kinds(COUNTED_MOST)))
+    unknown: int = connection.execute(statements.count_first_unknown_effects(COUNTED_MOST)).scalar_one()
+    return Stats(tuple(queues), parked, unknown)
+
+
+def _estimate(connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """How many jobs a walk would have found in those queues of which it has not counted all.
+
+    The planner knows how many jobs of all queues have a state, and how the queues share the table. What the other
+    queues were counted to have is taken off first.
+    """
+    full = [name for name, counts in walked.items() if counts[walk] > COUNTED_MOST]
+    if not full:
+        return {}
+    schema = mapped_schema(connection)
+    counted = sum(counts[walk] for name, counts in walked.items() if name not in full)
+    left = _plan_rows(connection, statements.estimate_jobs(schema, None, walk)) - counted
+    shares = {name: _plan_rows(connection, statements.estimate_jobs(schema, name, walk)) for name in full}
+    return {name: left * share // max(1, sum(shares.values())) for name, share in shares.items()}
+
+
+def _with_estimates(counts: QueueStats, more: Mapping[str, int]) -> QueueStats:
+    """The numbers of a queue with the estimates of walks; the state that most jobs of a walk are in takes the rest."""
+    found: dict[str, Any] = {}
+    for walk, estimate in more.items():
+        state = _STATES_OF_WALKS.get(walk, walk)
+        if walk == "scheduled" and not counts.scheduled:
+            # Walked in the order of their times: all that were counted are due.
+            state = "due"
+        others = COUNTED_MOST + 1 - getattr(counts, state) if walk != "dead" else 0
+        found[state] = max(getattr(counts, state), estimate - max(0, others))
+    return replace(counts, **found, exact=not found, estimated=tuple(found))
+
+
+def _plan_rows(connection: Connection, statement: str) -> int:
+    (plan,) = connection.exec_driver_sql(statement).scalar_one()
+    return int(plan["Plan"]["Plan Rows"])
+
+
+def _count_all(connection: Connection) -> Stats:
     jobs = {row.queue: row._asdict() for row in connection.execute(statements.count_jobs())}
     dead = {row.queue: row.dead for row in connection.execute(statements.count_dead())}
     paused = {row.name: row.paused_at for row in connection.execute(statements.paused_queues())}

@@ -12,12 +12,14 @@ from outboxq.cli import (
     doctor,
     effects,
     explain,
+    history,
     inbox,
     jobs,
     kinds,
     migrate,
     queues,
     relay,
+    relays,
     roles,
     schedules,
     trials,
@@ -33,8 +35,10 @@ class _Root(PlainGroup):
         "Run": ("relay", "health"),
         "Look": (
             "stats",
+            "history",
             "doctor",
             "explain",
+            "relays list",
             "queues list",
             "kinds list",
             "jobs list",
@@ -106,8 +110,10 @@ app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
 app.command("stats")(queues.stats)
+app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
+app.add_typer(relays.app, name="relays")
 app.add_typer(queues.app, name="queues")
 app.add_typer(kinds.app, name="kinds")
 app.add_typer(schedules.app, name="schedules")

@@ -1,9 +1,10 @@
 """`outboxq queues`, and `outboxq stats`, which counts what is in them."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +12,7 @@ from outboxq.cli.help import Commands
 from outboxq.cli.options import DatabaseOptions, DatabaseUrls, Wide, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
-from outboxq.cli.values import age, duration
+from outboxq.cli.values import Estimate, age, duration, in_short
 from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:
@@ -221,6 +222,9 @@ def _change(
 class StatsOptions(TableOptions):
     """The options of `outboxq stats`."""
 
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Count every job: reads the whole tables, however many there are.")
+    ] = False
     database_url: DatabaseUrls = field(default=None, repr=False)  # type: ignore[assignment]  # one or several
 
 
@@ -230,12 +234,14 @@ def stats(options: StatsOptions) -> None:
 
     The states are those of `outboxq jobs list`. Parked jobs, which are also counted as scheduled or due, were postponed
     because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
-    too. A terminal shows the columns that count something. Reads the whole table of jobs. Of several databases, those
-    that cannot be reached are named, and it ends with 1.
+    too. A terminal shows the columns that count something. Up to 10,000 jobs of a queue are counted in each state; what
+    is more is an estimate, `~ 1.2 M`, and in --json `exact` is false and `estimated` names the states. --exact counts
+    all. Of several databases, those that cannot be reached are named, and it ends with 1.
 
     \b
     Examples:
       outboxq stats
+      outboxq stats --exact
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
     from outboxq import config
@@ -243,12 +249,12 @@ def stats(options: StatsOptions) -> None:
 
     urls = config.database_urls(options.database_url)
     if len(urls) == 1:
-        _print_stats(options, *_collect(next(iter(urls.values())), options.schema))
+        _print_stats(options, *_collect(next(iter(urls.values())), options))
         return
     found: dict[str, tuple[Stats, datetime]] = {}
     for name, url in urls.items():
         try:
-            found[name] = _collect(url, options.schema)
+            found[name] = _collect(url, options)
         except DatabaseUnreachable as error:
             notice(f"{name}: {error}")
     _print_several(options, found)
@@ -256,13 +262,13 @@ def stats(options: StatsOptions) -> None:
         raise typer.Exit(1)
 
 
-def _collect(url: "URL", schema: str) -> "tuple[Stats, datetime]":
+def _collect(url: "URL", options: StatsOptions) -> "tuple[Stats, datetime]":
     from outboxq.admin.stats import collect_stats
     from outboxq.cli.database import open_database
     from outboxq.statements.paging import database_clock
 
-    with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
-        return collect_stats(connection), database_clock(connection)
+    with open_database(url.render_as_string(hide_password=False), options.schema) as begin, begin() as connection:
+        return collect_stats(connection, exact=options.exact), database_clock(connection)
 
 
 def _print_several(options: StatsOptions, found: "Mapping[str, tuple[Stats, datetime]]") -> None:
@@ -287,8 +293,11 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
     if not found.queues:
         notice("no queues found")
     counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))
-    columns = (Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at"))
-    print_table(columns, found.queues, now=now, wide=options.wide, in_words=lambda row: _in_words(row, STATES, now))
+    columns = [Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at")]
+    if options.wide or not (sys.stdout.isatty() and all(row.exact for row in found.queues)):
+        columns.append(Column("exact"))
+    rows = [_Shown(row) for row in found.queues]
+    print_table(columns, rows, now=now, wide=options.wide, in_words=lambda row: _in_words(row, STATES, now))
     if found.parked_kinds:
         kinds = (Column("queue", "name"), Column("kind", "name"), Column("jobs"), Column("next_look_at"))
         print_table(kinds, found.parked_kinds, now=now, title="Kinds that no relay knows:")
@@ -297,10 +306,21 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
         notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")
 
 
-def _in_words(row: "QueueStats", states: Sequence[str], now: datetime) -> str:
+class _Shown:
+    """A queue whose estimates are marked as such."""
+
+    def __init__(self, row: "QueueStats") -> None:
+        self._row = row
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._row, name)
+        return Estimate(value) if name in self._row.estimated else value
+
+
+def _in_words(row: "_Shown", states: Sequence[str], now: datetime) -> str:
     """A queue for a narrow terminal: `accounts: 5 ready, 2 dead; oldest_waiting 3 m`."""
     counts = {state: getattr(row, state) for state in (*states, "dead")}
-    said = [", ".join(f"{number:,} {state}" for state, number in counts.items() if number) or "0 ready"]
+    said = [", ".join(f"{in_short(number, now)} {state}" for state, number in counts.items() if number) or "0 ready"]
     if row.parked:
         said.append(f"parked {row.parked:,}")
     if row.oldest_waiting_seconds is not None:

@@ -7,6 +7,14 @@ from outboxq.codec.text import printable
 _UNITS = (("d", 86_400.0), ("h", 3_600.0), ("m", 60.0))
 
 
+class Estimate(int):
+    """A number that is not exact."""
+
+
+class Latency(float):
+    """Seconds that may be few."""
+
+
 def in_full(value: object) -> str:
     """A value for a program's eyes or a reader of details: a time as in the JSON, a number without separators."""
     match value:
@@ -14,6 +22,8 @@ def in_full(value: object) -> str:
             return ""
         case bool():
             return str(value).lower()
+        case Latency():
+            return f"{value:.4g}"
         case float():
             return f"{value:.1f}"
         case datetime():
@@ -31,14 +41,28 @@ def in_short(value: object, now: datetime | None) -> str:
             return ""
         case True:
             return "true"
+        case Estimate():
+            return f"~ {_rounded(value)}"
         case int():
             return f"{value:,}"
+        case Latency() if value < 1:
+            return f"{value * 1000:.3g} ms"
+        case Latency() if value < 10:
+            return f"{value:.1f} s"
         case float():
             return duration(value)
         case datetime() if now is not None:
             return age(value, now)
         case _:
             return in_full(value)
+
+
+def _rounded(number: int) -> str:
+    """`1.2 M` for 1,234,567."""
+    for unit, size in (("M", 1_000_000), ("k", 1_000)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}" if number < 10 * size else f"{number / size:,.0f} {unit}"
+    return f"{number:,}"
 
 
 def moment(value: datetime) -> str:

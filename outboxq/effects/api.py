@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Engine
@@ -10,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.effects.request import Classify, LookUp, OnceOptions, make_request
-from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner
+from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner, Tell
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
+from outboxq.emitter import HOOKS_OPTION, tell
 from outboxq.errors import ConfigError, EffectRefused
 
 T = TypeVar("T")
@@ -120,6 +122,13 @@ class AsyncCallsOnce(HasEffectAccess):
         return cast("T", await self._granted().run(options))
 
 
+def _teller(engine: Engine | AsyncEngine) -> Tell | None:
+    """What tells the engine's hooks, if it has any."""
+    plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+    options = plain.get_execution_options()
+    return partial(tell, options) if options.get(HOOKS_OPTION) else None
+
+
 class Effects(CallsOnce):
     """Calls to the outside that count once, outside of handlers: `Effects(engine).once(...)`.
 
@@ -142,7 +151,9 @@ class Effects(CallsOnce):
             raise ConfigError(f"Effects takes a sync Engine, got {type(engine).__name__}: see AsyncEffects")
         window = check_retention(retention)
         self._transactions = EngineTransactions(engine, schema)
-        self._access = EffectAccess(EffectRunner(self._transactions, lease_seconds), lambda _: window)
+        self._access = EffectAccess(
+            EffectRunner(self._transactions, lease_seconds, tell=_teller(engine)), lambda _: window
+        )
 
     def _granted(self) -> EffectAccess:
         return self._access
@@ -169,7 +180,9 @@ class AsyncEffects(AsyncCallsOnce):
     ) -> None:
         window = check_retention(retention)
         self._transactions = AsyncEngineTransactions(engine, schema)
-        self._access = EffectAccess(AsyncEffectRunner(self._transactions, lease_seconds), lambda _: window)
+        self._access = EffectAccess(
+            AsyncEffectRunner(self._transactions, lease_seconds, tell=_teller(engine)), lambda _: window
+        )
 
     def _granted(self) -> EffectAccess:
         return self._access

@@ -3,11 +3,11 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar, assert_never, cast
+from typing import TypeAlias, TypeVar, assert_never, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -18,20 +18,28 @@ from outboxq.effects.protocol import LockExpiry, once
 from outboxq.effects.request import OnceOptions, Request
 from outboxq.effects.shielding import DelayedCancellation
 from outboxq.effects.steps import Call, LookUpCall, Pause, Step, Steps, Transact
+from outboxq.effects.telling import telling
 from outboxq.effects.transactions import AsyncTransactions, Transactions
 from outboxq.errors import CallNotApplied, ConfigError, HandlerError
+from outboxq.events import EffectCalled
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
+Tell: TypeAlias = Callable[[EffectCalled], None]
 
 DEFAULT_LEASE_SECONDS = 30.0
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.5, 3600.0
 
 
 class EffectRunner:
-    """Makes calls once, in the caller's thread."""
+    """Makes calls once, in the caller's thread.
 
-    def __init__(self, transactions: Transactions, lease_seconds: float) -> None:
+    Args:
+        tell: Is told how each of them has ended; None if nothing is to hear of it.
+    """
+
+    def __init__(self, transactions: Transactions, lease_seconds: float, *, tell: Tell | None = None) -> None:
+        self._tell = tell
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions
         self._keeper = LockKeeper(transactions.keeper_transaction(), lease_seconds)
@@ -43,7 +51,7 @@ class EffectRunner:
             self._deployment = self._transactions.run(_read_deployment)
         expiry = LockExpiry(request)
         with self._keeper.keeping(expiry):
-            return self._drive(once(request, expiry, self._deployment), options)
+            return self._drive(_told(once(request, expiry, self._deployment), request, self._tell), options)
 
     def _drive(self, steps: Steps[object], options: OnceOptions) -> object:
         try:
@@ -78,9 +86,18 @@ class AsyncEffectRunner:
 
     Args:
         keep: Runs the lock keeper's transactions, in its thread; by default they run through the event loop.
+        tell: Is told how each call has ended; None if nothing is to hear of it.
     """
 
-    def __init__(self, transactions: AsyncTransactions, lease_seconds: float, keep: Transaction | None = None) -> None:
+    def __init__(
+        self,
+        transactions: AsyncTransactions,
+        lease_seconds: float,
+        keep: Transaction | None = None,
+        *,
+        tell: Tell | None = None,
+    ) -> None:
+        self._tell = tell
         self._keep = keep
         self.lease = timedelta(seconds=check_lease(lease_seconds))
         self._transactions = transactions
@@ -108,7 +125,7 @@ class AsyncEffectRunner:
         deployment = await self.deployment()
         expiry = LockExpiry(request)
         with self.keeping(expiry):
-            return await self._drive(once(request, expiry, deployment), options)
+            return await self._drive(_told(once(request, expiry, deployment), request, self._tell), options)
 
     async def drive(self, steps: Steps[T]) -> T:
         """Perform steps without a call among them, and return their result."""
@@ -158,6 +175,10 @@ class AsyncEffectRunner:
                 await asyncio.sleep(seconds)
                 return None
         assert_never(step)
+
+
+def _told(steps: Steps[object], request: Request, tell: Tell | None) -> Steps[object]:
+    return steps if tell is None else telling(steps, request.scope, tell)
 
 
 def check_lease(seconds: float) -> float:

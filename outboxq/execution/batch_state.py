@@ -1,6 +1,7 @@
 """The state of a claimed batch: how far it has come, and its outcome."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +115,8 @@ class BatchState:
     dropped: int = 0
     coalesced: tuple[JobsCoalesced, ...] = ()
     put_off: tuple[UUID, ...] = ()
+    _began_at: float = 0.0
+    _ran_seconds: float | None = 0.0
     _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -161,6 +164,25 @@ class BatchState:
             self.was_begun = True
             self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
         return self.transaction
+
+    @property
+    def seconds(self) -> float:
+        """How long the job that runs has run until now, or the one that ran last did; its share if several run."""
+        ran = self._ran_seconds
+        return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
+
+    @property
+    def running_seconds(self) -> float | None:
+        """How long a handler has been running; None if none runs."""
+        return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
+
+    def begin_run(self) -> None:
+        """Record that a job, or the jobs of one handler, begin to run."""
+        self._began_at, self._ran_seconds = time.perf_counter(), None
+
+    def end_run(self) -> None:
+        """Record that they have ended."""
+        self._ran_seconds = time.perf_counter() - self._began_at
 
     def begin_call(self, jobs: tuple[Job, ...]) -> HandlerCall:
         """The call of a handler that is about to run these jobs."""

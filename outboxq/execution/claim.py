@@ -15,6 +15,7 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 
+from outboxq.clock import DatabaseClock
 from outboxq.database.driver import ScriptResult, is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.job import Job
@@ -174,6 +175,7 @@ class ClaimRequest:
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
         prepared: The connection's prepared claims; None if claims are sent as plain text.
+        clock: By which `claimed_at` of its jobs is told.
     """
 
     script: AnyScript
@@ -184,6 +186,7 @@ class ClaimRequest:
     prepared: PreparedClaims | None = None
     after: str = ""
     groups: SeesGroups | None = None
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def text(self) -> str:
@@ -255,8 +258,9 @@ class ClaimRequest:
         return bool(has_room)
 
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
-        # The columns of RETURNED, in order, and the token.
-        jobs = [Job(*row[1:_END_OF_JOB]) for row in rows]
+        # The columns of RETURNED, in order, the token, and the time.
+        at = self.clock.now()
+        jobs = [Job(*(*row[1:_END_OF_JOB], at)) for row in rows]
         # RETURNING has no order. Within a group priorities do not count.
         is_grouped = isinstance(self.script, GroupScript)
         jobs.sort(key=lambda job: (0 if is_grouped else -job.priority, job.seq))

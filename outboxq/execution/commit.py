@@ -81,7 +81,7 @@ def commit(
     if is_conflict and batch.refused < FREE_RETRIES:
         batch.refused += 1
         return None
-    batch.events.append(settle_result(connection, batch.job, failed, runtime, 0.0))
+    batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.seconds))
     return Committed(_send_commit(connection, batch, batch.transaction, runtime, replace(behind, next_claim=None)))
 
 

@@ -146,5 +146,5 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
-    died = (settle.died(job, reason, failed.record, failed.error) for job in batch.running_jobs)
+    died = (settle.died(job, reason, failed.record, failed.error, batch.seconds) for job in batch.running_jobs)
     return BatchReport(len(batch.jobs), (*batch.events, *batch.coalesced, *died))

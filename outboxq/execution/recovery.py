@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
+import msgspec
 import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
@@ -87,7 +88,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         case ConnectionLost() if batch.late_result is not None:
             return Recovered(settle_on_new_connection(connection, batch, runtime, batch.late_result))
         case ConnectionSpoiled() if batch.together == 1:
-            return Recovered(record_failed_attempt(connection, batch.job, error.failed, runtime, batch.claimed_ids))
+            return Recovered(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
             return Recovered(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
@@ -108,7 +109,7 @@ def _recover_rolled_back(
         # A job of an unknown kind, which could not even be parked.
         report = postpone(connection, batch.job, runtime)
     else:
-        report = record_failed_attempt(connection, batch.job, runtime.describe(error, batch.job), runtime)
+        report = record_failed_attempt(connection, batch, runtime.describe(error, batch.job), runtime)
     return Recovered(report, run_alone=1)
 
 
@@ -133,7 +134,7 @@ def _recover_escaped(
         return Recovered(None, run_alone=len(batch.jobs))
     # Rolled back: every job waits again, and the handler's job is charged.
     try:
-        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.claimed_ids)
+        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.seconds, batch.claimed_ids)
     except LeaseLost:
         end_transaction(connection)
         event = None
@@ -153,24 +154,25 @@ def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport
 
 
 def record_failed_attempt(
-    connection: Connection, job: Job, failed: Failed, runtime: Runtime, batch: tuple[UUID, ...] = ()
+    connection: Connection, batch: BatchState, failed: Failed, runtime: Runtime, cleared: tuple[UUID, ...] = ()
 ) -> BatchReport:
-    """Count an attempt of a job that failed outside its handler, or was cut off, as `record_result` does."""
-    return record_result(connection, job, failed, runtime, batch)
+    """Count an attempt of a batch's job that failed outside its handler, or was cut off, as `record_result` does."""
+    return record_result(connection, batch.job, failed, runtime, batch.seconds, cleared)
 
 
 def record_result(
-    connection: Connection, job: Job, result: Result, runtime: Runtime, batch: tuple[UUID, ...] = ()
+    connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float, cleared: tuple[UUID, ...] = ()
 ) -> BatchReport:
     """Settle a job in a transaction of its own, because its batch was rolled back.
 
     Another relay may have taken the job meanwhile. If the job cannot even be settled, it is put off instead.
 
     Args:
-        batch: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
+        seconds: How long its handler ran.
+        cleared: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, job, result, runtime, batch)
+        event = _settle_anew(connection, job, result, runtime, seconds, cleared)
         return BatchReport(1, () if event is None else (event,))
     except LeaseLost:
         end_transaction(connection)
@@ -179,7 +181,7 @@ def record_result(
         if is_lost(connection):
             raise
         end_transaction(connection)
-        return postpone(connection, job, runtime, batch)
+        return postpone(connection, job, runtime, cleared)
 
 
 def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UUID, ...] = ()) -> BatchReport:
@@ -206,7 +208,7 @@ def settle_on_new_connection(
                 settle.park(connection, job)
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
-                events = (settle_result(connection, job, result, runtime, 0.0),)
+                events = (settle_result(connection, job, result, runtime, batch.seconds),)
             commit_checked(connection, inner)
     except LeaseLost:
         events = (JobLeaseLost(job),)
@@ -274,7 +276,7 @@ def settle_aborted(
     if report is not None:
         return report
     if failed is not None:
-        return record_failed_attempt(connection, batch.job, failed, runtime, batch.claimed_ids)
+        return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
     if is_crash:
         # Without a lease the claim's mark makes the job a suspect.
         if batch.is_leased:
@@ -306,7 +308,7 @@ def settle_cancelled(
         return report
     events: tuple[Event, ...] = ()
     for job in cancelled:
-        events += record_result(connection, job, CancelledResult(), runtime, batch.claimed_ids).events
+        events += record_result(connection, job, CancelledResult(), runtime, batch.seconds, batch.claimed_ids).events
     return BatchReport(len(batch.jobs), events)
 
 
@@ -318,19 +320,21 @@ def end_other_transaction(connection: Connection, batch: BatchState, *, terminat
 
 
 def _settle_anew(
-    connection: Connection, job: Job, result: Result, runtime: Runtime, batch: tuple[UUID, ...] = ()
+    connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float, cleared: tuple[UUID, ...] = ()
 ) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
     with connection.begin():
         if job.lease_token is None:
             # In the transaction that charges the job: between two transactions another slot could take it uncharged.
-            clear_marks(connection, runtime.schema, batch)
+            clear_marks(connection, runtime.schema, cleared)
             again = claim_one(connection, runtime.schema, str(job.id))
             if not again.jobs or again.transaction is None:
                 return None
-            job, inner = again.jobs[0], again.transaction.inner_savepoint
+            # It has not waited since: the claim that was rolled back is the one that counts.
+            job = msgspec.structs.replace(again.jobs[0], claimed_at=job.claimed_at)
+            inner = again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
-        event = settle_result(connection, job, result, runtime, 0.0)
+        event = settle_result(connection, job, result, runtime, seconds)
         commit_checked(connection, inner)
     return event

@@ -71,9 +71,8 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
                     settle.release(connection, batch.jobs[position])
                     continue
                 batch.position = position
-                began = time.perf_counter()
                 result = _run_alone(connection, batch, runtime, begin, shared=shared)
-                _settle_alone(connection, batch, runtime, result, time.perf_counter() - began)
+                _settle_alone(connection, batch, runtime, result)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
@@ -116,12 +115,13 @@ def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, s
 def _call_batch_handler(
     connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks
 ) -> bool:
-    began = time.perf_counter()
+    batch.begin_run()
     run_apart = runtime.invoker.apart()
     outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment, locks)
+    batch.end_run()
     if outcomes is None:
         return False
-    seconds = time.perf_counter() - began
+    seconds = batch.seconds / len(segment.places)
     for position, outcome in zip(segment.places, outcomes, strict=True):
         batch.position = position
         batch.events.append(settle_result(connection, batch.job, outcome, runtime, seconds))
@@ -168,6 +168,7 @@ def _run_alone(
     connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
+    batch.begin_run()
     job = batch.job
     unrun = result_without_run(batch, job, runtime)
     if unrun is not None:
@@ -210,13 +211,14 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
     return None if shared else transaction.inner_savepoint
 
 
-def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result, seconds: float) -> None:
+def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
+    batch.end_run()
     job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
     is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
     if is_unbegun and (isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job))):
         # A leased job whose handler wrote nothing is removed together with others.
-        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
+        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, batch.seconds))
         return
     if batch.is_leased and batch.transaction is not None and is_idle:
         # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
@@ -231,6 +233,6 @@ def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, r
         settle.park(connection, job)
         settle.block(batch.blocked, job, runtime)
     else:
-        batch.events.append(settle_result(connection, job, result, runtime, seconds))
+        batch.events.append(settle_result(connection, job, result, runtime, batch.seconds))
         if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
             settle.block(batch.blocked, job, runtime)

@@ -49,51 +49,53 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
         case Failed(record) if result.permanent:
             reason = f"another attempt cannot help: {record.type}: {record.message}"
             dead_letter(connection, job, reason, record)
-            return died(job, reason, record, result.error)
+            return died(job, reason, record, result.error, seconds)
         case Failed(record):
-            return _retry_or_dead_letter(connection, job, record, runtime, None, result.error)
+            return _retry_or_dead_letter(connection, job, record, runtime, None, result.error, seconds)
         case Retry(delay, reason):
             record = ErrorRecord(job.attempt, "outboxq.Retry", runtime.reason(reason, job))
             pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_dead_letter(connection, job, record, runtime, pause, None)
+            return _retry_or_dead_letter(connection, job, record, runtime, pause, None, seconds)
         case Snooze(delay):
             snooze(connection, job, delay, passes=passes(job, runtime))
-            return JobSnoozed(job, delay.total_seconds())
+            return JobSnoozed(job, delay.total_seconds(), seconds)
         case DeadLetter(reason):
             described = runtime.reason(reason, job)
             dead_letter(connection, job, described)
-            return JobDied(job, described)
+            return JobDied(job, described, seconds=seconds)
         case CancelledResult() | ExpiredResult():
-            return _drop(connection, job, result, runtime)
+            return _drop(connection, job, result, runtime, seconds)
         case UnknownKindResult():
             raise AssertionError("unknown kinds are parked, not settled")
     assert_never(result)
 
 
-def _drop(connection: Connection, job: Job, result: CancelledResult | ExpiredResult, runtime: Runtime) -> JobEvent:
+def _drop(
+    connection: Connection, job: Job, result: CancelledResult | ExpiredResult, runtime: Runtime, seconds: float
+) -> JobEvent:
     """End a job that has expired, or that was cancelled: as its request wants it, together with the request.
 
     A request that is gone was answered already, before the job came back from the dead letters: then it runs again.
     """
     if isinstance(result, ExpiredResult):
         finish(connection, job)
-        return JobExpired(job)
+        return JobExpired(job, seconds)
     outcome = connection.execute(cancel.take_request(job.id)).scalar_one_or_none()
     if outcome is None:
         runtime.orders.forget(job.id)
         snooze(connection, job, timedelta(0))
-        return JobSnoozed(job, 0.0)
+        return JobSnoozed(job, 0.0, seconds)
     if outcome == "dead":
         dead_letter(connection, job, cancel.CANCELLED)
-        return JobDied(job, cancel.CANCELLED)
+        return JobDied(job, cancel.CANCELLED, seconds=seconds)
     finish(connection, job)
-    return JobCancelled(job)
+    return JobCancelled(job, seconds)
 
 
 def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: float) -> JobEvent:
     """The event of a job that is over."""
     if isinstance(result, Discard):
-        return JobDiscarded(job, runtime.reason(result.reason, job))
+        return JobDiscarded(job, runtime.reason(result.reason, job), seconds)
     return JobDone(job, seconds)
 
 
@@ -104,21 +106,22 @@ def _retry_or_dead_letter(
     runtime: Runtime,
     pause_seconds: float | None,
     error: BaseException | None,
+    seconds: float,
 ) -> JobEvent:
     policy = runtime.registry.find(job.kind).retry
     limit = job.max_attempts or policy.max_attempts
     if job.attempt >= limit:
         reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
         dead_letter(connection, job, reason, record)
-        return died(job, reason, record, error)
+        return died(job, reason, record, error, seconds)
     delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
     retry(connection, job, record, timedelta(seconds=delay_seconds), passes=passes(job, runtime))
-    return JobRetried(job, record.type, record.message, record.where, delay_seconds, error, record)
+    return JobRetried(job, record.type, record.message, record.where, delay_seconds, error, record, seconds)
 
 
-def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None) -> JobDied:
+def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None, seconds: float) -> JobDied:
     """The event of a job that moves to the dead letters because of a failed attempt."""
-    return JobDied(job, reason, record.where, record.type, record.message, error, record)
+    return JobDied(job, reason, record.where, record.type, record.message, error, record, seconds)
 
 
 def finish(connection: Connection, job: Job) -> None:

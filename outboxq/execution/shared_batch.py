@@ -169,7 +169,8 @@ class _SharedRun:
         batch.position = first
 
     def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
-        began, runtime = time.perf_counter(), self._runtime
+        runtime = self._runtime
+        self._batch.begin_run()
         handler = runtime.registry.find(job.kind)
         self._is_suspicious, self._is_sending = self._is_unseen, False
         self._written.clear()
@@ -199,7 +200,8 @@ class _SharedRun:
         self._check()
         if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
-        self._seconds.append(time.perf_counter() - began)
+        self._batch.end_run()
+        self._seconds.append(self._batch.seconds)
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")

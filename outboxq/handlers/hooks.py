@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 from outboxq.errors import RegistryError
-from outboxq.events import Event, SupervisorEvent
+from outboxq.events import CountedEvent, Event, ProducerEvent, SupervisorEvent
 from outboxq.handlers.function import check_takes_one, name_of
 
 E = TypeVar("E")
@@ -15,8 +15,10 @@ R = TypeVar("R")
 _EVENTS: frozenset[type] = frozenset(get_args(Event))
 _OF_SUPERVISOR: frozenset[type] = frozenset(get_args(SupervisorEvent))
 _WANTED = "a hook is a function of an event, sync or async"
-# What the hooks of a registry can be told.
-HEARD = _EVENTS - _OF_SUPERVISOR
+_OF_PRODUCERS: frozenset[type] = frozenset(get_args(ProducerEvent))
+# What the hooks of a registry can be told, and what those are told that do not say for which events they are.
+HEARD = _EVENTS - _OF_SUPERVISOR - _OF_PRODUCERS
+TOLD_TO_ALL = HEARD - frozenset(get_args(CountedEvent))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +46,7 @@ class On(Generic[E]):
         return hook
 
 
-def checked_hook(hook: object, events: frozenset[type] = HEARD) -> EventHook:
+def checked_hook(hook: object, events: frozenset[type] = TOLD_TO_ALL) -> EventHook:
     """A hook that can be called with an event.
 
     Raises:
@@ -81,5 +83,10 @@ def _checked_event(event: object) -> type:
         raise RegistryError(
             f"no hook of a registry is told {event.__name__}: it is an event of the process that keeps the relays "
             "running, which runs no code of yours, and logs it"
+        )
+    if event in _OF_PRODUCERS:
+        raise RegistryError(
+            f"no hook of a registry is told {event.__name__}: it is an event of sessions and inboxes, which tell the "
+            "hooks of their engine: create_engine(..., execution_options={'outboxq_hooks': [hook]})"
         )
     return event

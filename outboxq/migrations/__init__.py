@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=10)
+        migrations.upgrade(op, to=11)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -32,6 +32,7 @@ from outboxq.migrations import (
     step_08_validated,
     step_09_flow,
     step_10_flow_validated,
+    step_11_history,
 )
 from outboxq.migrations.refusals import refusals_in_short
 from outboxq.statements.render import quote_identifier, quote_literal
@@ -49,6 +50,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_08_validated.UP, step_08_validated.DOWN),
     (step_09_flow.UP, step_09_flow.DOWN),
     (step_10_flow_validated.UP, step_10_flow_validated.DOWN),
+    (step_11_history.UP, step_11_history.DOWN),
 )
 LATEST = len(STEPS)
 # Steps that take a lock for which all other work waits; the steps behind them may take long.

@@ -38,6 +38,11 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobCancelled: (logging.INFO, "job cancelled"),
     events.JobExpired: (logging.INFO, "job expired"),
     events.JobsCoalesced: (logging.DEBUG, "jobs with the same key were run as one"),
+    events.JobsClaimed: (logging.DEBUG, "jobs were claimed"),
+    events.ClaimsEmpty: (logging.DEBUG, "claims found no job"),
+    events.EffectCalled: (logging.DEBUG, "effect was asked for"),
+    events.MessageSeen: (logging.DEBUG, "message was seen"),
+    events.JobsEnqueued: (logging.DEBUG, "jobs were enqueued"),
     events.JobsParked: (logging.WARNING, "jobs of unknown or paused kinds were put off"),
     events.JobsSuspected: (logging.WARNING, "jobs whose claim died will run alone"),
     events.JobCrashed: (logging.ERROR, "a relay died, stalled or lost its connection while it ran this job"),
@@ -195,6 +200,7 @@ def event_fields(event: Event) -> dict[str, object]:
         value = getattr(event, field.name)
         if isinstance(value, Job):
             found |= {"kind": value.kind, "queue": value.queue, "id": str(value.id), "attempt": value.attempt}
+            found["waited_seconds"] = value.waited_seconds
         else:
             found[field.name] = value
     return found

@@ -21,6 +21,7 @@ from outboxq.database.sessions import refuse_autocommit, transaction_connection
 from outboxq.errors import EnqueueError
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
+from outboxq.outbox.told import tell_of_jobs, tells
 from outboxq.tables import JobRow, job_mapper
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
@@ -198,6 +199,8 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
         insert_all(connection, jobs, wakes="none")
     else:
         insert_all(connection, jobs, wakes="all" if _are_too_many(session, jobs) else "by queue")
+    if tells(connection):
+        tell_of_jobs(session, connection, jobs)
 
 
 def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:

@@ -24,6 +24,7 @@ from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
 from outboxq.relay.batch_looks import BatchLooks
 from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.claim_tally import ClaimTally
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.parking import park_unknown_kinds
@@ -53,6 +54,7 @@ class BatchLoop:
         self._planner = planner
         self._sleep = sleep
         self._failed_claims = FailedClaims(state.config.schema, planner)
+        self._tally = ClaimTally(state.emit)
         self._looks = BatchLooks(state.config.schema, state.emit)
         # The last claim found its queue at its limit.
         self.is_full = False
@@ -79,6 +81,7 @@ class BatchLoop:
         if not (has_tokens or self._state.admission.admits(connection, name, size)):
             return False
         while (request := self._planner.ask(name, script)) is not None:
+            self._tally.begin()
             try:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
@@ -209,6 +212,7 @@ class BatchLoop:
 
     def _look_at(self, claimed: Claimed) -> Claimed:
         """Take note of whether a claim found its queue at its limit."""
+        self._tally.record(claimed)
         self.is_full = claimed.is_full
         if claimed.is_full:
             self._state.admission.found_full(claimed.request.queue)
@@ -248,7 +252,11 @@ class BatchLoop:
         # If users' code listens to it, each job has a transaction of its own: then claims do not grow.
         ends_here = runtime.guard.left or is_listened_to(connection)
         next_claim = None if ends_here else self._planner.next_leased_claim(leased)
-        return lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
+        self._tally.begin()
+        events, claimed = lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
+        if claimed is not None:
+            self._tally.record(claimed)
+        return events, claimed
 
     def _may_begin(self, term: int) -> bool:
         """Whether the lease is held, as it was at the claim, and the relay is not stopping."""
@@ -266,6 +274,7 @@ class BatchLoop:
 
     def _next_claim(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should."""
+        self._tally.begin()
         if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
             return None
         if not batch.is_leased:
@@ -304,9 +313,8 @@ class BatchLoop:
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
-        with self._state.lock:
-            self._state.counters.add(report)
-        for event in report.events:
+        self._state.count(report)
+        for event in (*self._tally.take(), *report.events):
             if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.dead_letter):
                 self._state.suspect(event.queue)
             self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)

@@ -180,14 +180,18 @@ class ClaimPlanner:
             return self._ask_groups(name, script, limit)
         cursor = self._positions[name].start() if script.is_keyed else None
         self.lease_term = self._state.lease.term
-        self.request = ClaimRequest(script, limit, cursor, name, self._timeouts[name], self.prepared)
+        self.request = ClaimRequest(
+            script, limit, cursor, name, self._timeouts[name], self.prepared, clock=self._state.clock
+        )
         return self.request
 
     def _ask_groups(self, name: str, script: GroupScript, limit: int) -> ClaimRequest:
         groups = None if script.suspects else self._groups[name]
         after = "" if groups is None else groups.after
         self.lease_term = self._state.lease.term
-        self.request = ClaimRequest(script, limit, None, name, self._timeouts[name], None, after, groups)
+        self.request = ClaimRequest(
+            script, limit, None, name, self._timeouts[name], None, after, groups, self._state.clock
+        )
         return self.request
 
     def _limit(self, name: str, script: AnyScript) -> int:

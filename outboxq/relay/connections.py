@@ -22,6 +22,7 @@ from outboxq.database.driver import driver_connection, give_up
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
+from outboxq.emitter import HOOKS_OPTION
 from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.handlers.handler import Flavour
@@ -173,7 +174,8 @@ def make_slot_connections(
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
     """READ COMMITTED, and this installation's schema for the tables that slots and handlers use through SQLAlchemy."""
-    options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+    # Without hooks: the COMMIT of a handler's session commits nothing yet.
+    options: dict[str, Any] = {"isolation_level": "READ COMMITTED", HOOKS_OPTION: ()}
     mapped: dict[str | None, str | None] = engine.get_execution_options().get("schema_translate_map") or {}
     if mapped.get(SCHEMA, SCHEMA) != schema:
         options["schema_translate_map"] = {**mapped, SCHEMA: schema}

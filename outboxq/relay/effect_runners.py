@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from outboxq.database.engines import EFFECTS_NAME, Engines, make_async_engine, make_engine
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
+from outboxq.emitter import Emitter
+from outboxq.events import EffectCalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class EffectRunners:
             in_loop(self._async_transactions.dispose())
 
 
-def make_effect_runners(engines: Engines, schema: str, lease_seconds: float) -> EffectRunners:
+def make_effect_runners(engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> EffectRunners:
     """Make the runners: with pools beside the user's engines; for engines of ours, with pools that grow with slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
     if engines.owns_sync and sync is not None:
@@ -45,10 +47,11 @@ def make_effect_runners(engines: Engines, schema: str, lease_seconds: float) -> 
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
     # Locks are extended through a sync engine, if there is one: an event loop that a handler blocks extends none.
+    tell = emit if emit.wants(EffectCalled) else None
     keeper = None if plain is None else plain.keeper_transaction()
     return EffectRunners(
-        None if plain is None else EffectRunner(plain, lease_seconds),
-        None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper),
+        None if plain is None else EffectRunner(plain, lease_seconds, tell=tell),
+        None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper, tell=tell),
         plain,
         awaited,
     )

@@ -55,6 +55,10 @@ class HookThread:
             self._is_open = True
             self._thread.start()
 
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether a hook asked for events of this class."""
+        return kind in self._wanted
+
     def put(self, event: Event) -> bool:
         """Take an event that a hook asked for; False if no hook did, or if the event is dropped.
 

@@ -27,6 +27,23 @@ class HookLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryLimits:
+    """How often a relay adds to the history.
+
+    Args:
+        first_seconds: The longest time until it first does, and is listed; half of it is the shortest.
+        flush_seconds: The longest time between two flushes: what a killed process loses at most.
+        gauges_after_seconds: A relay that lives for so long writes gauges, if no other one does.
+        finish_seconds: How long a relay that ends waits for its last flush.
+    """
+
+    first_seconds: float = 2.0
+    flush_seconds: float = 15.0
+    gauges_after_seconds: float = 60.0
+    finish_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
     """How long a relay waits, for each thing that it waits for.
 
@@ -54,6 +71,7 @@ class RelayLimits:
             answered.
         lease_mode: How long the claims of lease mode last.
         hooks: How far the hooks of a registry may be behind, and how long they are waited for.
+        history: How often the relay adds to the history.
     """
 
     linger_seconds: float = 5.0
@@ -72,3 +90,4 @@ class RelayLimits:
     abort_seconds: float = 15.0
     lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     hooks: HookLimits = field(default_factory=HookLimits)
+    history: HistoryLimits = field(default_factory=HistoryLimits)

@@ -22,6 +22,8 @@ from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
+from outboxq.observability.flush import Flusher, RelayActivity
+from outboxq.relay.activity import activity_of, identity_of
 from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
@@ -34,6 +36,7 @@ from outboxq.relay.lease import RelayLease
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
+from outboxq.relay.maintenance.historian import Historian
 from outboxq.relay.maintenance.scheduler import Scheduler
 from outboxq.relay.maintenance.service import Maintenance
 from outboxq.relay.maintenance.side_connection import SideConnection
@@ -46,6 +49,7 @@ from outboxq.relay.startup import declare_schedules, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around
+from outboxq.statements.transaction import clock_seconds
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -92,6 +96,7 @@ class RelayRun:
             self.stopping,
             until_empty=self.until_empty,
         )
+        self._historian = self._make_historian()
         self._deadlines = DeadlineEnforcer(
             self.engines,
             self.config.schema,
@@ -140,9 +145,20 @@ class RelayRun:
             lease=lease,
             quarantine=quarantine,
             flow=flow,
-            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds),
+            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds, self.emit),
             limits=self.limits,
         )
+
+    def _make_historian(self) -> Historian:
+        config, state = self.config, self._state
+        identity = identity_of(state, self._queues, sum(group.slots for group, _ in self.groups))
+        flusher = Flusher(config.schema, identity, state.aggregate, self._activity, state.clock)
+        beside = SideConnection(self.engines, config.schema, self._loop)
+        return Historian(flusher, self._connector(None), beside, config.schema, self.stopping, self.limits.history)
+
+    def _activity(self) -> RelayActivity:
+        state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
+        return activity_of(state, [runner.slot for runner in list(self._runners)])
 
     def _make_listener(self, poller: SharedPoller) -> Listener:
         config = self.config
@@ -202,6 +218,9 @@ class RelayRun:
     def _look_around(self, connection: Connection) -> None:
         """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
         declare_schedules(connection, self.config.schema, self.registry)
+        asked_at = time.time()
+        ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
+        self._state.clock.compare(float(str(database_seconds)), asked_at, time.time())
         flow = self._state.flow
         flow.record(run_script(connection, look_around(self.config.schema, self._queues))[0].rows)
         for queue, limits in sorted(flow.limits.items()):
@@ -223,9 +242,11 @@ class RelayRun:
                     runner.abandon()
 
     def _start_services(self, stack: ExitStack) -> None:
-        services: list[Listener | RelayLease | PeriodicTask] = [self._state.lease, *self._maintenance.periodic]
+        # First, so that it is stopped last: what the others do until then is counted.
+        services: list[Historian | Listener | RelayLease | PeriodicTask] = [self._historian, self._state.lease]
+        services += self._maintenance.periodic
         if self._state.listener is not None:
-            services.insert(0, self._state.listener)
+            services.insert(1, self._state.listener)
         for service in services:
             service.start()
             stack.callback(service.stop)
@@ -258,8 +279,7 @@ class RelayRun:
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
     def _record_reaped(self, event: JobCrashed) -> None:
-        with self._state.lock:
-            self._state.counters.add(BatchReport(0, (event,)))
+        self._state.count(BatchReport(0, (event,)))
         self.emit(event)
 
     def _serve_to_the_end(self) -> None:
@@ -295,6 +315,9 @@ class RelayRun:
         else:
             # Drained; only jobs that were cut off may still have to be settled.
             self._deadlines.finish(self.limits.abort_seconds)
+        for runner in self._runners:
+            # The last claims, which took nothing.
+            runner.slot.publish(BatchReport(0, ()))
 
     def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
         connections = self._connections[flavour]

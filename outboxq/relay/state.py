@@ -4,12 +4,14 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from outboxq.clock import DatabaseClock
 from outboxq.config import RelayConfig
 from outboxq.emitter import Emitter
 from outboxq.events import JobCancelled, JobCrashed, JobDied, JobDone, JobExpired, JobLeaseLost, JobRetried, JobSetAside
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
 from outboxq.handlers.resolved import Registry
+from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
 from outboxq.relay.cursors import SweepSchedule
 from outboxq.relay.effect_runners import EffectRunners
@@ -101,11 +103,20 @@ class RelayState:
     called_functions: CalledFunctions = field(default_factory=CalledFunctions)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    aggregate: Aggregate = field(default_factory=Aggregate)
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
         claims, limits = self.registry.claims, self.limits
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
+
+    def count(self, report: BatchReport) -> None:
+        """Count what was committed."""
+        with self.lock:
+            self.counters.add(report)
+        if report.events:
+            self.aggregate.add(report.events)
 
     def has_groups(self, queue: str) -> bool:
         """Whether a queue is known to have jobs of groups."""

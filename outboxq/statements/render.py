@@ -16,6 +16,10 @@ _TABLES = {
     "batch": "batch",
     "cancel_request": "cancel_request",
     "paused_kind": "paused_kind",
+    "relay_status": "relay_status",
+    "stat": "stat",
+    "gauge": "gauge",
+    "migration": "migration",
 }
 
 

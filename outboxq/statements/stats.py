@@ -1,12 +1,31 @@
 """Counting the jobs that wait, run and died, and the effects and kinds that are unknown."""
 
 from collections.abc import Sequence
+from typing import Any, LiteralString
 
-from sqlalchemy import ColumnElement, Executable, and_, case, exists, not_, select
+from sqlalchemy import (
+    CTE,
+    Boolean,
+    ColumnElement,
+    Executable,
+    FromClause,
+    Select,
+    and_,
+    case,
+    exists,
+    literal,
+    literal_column,
+    not_,
+    select,
+    text,
+    true,
+    union_all,
+)
 
 from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.jobs import STATES, listed, running_transactions, state, xmax
-from outboxq.tables import dead_job, effect, paused_kind, queue
+from outboxq.statements.render import render
+from outboxq.tables import StoredText, dead_job, effect, paused_kind, queue
 
 
 def count_jobs() -> Executable:
@@ -20,6 +39,116 @@ def count_jobs() -> Executable:
         _count("parked", is_parked),
         seconds(pg.statement_timestamp() - waited_since).label("oldest_waiting_seconds"),
     ).group_by(jobs.c.queue)
+
+
+# Each walk over the jobs of a queue: the stored states that it finds, and the order of the index that it follows.
+_WALKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("ready", "listed.state = 'ready'", ("queue", "(-priority)", "seq")),
+    ("scheduled", "listed.state = 'scheduled'", ("queue", "run_at")),
+    ("suspect", "listed.state = 'suspect'", ("queue", "seq")),
+    ("grouped", "listed.group_key IS NOT NULL AND listed.state <> 'group_waiting'", ("queue",)),
+    ("group_waiting", "listed.state = 'group_waiting'", ("queue", "run_at")),
+)
+WALKS = (*(name for name, _, _ in _WALKS), "leased")
+
+
+def count_first_jobs(most: int) -> Executable:
+    """One row per queue with jobs, as `count_jobs` has it, of up to `most` jobs that each of six walks finds.
+
+    `walked_...`: how many each walk has found, up to `most` + 1. A walk follows one index from the first job of a queue
+    to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one walk.
+    Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
+    """
+    walks = [_walk(*walk, most) for walk in _WALKS]
+    leased = (
+        select(literal("leased", StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
+        .where(_condition("listed.state = 'leased'"))
+        .limit(most + 1)
+        .subquery("first_leased")
+    )
+    jobs = union_all(*walks, select(leased)).subquery("jobs")
+    is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
+    waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due", "grouped")))
+    return select(
+        jobs.c.queue,
+        *(_count(name, jobs.c.state == name) for name in STATES),
+        _count("parked", is_parked),
+        seconds(pg.statement_timestamp() - waited_since).label("oldest_waiting_seconds"),
+        *(_count(f"walked_{name}", jobs.c.walk == name) for name in WALKS),
+    ).group_by(jobs.c.queue)
+
+
+def _walk(name: str, condition: str, order: tuple[str, ...], most: int) -> Select[Any]:
+    """The first jobs of each queue, in the order of an index."""
+    queues = _queues(name, listed, _condition(condition))
+    first = (
+        select(literal(name, StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
+        .where(listed.c.queue == queues.c.queue, _condition(condition))
+        .order_by(*(text(f"listed.{column}" if column.isidentifier() else "(-listed.priority)") for column in order))
+        .limit(most + 1)
+        .lateral(f"first_{name}")
+    )
+    return select(first).select_from(queues.join(first, true()))
+
+
+def _condition(predicate: str) -> ColumnElement[bool]:
+    """What the predicate of an index says, in its words, so that the planner sees it."""
+    return literal_column(predicate, Boolean())
+
+
+def _queues(name: str, rows: FromClause, condition: ColumnElement[bool]) -> CTE:
+    """The queues of the rows of an index that begins with them, each found by a probe behind the one before."""
+    column = rows.c.queue
+    probe = select(column).where(condition).order_by(column).limit(1)
+    found = select(probe.scalar_subquery().label("queue")).cte(f"queues_{name}", recursive=True)
+    following = probe.where(column > found.c.queue).correlate(found).scalar_subquery()
+    return found.union_all(select(following).where(found.c.queue.is_not(None)))
+
+
+def count_first_dead(most: int) -> Executable:
+    """One row per queue with dead letters: how many, up to `most` + 1. Index: dead_job_queue; no locks."""
+    queues = _queues("dead", dead_job, true())
+    first = select(dead_job.c.died_at).where(dead_job.c.queue == queues.c.queue).limit(most + 1).lateral("first")
+    return (
+        select(queues.c.queue, count().label("dead")).select_from(queues.join(first, true())).group_by(queues.c.queue)
+    )
+
+
+_ESTIMATE: LiteralString = "EXPLAIN (FORMAT JSON) SELECT FROM {job} AS job WHERE state = {state}"
+_OF_QUEUE: LiteralString = " AND queue = {name}"
+_ESTIMATE_DEAD: LiteralString = "EXPLAIN (FORMAT JSON) SELECT FROM {dead} AS job WHERE queue = {name}"
+
+
+def estimate_jobs(schema: str, name: str | None, state: str) -> str:
+    """A plan, which says how many jobs, of one queue or of all, are in a stored state. Reads the statistics alone."""
+    return render(schema, _ESTIMATE if name is None else _ESTIMATE + _OF_QUEUE, name=name, state=state)
+
+
+def estimate_dead(schema: str, name: str) -> str:
+    """A plan, which says how many dead letters a queue has, as `estimate_jobs` does."""
+    return render(schema, _ESTIMATE_DEAD, name=name)
+
+
+def first_parked_kinds(most: int) -> Executable:
+    """`parked_kinds`, of the first `most` scheduled jobs of each queue. Index: job_scheduled; no locks."""
+    queues = _queues("parked", listed, _condition("listed.state = 'scheduled'"))
+    is_paused = exists().where(paused_kind.c.queue == listed.c.queue, paused_kind.c.kind == listed.c.kind)
+    first = (
+        select(
+            listed.c.queue, listed.c.kind, listed.c.run_at, listed.c.parked, xmax.label("held_by"), is_paused.label("p")
+        )
+        .where(listed.c.queue == queues.c.queue, _condition("listed.state = 'scheduled'"))
+        .order_by(listed.c.run_at)
+        .limit(most)
+        .lateral("first")
+    )
+    return (
+        select(first.c.queue, first.c.kind, count().label("jobs"), pg.min(first.c.run_at).label("next_look_at"))
+        .select_from(queues.join(first, true()))
+        .where(first.c.parked > 0, not_(first.c.held_by.in_(running_transactions())), ~first.c.p)
+        .group_by(first.c.queue, first.c.kind)
+        .order_by(first.c.queue, first.c.kind)
+    )
 
 
 def count_left(served: Sequence[str]) -> Executable:
@@ -70,6 +199,12 @@ def paused_queues() -> Executable:
 def count_unknown_effects() -> Executable:
     """How many effects wait for an operator. Index: effect_unknown, which holds no others; no locks."""
     return select(count()).select_from(effect).where(effect.c.status == "unknown")
+
+
+def count_first_unknown_effects(most: int) -> Executable:
+    """`count_unknown_effects`, up to `most` + 1."""
+    first = select(effect.c.changed_at).where(_condition("effect.status = 'unknown'")).limit(most + 1).subquery("first")
+    return select(count()).select_from(first)
 
 
 def _count(name: str, *conditions: ColumnElement[bool]) -> ColumnElement[int]:

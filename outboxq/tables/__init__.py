@@ -1,6 +1,7 @@
 """The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
 
 from outboxq.tables.columns import SCHEMA, JsonText, StoredText, mapped_schema, metadata
+from outboxq.tables.history import audit, done_job, gauge, relay_status, stat
 from outboxq.tables.installation import deployment, migration, relay
 from outboxq.tables.job_row import JobRow, job_mapper
 from outboxq.tables.jobs import JOB_SIZES, batch, cancel_request, dead_job, job, unique_key
@@ -17,11 +18,14 @@ __all__ = [
     "JobRow",
     "JsonText",
     "StoredText",
+    "audit",
     "batch",
     "cancel_request",
     "dead_job",
     "deployment",
+    "done_job",
     "effect",
+    "gauge",
     "inbox",
     "job",
     "job_mapper",
@@ -32,6 +36,8 @@ __all__ = [
     "queue",
     "rate",
     "relay",
+    "relay_status",
     "schedule",
+    "stat",
     "unique_key",
 ]

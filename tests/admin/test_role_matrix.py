@@ -37,6 +37,11 @@ MAY: Mapping[str, Mapping[Part, str]] = {
         "batch": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "cancel_request": ("", "", "", "SIUDRarx", "Sa", "SIUDRarx"),
         "paused_kind": ("", "", "", "Sa", "Sa", "SIDarx"),
+        "relay_status": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "stat": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "gauge": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "done_job": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "audit": ("", "", "", "", "Sa", "SIURarx"),
     }.items()
 }
 # A producer's columns of `job`, for INSERT; for SELECT, those of a producer of unique jobs.

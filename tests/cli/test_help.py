@@ -15,6 +15,8 @@ COMMANDS = [
     ("migrate",),
     ("relay",),
     ("stats",),
+    ("history",),
+    ("relays", "list"),
     ("doctor",),
     ("explain",),
     ("health",),

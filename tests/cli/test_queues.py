@@ -188,10 +188,11 @@ def test_stats_count_every_job_once(
     idle, ledger = found["queues"]
     assert list(ledger) == [
         "queue", "ready", "grouped", "running", "scheduled", "due", "parked", "leased", "orphaned", "suspect", "dead",
-        "oldest_waiting_seconds", "paused_at",
+        "oldest_waiting_seconds", "paused_at", "exact", "estimated",
     ]  # fmt: skip
     assert 90 <= ledger.pop("oldest_waiting_seconds") < 150
     assert ledger.pop("paused_at") is not None
+    assert (ledger.pop("exact"), ledger.pop("estimated")) == (True, [])
     assert ledger == {
         "queue": "ledger", "ready": 2, "grouped": 0, "running": 0, "scheduled": 2, "due": 1, "parked": 1, "leased": 1,
         "orphaned": 1, "suspect": 1, "dead": 1,

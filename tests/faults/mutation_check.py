@@ -38,6 +38,92 @@ _THROTTLE = "tests/flow/test_throttle.py"
 
 MUTANTS = (
     Mutant(
+        "the number of a flush in the relay's own row",
+        "outboxq/statements/history.py",
+        "WHERE id = {owner} AND flush < {flush} RETURNING 1",
+        "WHERE id = {owner} RETURNING 1",
+        ("tests/observability/test_flush.py",),
+    ),
+    Mutant(
+        "the flush of a relay that ends",
+        "outboxq/relay/maintenance/historian.py",
+        "        self._finish()\n",
+        "",
+        ("tests/observability/test_history.py::test_a_relay_that_is_told_to_stop_loses_nothing",),
+    ),
+    Mutant(
+        "the numbers that wait after a flush without an answer",
+        "outboxq/observability/flush.py",
+        "        if self._pending is None:\n",
+        "        if True:\n",
+        ("tests/observability/test_flush.py",),
+    ),
+    Mutant(
+        "the end of the minutes that became an hour",
+        "outboxq/statements/history.py",
+        "  DELETE FROM {stat} WHERE grain = 60 AND at >= {hour}::timestamptz AND at < {hour}::timestamptz "
+        "+ interval '1 hour'\n  RETURNING *\n",
+        "  SELECT * FROM {stat} WHERE grain = 60 AND at >= {hour}::timestamptz AND at < {hour}::timestamptz "
+        "+ interval '1 hour'\n",
+        ("tests/observability/test_history.py::test_minutes_become_hours_and_every_number_stands_once",),
+    ),
+    Mutant(
+        "the lock of the relay that writes the gauges of a minute",
+        "outboxq/statements/history.py",
+        "  AND NOT EXISTS (SELECT FROM {gauge}\n",
+        "  OR NOT EXISTS (SELECT FROM {gauge}\n",
+        ("tests/observability/test_history.py::test_one_relay_writes_the_gauges_of_a_minute",),
+    ),
+    Mutant(
+        "the comparison of the relay's clock with the database's",
+        "outboxq/clock.py",
+        "        self._ahead_seconds = database_seconds - (asked_at + answered_at) / 2\n",
+        "",
+        ("tests/relay/test_event_times.py",),
+    ),
+    Mutant(
+        "the share of each job in the time of a batch handler",
+        "outboxq/execution/run.py",
+        "    seconds = batch.seconds / len(segment.places)\n",
+        "    seconds = batch.seconds\n",
+        ("tests/relay/test_event_times.py",),
+    ),
+    Mutant(
+        "the time of an attempt that failed at COMMIT",
+        "outboxq/execution/commit.py",
+        "settle_result(connection, batch.job, failed, runtime, batch.seconds)",
+        "settle_result(connection, batch.job, failed, runtime, 0.0)",
+        ("tests/relay/test_event_times.py",),
+    ),
+    Mutant(
+        "what a savepoint has undone, in what a session tells",
+        "outboxq/outbox/told.py",
+        '        event.listen(session, "after_soft_rollback", _after_rollback)\n',
+        "",
+        ("tests/outbox/test_told.py",),
+    ),
+    Mutant(
+        "the wait for COMMIT in what an inbox tells",
+        "outboxq/inbox.py",
+        'if outcome == "accepted" and isinstance(target, Session):',
+        "if False:",
+        ("tests/outbox/test_told.py",),
+    ),
+    Mutant(
+        "the silence of handlers' sessions towards the hooks of their engine",
+        "outboxq/relay/connections.py",
+        '{"isolation_level": "READ COMMITTED", HOOKS_OPTION: ()}',
+        '{"isolation_level": "READ COMMITTED"}',
+        ("tests/outbox/test_told.py",),
+    ),
+    Mutant(
+        "the walk over the jobs of groups in counting",
+        "outboxq/statements/stats.py",
+        """    ("grouped", "listed.group_key IS NOT NULL AND listed.state <> 'group_waiting'", ("queue",)),\n""",
+        "",
+        ("tests/admin/test_stats.py",),
+    ),
+    Mutant(
         "the row lock of a schedule that is fired",
         "outboxq/statements/schedules.py",
         "        .with_for_update(skip_locked=True)\n",

@@ -68,6 +68,7 @@ def test_an_event_has_its_class_and_its_fields(lines: io.StringIO) -> None:
         "fields": {
             "kind": "k", "queue": "q", "id": str(UUID(int=7)), "attempt": 2, "error_type": "ValueError",
             "message": "boom", "where": ["jobs.py:3 in k", "x.py:1 in y"], "delay_seconds": 1.5,
+            "seconds": 0.0, "waited_seconds": 0.0,
         },
     }  # fmt: skip
 

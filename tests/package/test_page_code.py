@@ -131,6 +131,7 @@ BEHIND = {
     "cancelling.md": "finish(jobs, done=1, failed=0)\n",
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",
+    "history.md": "assert slow == [] and alive == [] and late == []\n",
     "limits.md": "assert jobs.resolve().limits['mail'].running == 5\n",
     "scheduling.md": "finish(jobs, done=1, failed=0)\n",
     "unique-jobs.md": "finish(jobs, done=3, failed=0)\n",

@@ -19,6 +19,7 @@ from outboxq.events import JobDone, RelayStarted
 from outboxq.outbox.insert import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
 from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
+from outboxq.relay.limits import HistoryLimits, RelayLimits
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot import Slot
@@ -291,6 +292,7 @@ def test_a_scheduled_job_wakes_a_sleeping_relay_when_it_is_due(
     assert was_due == [True]
 
 
+@pytest.mark.relay_limits(RelayLimits(history=HistoryLimits(first_seconds=3600.0)))
 def test_a_sleeping_relay_sends_nothing(engine: Engine, start_relay: StartRelay, pauses: list[bool]) -> None:
     """With the flag up it sleeps for its whole poll interval: nothing but its heart beats."""
     statements = text(

@@ -51,7 +51,7 @@ def relay_state(
         lease=make_lease(config),
         quarantine=QuarantineTurns(),
         flow=FlowSettings(),
-        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds),
+        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, SILENT),
         limits=limits or RelayLimits(),
     )
 

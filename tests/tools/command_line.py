@@ -87,7 +87,14 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 # From where the cursor is hidden to where the line is erased again.
 _SPINNER = re.compile(r"\x1b\[\?25l.*?\x1b\[\?25h.*?\x1b\[2K", re.DOTALL)
 _CODES = re.compile(r"\x1b\[[0-9;]*m")
-_PROCESS = (re.compile(r"(?<= )\[\d+\](?= )"), "[4711]"), (re.compile(r'(?<="process":)\d+'), "4711")
+_PROCESS = (
+    (re.compile(r"(?<= )\[\d+\](?= )"), "[4711]"),
+    (re.compile(r'(?<="process":)\d+'), "4711"),
+    (re.compile(r"(?<= seconds=)[\d.e+-]+"), "0.012"),
+    (re.compile(r"(?<= waited_seconds=)[\d.e+-]+"), "0.25"),
+    (re.compile(r'(?<="seconds":)[\d.e-]+'), "0.012"),
+    (re.compile(r'(?<="waited_seconds":)[\d.e-]+'), "0.25"),
+)
 
 SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "migrate": [()],
@@ -95,6 +102,8 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
     "health": [("relay.json",)],
     "stats": [(), ("--wide",)],
+    "history": [("--by", "kind", "--since", "24h")],
+    "relays list": [("--json",)],
     "doctor": [()],
     "explain": [(numbered(4),), ("--queue", "mail"), (numbered(9),)],
     "queues list": [()],
@@ -136,6 +145,20 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "effects resolve": [("stripe-charge", "order-1002", "--not-applied")],
     "effects new-installation": [("--yes",)],
 }
+
+_HISTORY = f"""\
+INSERT INTO outboxq.stat (grain, at, queue, kind, done, retried, died, wait_seconds, run_seconds, wait, run) VALUES
+(60, now() - interval '5 minutes', 'accounts', 'charge', 1200, 14, 1, 9, 60,
+  '{{0,0,100,1000,100,15{",0" * 14}}}', '{{0,0,0,0,200,1000,15{",0" * 13}}}'),
+(60, now() - interval '3 minutes', 'mail', 'send_welcome', 310, 0, 0, 5, 90,
+  '{{0,0,10,200,100{",0" * 15}}}', '{{0,0,0,0,0,10,250,50{",0" * 12}}}')"""
+_RELAY = """\
+INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, started_at, seen_at, state, queues, kinds, slots,
+  busy, listens, running, flush) VALUES
+('01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d11', 'worker-1', 4711, '0.1.0', 11,
+  CAST(:at AS timestamptz) - interval '1 hour', :at, 'serving',
+  '{accounts,mail}', '{charge,send_welcome}', 4, 1, true, '[{"id": "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d12", "queue":
+  "accounts", "kind": "charge", "attempt": 1, "seconds": 4.2, "pid": 812}]', 240)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,7 +245,7 @@ class _Sampler:
 
     def _sample(self, name: str, words: Sequence[object]) -> str:
         staged_at = stage(self._engine)
-        self._stage_for(name)
+        self._stage_for(name, staged_at)
         said = run_at_terminal(
             *name.split(), *words, columns=COLUMNS, url=self._url, cwd=self._directory, with_errors=True
         )
@@ -231,7 +254,7 @@ class _Sampler:
         ended = f"\n[exit code {said.exit_code}]" if said.exit_code else ""
         return _block(shown, self._fixed(printed.rstrip() + ended, staged_at))
 
-    def _stage_for(self, name: str) -> None:
+    def _stage_for(self, name: str, staged_at: datetime) -> None:
         """What a command needs besides."""
         with self._engine.begin() as connection:
             connection.execute(text("DELETE FROM outboxq.paused_kind"))
@@ -240,6 +263,12 @@ class _Sampler:
                 connection.execute(text(paused))
             if name == "effects new-installation":
                 connection.execute(text("DELETE FROM outboxq.relay"))
+            connection.execute(text("DELETE FROM outboxq.stat"))
+            connection.execute(text("DELETE FROM outboxq.relay_status"))
+            if name == "history":
+                connection.execute(text(_HISTORY))
+            if name == "relays list":
+                connection.execute(text(_RELAY), {"at": staged_at})
             if name == "relay":
                 connection.execute(text("DELETE FROM outboxq.job WHERE queue = 'mail' OR parked > 0"))
             if name == "schedules show":

@@ -23,6 +23,8 @@ class SideConnection:
 
     def __init__(self, engines: Engines, schema: str, loop: LoopThread) -> None:
         self._in_loop = engines.sync is None
+        # Whether anything ran since the last rest.
+        self.was_used = False
         self._loop = loop
         if engines.sync is not None:
             self._pool = SidePool(engines.sync, schema)
@@ -37,6 +39,8 @@ class SideConnection:
             TimeoutError: a handler blocks the event loop. What was under way is committed, or rolled back, later.
         """
 
+        self.was_used = True
+
         def run() -> T:
             with self._pool.transaction() as connection:
                 return work(connection)
@@ -45,6 +49,7 @@ class SideConnection:
 
     def rest(self) -> None:
         """Close the connection, until it is needed again."""
+        self.was_used = False
         self._run(self._pool.renew)
 
     def _run(self, call: Callable[[], T]) -> T:

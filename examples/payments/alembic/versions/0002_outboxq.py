@@ -9,7 +9,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    migrations.upgrade(op, to=10)
+    migrations.upgrade(op, to=11)
 
 
 def downgrade() -> None:

@@ -1,0 +1,85 @@
+"""Relays: which of them live, what they serve, and what runs there for long."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeAlias
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection
+
+from outboxq.statements import relays as statements
+
+# A relay says several times a minute that it lives.
+_DEAD_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job that has run for longer than a second. `pid`: the backend of its transaction, if it has one by now."""
+
+    id: UUID
+    queue: str
+    kind: str
+    attempt: int
+    seconds: float
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySummary:
+    """A relay.
+
+    Args:
+        state: serving, draining, stopping; or dead, if it has said nothing for a minute.
+        busy: How many of its slots had claimed jobs when it was last seen.
+        schema_step: The step of the tables when it started.
+        running: The jobs that had run for longer than a second then, 50 at most.
+    """
+
+    id: UUID
+    state: str
+    host: str
+    pid: int
+    queues: tuple[str, ...]
+    slots: int
+    busy: int
+    listens: bool
+    version: str
+    schema_step: int
+    started_at: datetime
+    seen_at: datetime
+    kinds: tuple[str, ...]
+    running: tuple[RunningJob, ...]
+
+    @property
+    def longest(self) -> str | None:
+        """The kind of the job that runs longest, and since when."""
+        job = max(self.running, key=lambda each: each.seconds, default=None)
+        return None if job is None else f"{job.kind} for {job.seconds:.0f} s"
+
+
+_Running: TypeAlias = tuple[RunningJob, ...]
+
+
+def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
+    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone."""
+    return [
+        RelaySummary(
+            row.id,
+            "dead" if row.seen_seconds > _DEAD_SECONDS else row.state,
+            row.host,
+            row.pid,
+            tuple(row.queues),
+            row.slots,
+            row.busy,
+            row.listens,
+            row.version,
+            row.schema_step,
+            row.started_at,
+            row.seen_at,
+            tuple(row.kinds),
+            msgspec.json.decode(row.running, type=_Running),
+        )
+        for row in connection.execute(statements.select_relays(limit))
+    ]

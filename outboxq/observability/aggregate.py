@@ -1,0 +1,108 @@
+"""The aggregate: what became of a relay's jobs, counted per queue and kind in memory until it is added to the tables.
+
+A slot adds a batch at a time, under one lock that is held for no I/O. Each number is handed out once, by `take`.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from outboxq.events import (
+    Event,
+    JobCancelled,
+    JobCrashed,
+    JobDied,
+    JobDiscarded,
+    JobDone,
+    JobExpired,
+    JobLeaseLost,
+    JobRetried,
+    JobSetAside,
+    JobSnoozed,
+)
+from outboxq.statements.history import BOUNDS, BUCKETS
+
+Outcome: TypeAlias = Literal["done", "retried", "died", "snoozed", "discarded", "crashed", "lost"]
+OUTCOMES: tuple[Outcome, ...] = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
+# So many kinds, of all queues together, are told apart. An application whose kinds are made of its customers' names
+# would fill the tables.
+KINDS_MOST = 200
+OTHER = "_other"
+
+_RAN: dict[type[Event], Outcome] = {
+    JobDone: "done",
+    JobRetried: "retried",
+    JobDied: "died",
+    JobSnoozed: "snoozed",
+    JobDiscarded: "discarded",
+}
+# What a handler was not called for, or whose run did not count.
+_NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
+
+
+@dataclass(slots=True)
+class KindCounts:
+    """One kind in one queue: how often each outcome, and how long its jobs waited and ran."""
+
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    wait_seconds: float = 0.0
+    run_seconds: float = 0.0
+    wait: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    run: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+
+
+Counts: TypeAlias = dict[tuple[str, str], KindCounts]
+
+
+class Aggregate:
+    """What became of jobs since it was last taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counts = {}
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Count the events of what was committed."""
+        with self._lock:
+            for event in events:
+                self._add(event)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was counted since it was last taken."""
+        return not self._counts
+
+    def take(self) -> Counts:
+        """Everything that was counted, once."""
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return taken
+
+    def _add(self, event: Event) -> None:
+        outcome = _RAN.get(type(event))
+        if outcome is not None:
+            assert isinstance(event, JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded)
+            job = event.job
+            counts, waited, ran = self._of(job.queue, job.kind), job.waited_seconds, event.seconds
+            counts.outcomes[outcome] += 1
+            counts.wait_seconds += waited
+            counts.wait[bisect_left(BOUNDS, waited)] += 1
+            counts.run_seconds += ran
+            counts.run[bisect_left(BOUNDS, ran)] += 1
+        elif isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
+            self._of(event.job.queue, event.job.kind).outcomes[_NOT_RUN[type(event)]] += 1
+        elif isinstance(event, JobCrashed):
+            outcomes = self._of(event.queue, event.kind).outcomes
+            outcomes["crashed"] += 1
+            outcomes["died"] += event.dead_letter
+        elif isinstance(event, JobSetAside):
+            self._of(event.queue, event.kind).outcomes["died"] += 1
+
+    def _of(self, queue: str, kind: str) -> KindCounts:
+        counts = self._counts.get((queue, kind))
+        if counts is None:
+            key = (queue, kind) if len(self._counts) < KINDS_MOST else (queue, OTHER)
+            counts = self._counts.setdefault(key, KindCounts())
+        return counts

@@ -1,0 +1,157 @@
+"""The flush: a relay's numbers are added to the tables, each of them at most once.
+
+A flush has a number. One statement writes it into the relay's own row, if it is higher than the one there, and only
+then adds the counts of jobs. So a flush whose answer was lost is sent again as it was, and adds nothing if it had been
+committed. While the database is away the counts wait in memory, one entry for each kind.
+
+Lost is what a killed process had not flushed yet, and what the server itself forgets in a crash, a moment at most.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from uuid import UUID
+
+from outboxq.clock import DatabaseClock, clock
+from outboxq.observability.aggregate import OUTCOMES, Aggregate, Counts, KindCounts
+from outboxq.statements import history as statements
+
+# Runs statements in a transaction at READ COMMITTED, on a connection beside the slots; the rows of the last query, as
+# texts.
+Transact: TypeAlias = Callable[[str], Sequence[Sequence[str | None]]]
+
+# The row of a relay that was not seen for a day is removed, and with it what its last flush was.
+_DOUBT_SECONDS = 43_200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayIdentity:
+    """What a relay says of itself once."""
+
+    id: UUID
+    host: str
+    pid: int
+    version: str
+    queues: tuple[str, ...]
+    kinds: tuple[str, ...]
+    slots: int
+    listens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RelayActivity:
+    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long."""
+
+    state: str
+    busy: int
+    running: str
+
+
+class Flusher:
+    """Adds the numbers of an aggregate to the tables, together with a sign of the relay's life.
+
+    Args:
+        activity: What the relay is at, asked with each flush.
+        database_clock: Is compared with the database's with each flush.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        identity: RelayIdentity,
+        aggregate: Aggregate,
+        activity: Callable[[], RelayActivity],
+        database_clock: DatabaseClock,
+    ) -> None:
+        self._schema = schema
+        self._identity = identity
+        self._aggregate = aggregate
+        self._activity = activity
+        self._clock = database_clock
+        self._number = 0
+        self._is_registered = False
+        # What the flush of this number adds, until it is known to be committed; and since when that is in doubt.
+        self._pending: Counts | None = None
+        self._in_doubt_since: float | None = None
+
+    @property
+    def has_something_to_say(self) -> bool:
+        """Whether there is anything to add, or the relay has a row, or may have."""
+        return self._is_registered or self._in_doubt_since is not None or not self._aggregate.is_empty
+
+    def flush(self, transact: Transact) -> bool:
+        """Send what was counted since the last flush; whether this minute has gauges.
+
+        What a lost connection left in doubt is sent again by the next flush.
+
+        Raises:
+            psycopg.Error: nothing was added, or that is not known.
+        """
+        if self._in_doubt_since is not None and clock() - self._in_doubt_since > _DOUBT_SECONDS:
+            self._forget()
+        if self._pending is None:
+            self._pending = self._aggregate.take()
+            self._number += 1
+        script = self._script(self._pending)
+        is_first_try = self._in_doubt_since is None
+        self._in_doubt_since = clock() if is_first_try else self._in_doubt_since
+        asked_at = time.time()
+        ((*answers, seconds),) = transact(script)
+        self._clock.compare(float(seconds or 0), asked_at, time.time())
+        is_added, is_known, has_gauges = (answer == "t" for answer in answers)
+        if is_added or is_known or not is_first_try:
+            self._forget()
+            self._is_registered = is_known or is_added
+        else:
+            # The row was removed since the last flush. These numbers were not added, and go with a new row.
+            self._in_doubt_since, self._is_registered = None, False
+        return has_gauges
+
+    def leave(self, transact: Transact) -> None:
+        """Flush for the last time, and remove the relay's row.
+
+        Raises:
+            psycopg.Error: nothing was added, or that is not known.
+        """
+        self.flush(transact)
+        if not self._is_registered:
+            self.flush(transact)
+        transact(statements.unregister(self._schema, self._identity.id))
+        self._is_registered = False
+
+    def _forget(self) -> None:
+        """Have done with the pending numbers: they were added, or it is too late to find out."""
+        self._pending = self._in_doubt_since = None
+
+    def _script(self, counts: Counts) -> str:
+        identity, activity = self._identity, self._activity()
+        script = statements.SETTINGS
+        if not self._is_registered:
+            registration = statements.register(
+                self._schema,
+                identity.id,
+                identity.host,
+                identity.pid,
+                identity.version,
+                identity.queues,
+                identity.kinds,
+                identity.slots,
+                self._number - 1,
+                listens=identity.listens,
+            )
+            script += f"{registration}; "
+        return script + statements.flush_counts(
+            self._schema,
+            identity.id,
+            self._number,
+            activity.state,
+            activity.busy,
+            activity.running,
+            [_row(queue, kind, each) for (queue, kind), each in counts.items()],
+        )
+
+
+def _row(queue: str, kind: str, counts: KindCounts) -> tuple[object, ...]:
+    outcomes = (counts.outcomes[outcome] for outcome in OUTCOMES)
+    return (queue, kind, *outcomes, counts.wait_seconds, counts.run_seconds, counts.wait, counts.run)

@@ -1,0 +1,32 @@
+"""The upkeep of the history: minutes become hours, and what is too old is removed."""
+
+from sqlalchemy import Connection
+
+from outboxq.database.driver import run_script
+from outboxq.statements import history as statements
+
+KEPT_MINUTES, KEPT_HOURS = "48 hours", "35 days"
+_ROWS = 10_000
+
+
+def roll_up_one_hour(connection: Connection, schema: str) -> bool:
+    """Make rows of an hour of the oldest minutes that are older than two days; False if there are none.
+
+    False also if another session does it at this moment.
+    """
+    script = f"{statements.is_roll_up_due(schema)}; {statements.oldest_minute(schema, KEPT_MINUTES)}"
+    due, oldest = run_script(connection, statements.SETTINGS + script)[-2:]
+    if not due.rows[0][0] or not oldest.rows:
+        return False
+    run_script(connection, statements.roll_up(schema, str(oldest.rows[0][0])))
+    return True
+
+
+def prune(connection: Connection, schema: str) -> None:
+    """Remove hours that are too old, gauges older than two days, and relays that were not seen for a day."""
+    pruning = (
+        statements.prune_hours(schema, KEPT_HOURS, _ROWS),
+        statements.prune_gauges(schema, KEPT_MINUTES, _ROWS),
+        statements.prune_relays(schema),
+    )
+    run_script(connection, statements.SETTINGS + "; ".join(pruning))

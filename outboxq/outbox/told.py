@@ -1,0 +1,71 @@
+"""Events of a session's transaction: told to the hooks of its engine once it is committed, and never if it is not.
+
+What was done in a savepoint that is rolled back is not told either. The session's own COMMIT counts: one that is bound
+to a connection in a transaction of the caller's tells before that ends.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy import Connection, event
+from sqlalchemy.orm import Session, SessionTransaction
+
+from outboxq.emitter import HOOKS_OPTION, tell
+from outboxq.events import Event, JobsEnqueued
+from outboxq.new_job import JobKeys, NewJob, UniqueJob
+
+# An attribute of a session: its events that wait, each with the transaction or savepoint that it belongs to.
+_TOLD = "_outboxq_told"
+
+
+def tells(connection: Connection) -> bool:
+    """Whether the engine of this connection has hooks."""
+    return bool(connection.get_execution_options().get(HOOKS_OPTION))
+
+
+def tell_of_jobs(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
+    """Tell of jobs that were inserted, once the session's transaction is committed."""
+    added = Counter(
+        (new.envelope.queue, new.envelope.kind)
+        for new in jobs.values()
+        if not (isinstance(new, UniqueJob) and not new.answer.added) and not _is_callback(new)
+    )
+    tell_after_commit(session, connection, [JobsEnqueued(*names, count) for names, count in added.items()])
+
+
+def _is_callback(new: NewJob) -> bool:
+    """Whether it is the callback of a batch, which becomes a job when the batch is over."""
+    return isinstance(new.keys, JobKeys) and new.keys.opens_batch
+
+
+def tell_after_commit(session: Session, connection: Connection, events: Iterable[Event]) -> None:
+    """Tell events once the session's transaction, with the savepoints that are open now, is committed."""
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    options = connection.get_execution_options()
+    vars(session).setdefault(_TOLD, []).extend((transaction, options, each) for each in events)
+    # Only when there is something to tell: listening costs more than the rest.
+    if not event.contains(session, "after_commit", _after_commit):
+        event.listen(session, "after_commit", _after_commit)
+        event.listen(session, "after_soft_rollback", _after_rollback)
+
+
+def _after_commit(session: Session) -> None:
+    waiting, savepoint = vars(session)[_TOLD], session.get_nested_transaction()
+    if savepoint is not None:
+        vars(session)[_TOLD] = [
+            (savepoint.parent if transaction is savepoint else transaction, *rest) for transaction, *rest in waiting
+        ]
+        return
+    vars(session)[_TOLD] = []
+    for _, options, each in waiting:
+        tell(options, each)
+
+
+def _after_rollback(session: Session, ended: SessionTransaction) -> None:
+    vars(session)[_TOLD] = [item for item in vars(session)[_TOLD] if not _is_within(item[0], ended)]
+
+
+def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:
+    while transaction is not None and transaction is not outer:
+        transaction = transaction.parent
+    return transaction is outer

@@ -1,0 +1,141 @@
+"""The historian: it adds what a relay's jobs came to to the history, and tells that the relay lives.
+
+A thread and a connection of their own, which is opened for each round. Nothing depends on it: while the tables are
+missing, or the role may not write them, one line says so, and the numbers wait in memory.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.clock import clock
+from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.errors import describe_error
+from outboxq.observability.flush import Flusher
+from outboxq.observability.gauges import write_gauges
+from outboxq.observability.history import prune, roll_up_one_hour
+from outboxq.relay.limits import HistoryLimits
+from outboxq.relay.maintenance.side_connection import SideConnection
+from outboxq.relay.maintenance.task import draw_pause, refusal_of
+from outboxq.statements.transaction import BEGIN
+
+logger = logging.getLogger("outboxq.history")
+
+_UPKEEP_SECONDS = 600.0
+# Hours that one round rolls up at most: two weeks without a relay.
+_HOURS_MOST = 336
+_NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
+_MISSING = "its tables are missing: run `outboxq migrate`"
+_ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
+
+
+@dataclass(eq=False)
+class Historian:
+    """Flushes every few seconds, and once more when it is stopped.
+
+    Args:
+        connect: Opens a connection outside a transaction; a transaction pooler will do.
+        beside: Where gauges are written, and the upkeep is done.
+        stopping: Set when the relay stops: no more gauges and no upkeep.
+    """
+
+    flusher: Flusher
+    connect: Callable[[], DriverConnection]
+    beside: SideConnection
+    schema: str
+    stopping: threading.Event
+    limits: HistoryLimits
+
+    def __post_init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outboxq-history", daemon=True)
+        self._warned: set[str] = set()
+        self._gauges_from = clock() + self.limits.gauges_after_seconds
+        self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Flush what was counted up to now, remove the relay's row, and end the thread. Waits for a few seconds."""
+        self._over.set()
+        self._thread.join(self.limits.finish_seconds)
+
+    def _run(self) -> None:
+        seconds = self.limits.first_seconds
+        while not self._over.wait(draw_pause(seconds)):
+            self.run_once()
+            seconds = self.limits.flush_seconds
+        self._finish()
+
+    def run_once(self) -> None:
+        """Flush; then, unless the relay stops, write the gauges and see to the upkeep, if it is time. Never raises."""
+        self._try(self._flush)
+
+    def _flush(self) -> None:
+        has_gauges = self.flusher.flush(self._transact)
+        if self.stopping.is_set():
+            return
+        if not has_gauges and clock() >= self._gauges_from:
+            self.beside.transact(lambda connection: write_gauges(connection, self.schema))
+        if clock() >= self._upkeep_at:
+            self._keep_up()
+
+    def _transact(self, script: str) -> list[tuple[str | None, ...]]:
+        """One string, and so one round trip, on a new connection."""
+        connection = self.connect()
+        try:
+            return run_on_libpq(connection.pgconn, f"{BEGIN}; {script}; COMMIT")
+        finally:
+            connection.pgconn.finish()
+
+    def _keep_up(self) -> None:
+        self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
+        for _ in range(_HOURS_MOST):
+            if self.stopping.is_set() or not self.beside.transact(self._roll_up):
+                break
+        self.beside.transact(lambda connection: prune(connection, self.schema))
+
+    def _roll_up(self, connection: Connection) -> bool:
+        return roll_up_one_hour(connection, self.schema)
+
+    def _finish(self) -> None:
+        if not self.flusher.has_something_to_say:
+            return
+        # Twice: the connection of the last flush may have been lost.
+        for _ in range(2):
+            if self._try(lambda: self.flusher.leave(self._transact)):
+                return
+
+    def _try(self, step: Callable[[], object]) -> bool:
+        """Take this step; False if it has failed."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            self._report(error)
+            return False
+        finally:
+            if self.beside.was_used:
+                with suppress(Exception):
+                    self.beside.rest()
+        return True
+
+    def _report(self, error: Exception) -> None:
+        """Warn once of each kind of error; an outage is reported by the slots."""
+        original = error.orig if isinstance(error, DBAPIError) else error
+        sqlstate = refusal_of(original) if isinstance(original, Exception) else None
+        if sqlstate is None:
+            logger.debug("the history's connection failed", extra={"error_type": type(error).__name__})
+        elif sqlstate not in self._warned:
+            self._warned.add(sqlstate)
+            logger.warning(
+                "the history is not written, and the relay works without it: %s",
+                _ADVICE.get(sqlstate) or describe_error(error),
+                extra={"outboxq_sqlstate": sqlstate},
+            )

@@ -1,0 +1,299 @@
+"""The history: what relays add to `stat`, several times a minute, and how it is rolled up and pruned.
+
+Sent as text on a connection beside the relay's slots.
+"""
+
+from collections.abc import Sequence
+from typing import LiteralString
+from uuid import UUID
+
+from psycopg import sql
+
+from outboxq.statements.render import compose, render
+
+# A crash of the server may undo the last moments of the history, which need not wait for the disk.
+# lock_timeout: the rows of a minute are held for as long as another relay's statement takes.
+SETTINGS = "SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
+
+# The upper bounds of the buckets, in seconds; behind them comes one for all that is longer.
+BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0,
+    43200.0,
+)  # fmt: skip
+BUCKETS = len(BOUNDS) + 1
+OUTCOMES: tuple[LiteralString, ...] = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
+_SUMS: tuple[LiteralString, ...] = (*OUTCOMES, "wait_seconds", "run_seconds")
+_HISTOGRAMS: tuple[LiteralString, ...] = ("wait", "run")
+
+_ADDED: LiteralString = ", ".join(f"{name} = total.{name} + excluded.{name}" for name in _SUMS)
+_ADDED_BUCKETS: LiteralString = ", ".join(
+    f"{name} = ARRAY(SELECT one + other FROM unnest(total.{name}, excluded.{name}) WITH ORDINALITY "
+    "AS pair (one, other, place) ORDER BY place)"
+    for name in _HISTOGRAMS
+)
+_COLUMNS: LiteralString = ", ".join((*_SUMS, *_HISTOGRAMS))
+
+_REGISTER: LiteralString = """\
+INSERT INTO {relay_status} (
+  id, host, pid, version, schema_step, state, queues, kinds, slots, busy, listens, running, flush)
+SELECT {owner}, {host}, {pid}, {version}, (SELECT pg_catalog.max(step) FROM {migration}), 'starting', {queues}, {kinds},
+  {slots}, 0, {listens}, '[]', {flush}
+ON CONFLICT (id) DO NOTHING"""
+
+# READ COMMITTED: a statement that waited for the row of an earlier try looks at the number again, and adds nothing if
+# that was committed.
+# ORDER BY: all relays lock the rows of a minute in one order, so that none waits for another in a circle.
+_FLUSH: LiteralString = """\
+WITH mine AS (
+  UPDATE {relay_status} SET flush = {flush}, seen_at = pg_catalog.clock_timestamp(), state = {state}, busy = {busy},
+    running = {running}
+  WHERE id = {owner} AND flush < {flush} RETURNING 1
+){adding}
+SELECT EXISTS (SELECT FROM mine), EXISTS (SELECT FROM {relay_status} WHERE id = {owner}),
+  EXISTS (SELECT FROM {gauge} WHERE at = pg_catalog.date_bin('1 minute', pg_catalog.statement_timestamp(), {origin})),
+  extract(epoch FROM pg_catalog.clock_timestamp())::float8"""
+
+_ADDING: LiteralString = """\
+, added AS (
+  INSERT INTO {stat} AS total (grain, at, queue, kind, {columns})
+  SELECT 60, pg_catalog.date_bin('1 minute', pg_catalog.statement_timestamp(), {origin}), queue, kind, {columns}
+  FROM (VALUES {rows}) AS given (queue, kind, {columns})
+  WHERE EXISTS (SELECT FROM mine)
+  ORDER BY queue, kind
+  ON CONFLICT (grain, at, queue, kind) DO UPDATE SET {added}
+)"""
+
+_ORIGIN = sql.SQL("timestamptz '2000-01-01 00:00:00+00'")
+
+
+def register(
+    schema: str,
+    relay: UUID,
+    host: str,
+    pid: int,
+    version: str,
+    queues: Sequence[str],
+    kinds: Sequence[str],
+    slots: int,
+    flush: int,
+    *,
+    listens: bool,
+) -> str:
+    """Add the row of a relay, unless it is there. Index: the primary key. Locks: the row.
+
+    Args:
+        flush: The number of the last flush whose numbers are not to be added any more.
+    """
+    return render(
+        schema,
+        _REGISTER,
+        owner=relay,
+        host=host,
+        pid=pid,
+        version=version,
+        queues=_texts(queues),
+        kinds=_texts(kinds),
+        slots=slots,
+        flush=flush,
+        listens=listens,
+    )
+
+
+def flush_counts(
+    schema: str, relay: UUID, flush: int, state: str, busy: int, running: str, rows: Sequence[Sequence[object]]
+) -> str:
+    """Say how the relay is, and add its numbers to those of the minute, if this flush was not committed before.
+
+    One row: whether that was done now; whether the relay's row is there; whether this minute has gauges; the database's
+    time in seconds since 1970.
+    Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of queues and kinds.
+
+    Args:
+        flush: The number of the flush, which is higher than that of any before.
+        running: A JSON array.
+        rows: Queue and kind, the outcomes in the order of `OUTCOMES`, two sums, two histograms.
+    """
+    adding = compose(
+        schema,
+        _ADDING,
+        origin=_ORIGIN,
+        columns=sql.SQL(_COLUMNS),
+        added=sql.SQL(f"{_ADDED}, {_ADDED_BUCKETS}"),
+        rows=sql.SQL(", ").join(map(_row, rows)),
+    )
+    return render(
+        schema,
+        _FLUSH,
+        owner=relay,
+        flush=flush,
+        state=state,
+        busy=busy,
+        running=running,
+        adding=adding if rows else sql.SQL(""),
+        origin=_ORIGIN,
+    )
+
+
+def unregister(schema: str, relay: UUID) -> str:
+    """Remove the row of a relay that has ended. Index: the primary key. Locks: the row."""
+    return render(schema, "DELETE FROM {relay_status} WHERE id = {owner}", owner=relay)
+
+
+def _row(values: Sequence[object]) -> sql.Composable:
+    queue, kind, *numbers = values
+    cells: list[sql.Composable] = [sql.SQL("{}::text").format(queue), sql.SQL("{}::text").format(kind)]
+    for number in numbers:
+        if isinstance(number, list):
+            cells.append(sql.SQL("{}::bigint[]").format(f"{{{','.join(map(str, number))}}}"))
+        else:
+            cells.append(sql.SQL("{}::float8" if isinstance(number, float) else "{}::bigint").format(number))
+    return sql.SQL("({})").format(sql.SQL(", ").join(cells))
+
+
+def _texts(names: Sequence[str]) -> sql.Composable:
+    return sql.SQL("ARRAY[{}]::text[]").format(sql.SQL(", ").join(map(sql.Literal, names)))
+
+
+_OLDEST_MINUTE: LiteralString = """\
+SELECT pg_catalog.date_bin('1 hour', at, {origin})::text FROM {stat}
+WHERE grain = 60 AND at < pg_catalog.date_bin('1 hour', pg_catalog.statement_timestamp() - {kept}::interval, {origin})
+ORDER BY grain, at LIMIT 1"""
+
+_ROLL_UP: LiteralString = """\
+WITH gone AS (
+  DELETE FROM {stat} WHERE grain = 60 AND at >= {hour}::timestamptz AND at < {hour}::timestamptz + interval '1 hour'
+  RETURNING *
+), summed AS (
+  SELECT queue, kind, {sums} FROM gone GROUP BY queue, kind
+), waits AS (
+  SELECT queue, kind, pg_catalog.array_agg(jobs ORDER BY place) AS wait FROM (
+    SELECT queue, kind, place, pg_catalog.sum(jobs)::bigint AS jobs
+    FROM gone CROSS JOIN LATERAL pg_catalog.unnest(wait) WITH ORDINALITY AS bucket (jobs, place)
+    GROUP BY queue, kind, place) AS buckets
+  GROUP BY queue, kind
+), runs AS (
+  SELECT queue, kind, pg_catalog.array_agg(jobs ORDER BY place) AS run FROM (
+    SELECT queue, kind, place, pg_catalog.sum(jobs)::bigint AS jobs
+    FROM gone CROSS JOIN LATERAL pg_catalog.unnest(run) WITH ORDINALITY AS bucket (jobs, place)
+    GROUP BY queue, kind, place) AS buckets
+  GROUP BY queue, kind
+)
+INSERT INTO {stat} AS total (grain, at, queue, kind, {columns})
+SELECT 3600, {hour}::timestamptz, queue, kind, {columns}
+FROM summed JOIN waits USING (queue, kind) JOIN runs USING (queue, kind)
+ORDER BY queue, kind
+ON CONFLICT (grain, at, queue, kind) DO UPDATE SET {added}"""
+
+
+def oldest_minute(schema: str, kept: str) -> str:
+    """The hour of the oldest minute that is older than `kept`, such as "48 hours", if there is one.
+
+    Whole hours only: a minute that relays may still add to is never among them. Index: the primary key; no locks.
+    """
+    return render(schema, _OLDEST_MINUTE, kept=kept, origin=_ORIGIN)
+
+
+def roll_up(schema: str, hour: str) -> str:
+    """Make rows of an hour of those of its minutes. Index: the primary key. Locks: those rows.
+
+    One statement: each number is in the minutes or in the hour, and never in both.
+    """
+    sums = ", ".join(
+        f"pg_catalog.sum({name})::{'float8' if name.endswith('seconds') else 'bigint'} AS {name}" for name in _SUMS
+    )
+    return render(
+        schema,
+        _ROLL_UP,
+        hour=hour,
+        sums=sql.SQL(sums),
+        columns=sql.SQL(_COLUMNS),
+        added=sql.SQL(f"{_ADDED}, {_ADDED_BUCKETS}"),
+    )
+
+
+_PRUNE_HOURS: LiteralString = """\
+WITH old AS MATERIALIZED (
+  SELECT grain, at, queue, kind FROM {stat}
+  WHERE grain = 3600 AND at < pg_catalog.statement_timestamp() - {kept}::interval
+  ORDER BY grain, at LIMIT {limit} FOR UPDATE SKIP LOCKED
+), deleted AS (
+  DELETE FROM {stat} AS gone USING old
+  WHERE gone.grain = old.grain AND gone.at = old.at AND gone.queue = old.queue AND gone.kind = old.kind RETURNING 1
+)
+SELECT pg_catalog.count(*) FROM deleted"""
+
+_PRUNE_GAUGES: LiteralString = """\
+WITH old AS MATERIALIZED (
+  SELECT at, queue FROM {gauge} WHERE at < pg_catalog.statement_timestamp() - {kept}::interval
+  ORDER BY at LIMIT {limit} FOR UPDATE SKIP LOCKED
+), deleted AS (
+  DELETE FROM {gauge} AS gone USING old WHERE gone.at = old.at AND gone.queue = old.queue RETURNING 1
+)
+SELECT pg_catalog.count(*) FROM deleted"""
+
+
+def prune_hours(schema: str, kept: str, limit: int) -> str:
+    """Delete up to `limit` rows of hours older than `kept`; one row, with their number. Index: the primary key.
+
+    Locks: the rows, skipping those that another transaction holds.
+    """
+    return render(schema, _PRUNE_HOURS, kept=kept, limit=limit)
+
+
+def prune_gauges(schema: str, kept: str, limit: int) -> str:
+    """Delete up to `limit` gauges older than `kept`, as `prune_hours` does."""
+    return render(schema, _PRUNE_GAUGES, kept=kept, limit=limit)
+
+
+def prune_relays(schema: str) -> str:
+    """Remove the rows of relays that were not seen for a day. Reads the small table `relay_status`; locks: the rows."""
+    return render(
+        schema,
+        "DELETE FROM {relay_status} WHERE seen_at < pg_catalog.statement_timestamp() - interval '1 day'",
+    )
+
+
+_CLAIM_GAUGES: LiteralString = """\
+SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq gauges'), pg_catalog.hashtext({of}))
+  AND NOT EXISTS (SELECT FROM {gauge}
+    WHERE at = pg_catalog.date_bin('1 minute', pg_catalog.statement_timestamp(), {origin}))"""
+
+
+def is_gauge_due(schema: str) -> str:
+    """One row: whether the caller is to write this minute's gauges; if so, no other session will meanwhile.
+
+    Index: the primary key. Locks: an advisory lock, for which nothing waits, to the end of the transaction.
+    """
+    return render(schema, _CLAIM_GAUGES, of=schema, origin=_ORIGIN)
+
+
+def is_roll_up_due(schema: str) -> str:
+    """One row: whether the caller is the only session that rolls up, to the end of its transaction. No waiting."""
+    return render(
+        schema,
+        "SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq history'), "
+        "pg_catalog.hashtext({of}))",
+        of=schema,
+    )
+
+
+_WRITE_GAUGES: LiteralString = """\
+INSERT INTO {gauge} (at, queue, ready, scheduled, due, leased, suspect, dead, exact, oldest_seconds)
+SELECT pg_catalog.date_bin('1 minute', pg_catalog.statement_timestamp(), {origin}), given.*
+FROM (VALUES {rows}) AS given
+ON CONFLICT (at, queue) DO NOTHING"""
+
+
+def write_gauges(schema: str, gauges: Sequence[Sequence[object]]) -> str:
+    """Write how the queues stand, for this minute. Index: the primary key. Locks: the rows that are made.
+
+    Args:
+        gauges: The columns behind `at`, in the table's order; one row at least.
+    """
+    typed = [
+        sql.SQL(
+            "({}::text, {}::integer, {}::integer, {}::integer, {}::integer, {}::integer, {}::integer, {}, {}::real)"
+        ).format(*row)
+        for row in gauges
+    ]
+    return render(schema, _WRITE_GAUGES, origin=_ORIGIN, rows=sql.SQL(", ").join(typed))

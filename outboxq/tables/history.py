@@ -1,0 +1,126 @@
+"""What relays say of themselves, what became of jobs, jobs that are kept when they are over, and what operators did."""
+
+from sqlalchemy import (
+    ARRAY,
+    REAL,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    Index,
+    Integer,
+    SmallInteger,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+
+from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+
+# What each relay says of itself, several times a minute. `running`: the jobs that have run for long.
+relay_status = Table(
+    "relay_status",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("host", StoredText, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("version", StoredText, nullable=False),
+    Column("schema_step", Integer, nullable=False),
+    Column("started_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("seen_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("state", StoredText, nullable=False),
+    Column("queues", ARRAY(Text), nullable=False),
+    Column("kinds", ARRAY(Text), nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("busy", Integer, nullable=False),
+    Column("listens", Boolean, nullable=False),
+    Column("running", JsonText, nullable=False),
+    # How often the relay has added to `stat`: the same numbers are never added twice.
+    Column("flush", BigInteger, nullable=False),
+    CheckConstraint("jsonb_typeof(running) = 'array'", name="relay_status_running"),
+)
+set_storage(relay_status, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
+
+# What became of jobs, by minutes (grain 60) and by hours (3600). All relays add to the same rows.
+stat = Table(
+    "stat",
+    metadata,
+    Column("grain", SmallInteger, primary_key=True, autoincrement=False),
+    Column("at", DateTime(timezone=True), primary_key=True),
+    Column("queue", StoredText, primary_key=True),
+    Column("kind", StoredText, primary_key=True),
+    *(
+        Column(name, BigInteger, nullable=False, server_default=text("0"))
+        for name in ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
+    ),
+    Column("wait_seconds", Double, nullable=False, server_default=text("0")),
+    Column("run_seconds", Double, nullable=False, server_default=text("0")),
+    Column("wait", ARRAY(BigInteger), nullable=False),
+    Column("run", ARRAY(BigInteger), nullable=False),
+    CheckConstraint("grain IN (60, 3600)", name="stat_grain"),
+    CheckConstraint("cardinality(wait) = 20 AND cardinality(run) = 20", name="stat_buckets"),
+)
+set_storage(stat, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000")
+
+# How each queue stood, once a minute. `exact`: false if a number above 10,000 is an estimate.
+gauge = Table(
+    "gauge",
+    metadata,
+    Column("at", DateTime(timezone=True), primary_key=True),
+    Column("queue", StoredText, primary_key=True),
+    *(Column(name, Integer, nullable=False) for name in ("ready", "scheduled", "due", "leased", "suspect", "dead")),
+    Column("exact", Boolean, nullable=False),
+    Column("oldest_seconds", REAL),
+)
+
+# Jobs that are over, of kinds that keep them.
+done_job = Table(
+    "done_job",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("queue", StoredText, nullable=False),
+    Column("kind", StoredText, nullable=False),
+    Column("outcome", StoredText, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("claimed_at", DateTime(timezone=True)),
+    Column("finished_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("seconds", Double, nullable=False),
+    Column("relay", Uuid),
+    Column("args", JsonText),
+    Column("headers", JsonText),
+    Column("result", JsonText),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    CheckConstraint("outcome IN ('done', 'discarded', 'cancelled')", name="done_job_outcome"),
+)
+Index("done_job_expires", done_job.c.expires_at)
+set_storage(
+    done_job, "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on"
+)
+
+# What operators did.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("finished_at", DateTime(timezone=True)),
+    Column("actor", StoredText, nullable=False),
+    Column("role", StoredText),
+    Column("via", StoredText, nullable=False),
+    Column("db_user", StoredText, nullable=False, server_default=text("session_user")),
+    Column("action", StoredText, nullable=False),
+    Column("target", StoredText),
+    Column("filter", JsonText),
+    Column("reason", StoredText),
+    # How many rows the preview showed, were changed, and were passed over because others held them.
+    Column("expected", BigInteger),
+    Column("changed", BigInteger, nullable=False, server_default=text("0")),
+    Column("held", BigInteger, nullable=False, server_default=text("0")),
+    Column("error", StoredText),
+    CheckConstraint("via IN ('cli', 'web', 'api')", name="audit_via"),
+)
+Index("audit_at", audit.c.at)

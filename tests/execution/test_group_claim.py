@@ -112,6 +112,44 @@ def test_a_slot_looks_behind_groups_that_are_held_up(connection: Connection) -> 
     assert claims <= 2 * (1_000 // GROUPS_SEEN + 2)
 
 
+def test_five_thousand_groups_that_are_held_up_cost_each_claim_what_its_look_ahead_does(connection: Connection) -> None:
+    """A claim reads for as many groups as it looks at, wherever it begins; a round has as many claims as that takes."""
+    held_up = 5_000
+    fill(connection, 2 * held_up, groups=held_up, prefix="blocked", delay=3600)
+    fill(connection, 1, groups=1, prefix="free")
+    served, claims = serve(connection, 50)
+    assert served == ["free000000"]
+    assert claims <= 2 * (held_up // GROUPS_SEEN + 2)
+    for after in ("", "blocked002500", "blocked004990"):
+        for _, buffers in plans(connection, SCRIPT.text(50, after)):
+            assert buffers <= 6 * GROUPS_SEEN
+
+
+@pytest.mark.large
+def test_the_jobs_of_a_group_that_are_done_are_read_once_behind_an_old_snapshot(
+    connection: Connection, engine: Engine
+) -> None:
+    """Vacuum may not remove 200,000 of them: each statement walks over them once, however many jobs a claim takes.
+
+    A claim that goes on behind the group does not see them.
+    """
+    fill(connection, 200_000, groups=1, prefix="hot")
+    fill(connection, 3_000, groups=3_000)
+    with engine.connect().execution_options(isolation_level="REPEATABLE READ") as old, old.begin():
+        old.execute(text("SELECT 1 FROM outboxq.job LIMIT 1"))
+        with connection.begin():
+            last = "(SELECT max(seq) FROM outboxq.job WHERE group_key = 'hot000000')"
+            connection.execute(text(f"DELETE FROM outboxq.job WHERE group_key = 'hot000000' AND seq < {last}"))
+            sizes = "SELECT (pg_relation_size('outboxq.job') + pg_relation_size('outboxq.job_group')) / 8192"
+            pages = int(connection.execute(text(sizes)).scalar_one())
+        for limit in (1, 50):
+            for _, buffers in plans(connection, SCRIPT.text(limit, "g999999")):
+                assert buffers <= pages + 1_600
+        assert pages > 4_000
+        for _, buffers in plans(connection, SCRIPT.text(50, "g000000")):
+            assert buffers <= 1_600
+
+
 @pytest.mark.large
 def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) -> None:
     """With a million jobs in one group, 10,000 others are all served in one round, by claims that cost the same."""

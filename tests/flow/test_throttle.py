@@ -6,11 +6,13 @@ from datetime import timedelta
 from typing import Literal
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig, Snooze
+from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, Snooze
+from outboxq.admin.roles import roles_sql
 from outboxq.events import Event, JobDone, JobRetried
+from outboxq.relay.maintenance.pruner import _delete_keys
 from outboxq.statements.windows import WantedWindow, take_windows
 from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
@@ -280,6 +282,74 @@ def test_the_length_of_a_window_is_no_header_for_handlers(
     rebuild.let_due()
     drain(rebuild.jobs)
     assert seen == [{"trace": "7"}]
+
+
+def test_a_suspect_whose_window_another_job_has_keeps_its_crashes(
+    rebuild: Rebuild, drain: Drain, engine: Engine
+) -> None:
+    """It waits like any other job, and is refused again like one: a poison job cannot lose its count on this way."""
+    rebuild.add(1)
+    drain(rebuild.jobs)
+    rebuild.add(2)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 2"))
+    query = "SELECT state, attempt, crashes FROM outboxq.job"
+    for _ in range(3):
+        drain(rebuild.jobs)
+        assert rows(engine, query) == [("scheduled", 0, 2)]
+        rebuild.let_due()
+    rebuild.end_window()
+    events = drain(rebuild.jobs)
+    assert [event.job.crashes for event in of(events, JobDone)] == [2]
+    assert (rebuild.runs, waiting(engine)) == ([1, 2], 0)
+
+
+def _prune(engine: Engine) -> tuple[int, int]:
+    """How many keys were deleted, and how many were looked at."""
+    with engine.connect() as connection:
+        return _delete_keys(connection.connection.driver_connection.pgconn, "outboxq", "", 1_000)[:2]  # type: ignore[union-attr]  # psycopg's
+
+
+def test_windows_are_pruned_when_they_are_over(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:
+    """And not before, though no job of theirs waits; nor while the job that has one is put off."""
+    rebuild.does[1] = lambda _: Snooze(timedelta(hours=1))
+    rebuild.add(1)
+    rebuild.add(7, key="other")
+    drain(rebuild.jobs, slots_per_queue=1)
+    assert sorted(rebuild.runs) == [1, 7]
+    assert _prune(engine) == (0, 2)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.unique_key SET kept_until = clock_timestamp()"))
+    assert _prune(engine) == (1, 2)
+    assert rows(engine, "SELECT key FROM outboxq.unique_key") == [("\x1erebuild\x1findex",)]
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM outboxq.job"))
+    assert _prune(engine) == (1, 1)
+
+
+def test_a_relay_that_may_not_write_windows_says_so_and_runs_the_jobs(
+    rebuild: Rebuild, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them, with its own COMMIT: a limit is missing, and no work."""
+    role = f"relay_{engine.url.database}"
+    rebuild.add(1, key="a")
+    rebuild.add(2, key="b")
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(f"CREATE ROLE {role} LOGIN PASSWORD 'p'")
+        try:
+            connection.exec_driver_sql(roles_sql({"relay": role}))
+            connection.exec_driver_sql(f"REVOKE INSERT, UPDATE ON outboxq.unique_key FROM {role}")
+            limited = create_engine(engine.url.set(username=role, password="p"))
+            assert Relay(limited, rebuild.jobs, RelayConfig(batch_size=10)).drain().done == 2
+            rebuild.add(3, key="a")
+            assert Relay(limited, rebuild.jobs, RelayConfig(batch_size=10)).drain().done == 1
+            limited.dispose()
+        finally:
+            connection.exec_driver_sql(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert (sorted(rebuild.runs), waiting(engine)) == ([1, 2, 3], 0)
+    said = [record.message for record in caplog.records if "although their window may be over" in record.message]
+    assert said
+    assert all("InsufficientPrivilege (42501)" in message for message in said)
 
 
 @pytest.mark.parametrize("jobs", [0, 20_000], ids=["empty", "large"])

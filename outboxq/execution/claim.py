@@ -260,7 +260,8 @@ class ClaimRequest:
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
         # The columns of RETURNED, in order, the token, and the time.
         at = self.clock.now()
-        jobs = [Job(*(*row[1:_END_OF_JOB], at)) for row in rows]
+        values: list[tuple[Any, ...]] = [(*row[1:_END_OF_JOB], at) for row in rows]
+        jobs = [Job(*each) for each in values]
         # RETURNING has no order. Within a group priorities do not count.
         is_grouped = isinstance(self.script, GroupScript)
         jobs.sort(key=lambda job: (0 if is_grouped else -job.priority, job.seq))

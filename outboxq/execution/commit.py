@@ -47,11 +47,11 @@ def commit(
     """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
-    deadlock, a serialization failure, or a lock_timeout: mostly of the key of a unique job, which another transaction
-    is just taking. Any other refusal is a failed attempt of the lone job, and committed as such.
+    deadlock, a serialization failure, or a lock_timeout, mostly of a unique job's key that another transaction is just
+    taking. Any other refusal is a failed attempt of the lone job, and committed as such.
 
-    A leased job whose handler wrote nothing has no transaction: it is left to be removed together with others.
-    With `looks`, the batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT.
+    A leased job whose handler wrote nothing has no transaction: it is removed later, with others. With `looks`, the
+    batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
@@ -73,16 +73,23 @@ def commit(
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
     is_conflict = failed.transient or failed.sqlstate == LOCK_NOT_AVAILABLE
+    if _runs_again(batch, is_conflict=is_conflict):
+        return None
+    batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.seconds))
+    return Committed(_send_commit(connection, batch, batch.transaction, runtime, replace(behind, next_claim=None)))
+
+
+def _runs_again(batch: BatchState, *, is_conflict: bool) -> bool:
+    """Take note that COMMIT was refused; whether the jobs run again for free."""
     if not batch.is_lone:
         # COMMIT made the check for all jobs. When they run apart, each is checked by itself.
         batch.has_deadlocked |= is_conflict
         batch.runs_apart = True
-        return None
+        return True
     if is_conflict and batch.refused < FREE_RETRIES:
         batch.refused += 1
-        return None
-    batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.seconds))
-    return Committed(_send_commit(connection, batch, batch.transaction, runtime, replace(behind, next_claim=None)))
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.driver import give_up, is_listened_to, is_lost, run_script
-from outboxq.database.errors import describe_error, sqlstate_of
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
 from outboxq.execution import lease_mode, recovery
@@ -30,8 +30,6 @@ from outboxq.relay.idle import SlotSleep
 from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.state import RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
-
-_LOCK_NOT_AVAILABLE = "55P03"
 
 
 class BatchLoop:
@@ -145,10 +143,7 @@ class BatchLoop:
         return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
 
     def _commit_put_off(self, connection: Connection, batch: BatchState) -> BatchReport:
-        """Commit a claim whose jobs all wait for the next windows of their keys.
-
-        If the answer is lost, they wait, or are as they were before the claim.
-        """
+        """Commit a claim whose jobs all wait for their next windows; if its answer is lost, they wait in any case."""
         self.batch = None
         run_script(connection, "COMMIT")
         self._state.admission.ended(batch.queue)
@@ -223,7 +218,7 @@ class BatchLoop:
     def _gave_way(self, connection: Connection, request: ClaimRequest, error: BaseException) -> bool:
         """Whether a claim gave up because another claim of the queue hangs: then slots claim elsewhere for a moment."""
         room = request.script.room
-        if self.batch is not None or room is None or not room.lock or sqlstate_of(error) != _LOCK_NOT_AVAILABLE:
+        if self.batch is not None or room is None or not room.lock or sqlstate_of(error) != LOCK_NOT_AVAILABLE:
             return False
         if is_lost(connection):
             return False

@@ -38,6 +38,8 @@ _RAN: dict[type[Event], Outcome] = {
     JobSnoozed: "snoozed",
     JobDiscarded: "discarded",
 }
+# A union that is written out is made anew at each call, which is made for each job.
+_ENDED = (JobDone, JobRetried, JobDied, JobSnoozed, JobDiscarded)
 # What a handler was not called for, or whose run did not count.
 _NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
 
@@ -81,10 +83,8 @@ class Aggregate:
         return taken
 
     def _add(self, event: Event) -> None:
-        outcome = _RAN.get(type(event))
-        if outcome is not None:
-            assert isinstance(event, JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded)
-            job = event.job
+        if isinstance(event, _ENDED):
+            job, outcome = event.job, _RAN[type(event)]
             counts, waited, ran = self._of(job.queue, job.kind), job.waited_seconds, event.seconds
             counts.outcomes[outcome] += 1
             counts.wait_seconds += waited

@@ -90,9 +90,8 @@ class Admission:
             logger.info("queue %r is limited: %s", queue, self.flow.limits_of(queue))
             with self._lock:
                 self._pauses.pop(queue, None)
-            self.poller.release(queue)
-            # Also if nothing holds the queue now: slots may have fallen asleep when they had found it at its limit.
-            self.wake_another(queue)
+            if self.poller.release(queue):
+                self.wake_another(queue)
 
     def admits(self, connection: Connection, queue: str, batch_size: int) -> bool:
         """Whether a claim of this queue may be sent: if it has a rate, tokens are in hand, or can be reserved now.

@@ -118,7 +118,8 @@ class SlotSleep:
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, poll_seconds)
         self.want_poll()
-        if self._has_suspects():
+        # A queue may be held for one. Its hold ends within a moment, and a poll need not see that a suspect waits.
+        if self._state.quarantine.wait_in(self.idle_slot.queues):
             return growing
         pause = (poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
         due = self._poller.due_in_seconds(self.idle_slot.queues)

@@ -20,9 +20,6 @@ _GROUPS_SECONDS = 60.0
 # For so long a slot that claims from a queue after a hold keeps the others away, unless it ends the hold sooner.
 _TRIAL_SECONDS = 0.1
 _LEAST_SECONDS = 0.001
-# For so long after a hold has ended, a slot that falls asleep may have seen its queue held.
-_LOOKED_AT_SECONDS = 1.0
-_LOOK_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +303,7 @@ class SharedPoller:
                 for name in queues
                 if name in at
             ]
-            for name, until in self._held_until.items():
-                # A hold that has just ended is no reason to pause, but for a moment.
-                if name in queues and name in self._ready:
-                    times.append(max(until, now + _LEAST_SECONDS))
-                # A poll sees no suspects: the queue may be held for one, which is looked for when the hold is over.
-                elif name in queues and now < until + _LOOKED_AT_SECONDS:
-                    times.append(max(until, now + _LOOK_AGAIN_SECONDS))
+            # A hold that has just ended is no reason to pause, but for a moment.
+            held = [until for name, until in self._held_until.items() if name in queues and name in self._ready]
+            times += [max(until, now + _LEAST_SECONDS) for until in held]
         return min(times, default=float("inf")) - now

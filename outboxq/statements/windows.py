@@ -21,7 +21,7 @@ MAX_KEY_BYTES = 1_023
 # `locked`: the row of a key may be held by a transaction whose handler runs for an hour. The lock is tried, and never
 # waited for; it is held for as long as the row. Two keys of one hash: the second job waits for its next window.
 # `until` and the condition of the update are of one reading of the clock: a window is taken only if it ends later than
-# the one that was taken before, whoever sees which version of the row.
+# the one that was taken before, whichever version of the row a transaction sees.
 # `newest` is of a snapshot older than the lock: a transaction that has the lock is not committed in it, so that the job
 # which it runs is seen waiting.
 _TAKE: LiteralString = """\

@@ -1,5 +1,6 @@
 """Limits of queues: never more jobs at a time than they allow, whichever way jobs are claimed, and no vain claims."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -30,25 +31,25 @@ from tests.support.waiting import PATIENCE, wait_until
 
 
 class Gate:
-    """Jobs that run until they are let go; how many run at this moment, and at most did."""
+    """Jobs that run until they are let go, in the order in which they began; how many run now, and at most did."""
 
     def __init__(self, claim: str) -> None:
         self.jobs = Jobs()
         self.most = 0
         self.done: list[int] = []
         self._running: set[int] = set()
-        self._lock = threading.Lock()
-        self._open = threading.Semaphore(0)
+        self._begun = self._let_go = 0
+        self._changed = threading.Condition()
 
         @self.jobs.handler(queue="mail", claim=claim)
         def work(ctx: Context, number: int) -> None:
-            with self._lock:
+            with self._changed:
+                place, self._begun = self._begun, self._begun + 1
                 self._running.add(number)
                 self.most = max(self.most, len(self._running))
-            try:
-                assert self._open.acquire(timeout=PATIENCE)
-            finally:
-                with self._lock:
+                try:
+                    assert self._changed.wait_for(lambda: place < self._let_go, PATIENCE)
+                finally:
                     self._running.discard(number)
                     self.done.append(number)
 
@@ -63,8 +64,10 @@ class Gate:
             session.add_jobs(self.kind.job(number=number) for number in range(count))
 
     def let_go(self, count: int) -> None:
-        for _ in range(count):
-            self._open.release()
+        """Let the next jobs go; a job that begins later never goes in the place of one that runs."""
+        with self._changed:
+            self._let_go += count
+            self._changed.notify_all()
 
 
 @pytest.fixture
@@ -377,6 +380,7 @@ def test_a_lowered_limit_holds_when_the_jobs_of_before_have_ended(
         assert gate.most == 2
         limit(engine, running=6)
         wait_until(lambda: gate.running == 6, "six jobs")
+        gate.let_go(20)
 
 
 def test_a_drain_waits_for_a_full_limit(
@@ -409,7 +413,8 @@ def test_limits_are_declared_in_code_and_an_operators_come_first(
         with engine.begin() as connection:
             assert queues.set_limits(connection, ["mail"], QueueLimits(), ["running"]) == ("mail",)
             assert queues.set_limits(connection, ["mail"], QueueLimits(), ["running"]) == ()
-        wait_until(lambda: caplog.text.count("limited: 1 at a time") == 2, "the relay heard of it")
+        heard = re.compile(r"limited: (\d) at a time")
+        wait_until(lambda: heard.findall(caplog.text)[-2:] == ["2", "1"], "the relay heard of it")
         gate.let_go(2)
         wait_until(lambda: len(gate.done) == 2 and gate.running == 1, "one job again")
         gate.let_go(6)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.postgres import Database
-from outboxq.relay.idle import FIRST_PAUSE_SECONDS
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import Poll, SharedPoller
 from outboxq.relay.state import RelayState
@@ -140,3 +140,20 @@ def test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs(
         assert woken.wait(PATIENCE)
     finally:
         state.listener.stop()
+
+
+def test_a_slot_does_not_sleep_over_a_suspect_whose_queue_is_held(make_state: Callable[..., RelayState]) -> None:
+    """It looks again soon, whether the hold is over by then or not: a poll that finds no ready job changes nothing."""
+    state = make_state("ledger")
+    slot = make_slot(state)
+    state.quarantine.queues.add("ledger")
+    state.poller.hold("ledger", 60.0)
+    poll = state.poller.begin_shared("ledger", state.poller.latest)
+    assert poll is not None
+    state.poller.record(poll, [("ledger", False, None, True, None, None)])
+    state.poller.end_shared(poll)
+    slot.sleep.begin_claims()
+    assert not slot.sleep.has_work()
+    assert slot.pause_seconds(flagged=True) <= UNFLAGGED_PAUSE_SECONDS
+    state.poller.hold("ledger", 0.0)
+    assert slot.sleep.has_work()

@@ -14,7 +14,6 @@ HOOKS_OPTION = "outboxq_hooks"
 
 _COUNTED = frozenset(get_args(CountedEvent))
 _LARGEST_FAILURE = 10_000
-# A union that is written out is made anew at each call, which is made for each job.
 _FAILURES = (JobRetried, JobDied)
 _OF_EXCEPTIONS = vars(BaseException)
 
@@ -46,11 +45,14 @@ class Emitter:
         self._hooks = tuple(hooks)
         self._on_failure = on_failure
         self._later = later
-        self._told: dict[type[Event], tuple[Hook, ...]] = {}
+        # By class: the hooks that are told, and whether it is wanted later.
+        self._told: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
 
     def __call__(self, event: Event) -> None:
         """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
-        for hook in self._hooks_of(type(event)):
+        told = self._told.get(type(event))
+        hooks, is_wanted_later = self._find(type(event)) if told is None else told
+        for hook in hooks:
             try:
                 hook(event)
             except BaseException as error:
@@ -58,18 +60,18 @@ class Emitter:
                 self._on_failure(hook, event)
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise
-        if self._later is None or not self._later.put(event):
+        if not (is_wanted_later and self._later is not None and self._later.put(event)) and type(event) in _FAILURES:
             forget(event)
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether any hook is told events of this class: what makes them need not, if none is."""
-        return bool(self._hooks_of(kind)) or (self._later is not None and self._later.wants(kind))
+        hooks, is_wanted_later = self._find(kind)
+        return bool(hooks) or is_wanted_later
 
-    def _hooks_of(self, kind: type[Event]) -> tuple[Hook, ...]:
-        hooks = self._told.get(kind)
-        if hooks is None:
-            hooks = self._told[kind] = tuple(hook for hook in self._hooks if _is_told(hook, kind))
-        return hooks
+    def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
+        hooks = tuple(hook for hook in self._hooks if _is_told(hook, kind))
+        found = self._told[kind] = hooks, self._later is not None and self._later.wants(kind)
+        return found
 
 
 def _is_told(hook: Hook, kind: type[Event]) -> bool:

@@ -127,7 +127,7 @@ class Signature:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.locks = any(parameter.locked for parameter in parameters)
-        self._takes_entities = any(parameter.entity is not None for parameter in parameters)
+        self.takes_entities = any(parameter.entity is not None for parameter in parameters)
         self._reader = _struct_decoder_of(parameters)
         self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
@@ -140,7 +140,7 @@ class Signature:
         if args and len(values) != len(args) + len(kwargs):
             return None
         try:
-            if self._takes_entities:
+            if self.takes_entities:
                 values = {name: self.parameters[name].plain(value) for name, value in values.items()}
             elif not _NEVER_ENTITIES.issuperset(map(type, values.values())):
                 return None
@@ -149,7 +149,7 @@ class Signature:
             read = self._reader.decode(data)
         except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
             return None
-        if self._takes_entities and not all(
+        if self.takes_entities and not all(
             self._gives_back(name, values[name], getattr(read, name)) for name in values
         ):
             return None

@@ -85,8 +85,12 @@ class Attempt:
             arguments = self._arguments() if self._arounds is None else self._surrounded(self._arounds)
             run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], self._call)
             fault_point("before-handler")
-            with runtime.at_rest(self._connection, job):
+            try:
                 returned = runtime.invoker.call(self._handler, self._session.session, run, arguments)
+            except BaseException as error:
+                runtime.check_rest(self._connection, job, error)
+                raise
+            runtime.check_rest(self._connection, job)
             # Told to end before it did: however it ended, perhaps half done, nothing of it stands.
             result = _CANCELLED if self._call.is_cancelled else self._handler.returned.outcome(returned)
             if isinstance(result, Done):
@@ -124,7 +128,10 @@ class Attempt:
 
     def _arguments(self) -> dict[str, object]:
         """The job's arguments, with its entities loaded."""
-        arguments = self._handler.signature().decode(self._job.args)
+        signature = self._handler.signature()
+        arguments = signature.decode(self._job.args)
+        if not signature.takes_entities:
+            return arguments
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
             session = self._session.session()

@@ -92,8 +92,12 @@ def _call(
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     run = Run(jobs[0], runtime.state, nothing, [], batch.begin_call(jobs))
     call: Callable[..., object] = runtime.invoker.call
-    with runtime.at_rest(connection, jobs[0]):
+    try:
         returned = call(handler.together, lambda: session, run, args)
+    except BaseException as error:
+        runtime.check_rest(connection, jobs[0], error)
+        raise
+    runtime.check_rest(connection, jobs[0])
     batch.deadline = None
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")

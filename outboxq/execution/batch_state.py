@@ -68,6 +68,7 @@ class BatchState:
         epoch: The run of the server that knows the transaction.
         position: The job that runs, until `deadline` (monotonic) if it has one.
         call: The call of a handler that runs, or ran last.
+        is_plain: No job has a key, a group, a batch or an expiry, so that none of what these need is looked for.
         together: How many jobs, from `position` on, one handler runs now.
         runs_together: All jobs run together, to be checked by COMMIT.
         runs_apart: The jobs ran together and were undone: now each runs alone.
@@ -95,6 +96,7 @@ class BatchState:
     epoch: str = ""
     position: int = 0
     together: int = 1
+    is_plain: bool = field(init=False)
     deadline: float | None = None
     call: HandlerCall | None = None
     runs_together: bool = False
@@ -119,12 +121,24 @@ class BatchState:
     _ran_seconds: float | None = 0.0
     _phase: Phase = Phase.RUNNING
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Of the calls, which come one after the other.
+    _call_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, claimed: Claimed, epoch: str) -> "BatchState":
         """The state of jobs that were just claimed in transaction mode."""
         request = claimed.request
         return cls(request.queue, claimed.jobs, claimed.transaction, claimed.moved, request.timeout_seconds, epoch)
+
+    def __post_init__(self) -> None:
+        self.is_plain = not [
+            job
+            for job in self.jobs
+            if job.unique_key is not None
+            or job.group_key is not None
+            or job.batch_id is not None
+            or job.expires_at is not None
+        ]
 
     @property
     def job(self) -> Job:
@@ -158,7 +172,7 @@ class BatchState:
 
     def begin(self, connection: Connection) -> ClaimTransaction:
         """Begin the batch's transaction, unless it has begun."""
-        if self.is_seized:
+        if self._phase is Phase.SEIZED:
             raise Abandoned("the relay does not wait for this job any more")
         if self.transaction is None:
             self.was_begun = True
@@ -180,13 +194,14 @@ class BatchState:
         """Record that a job, or the jobs of one handler, begin to run."""
         self._began_at, self._ran_seconds = time.perf_counter(), None
 
-    def end_run(self) -> None:
-        """Record that they have ended."""
-        self._ran_seconds = time.perf_counter() - self._began_at
+    def end_run(self) -> float:
+        """Record that they have ended; how long they ran."""
+        seconds = self._ran_seconds = time.perf_counter() - self._began_at
+        return seconds
 
     def begin_call(self, jobs: tuple[Job, ...]) -> HandlerCall:
         """The call of a handler that is about to run these jobs."""
-        call = self.call = HandlerCall(jobs)
+        call = self.call = HandlerCall(jobs, self._call_lock)
         return call
 
     def end_call(self) -> None:

@@ -33,6 +33,6 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
 
 
 def add_follower(connection: Connection, job: Job) -> None:
-    """Add the job that follows one that is done, in the transaction of its rows."""
-    if has_follower(job) and (follower := follower_of(job)):
+    """Add the job that follows one that is done, if there is one, in the transaction of its rows."""
+    if follower := follower_of(job):
         insert_all(connection, follower, wakes="by queue")

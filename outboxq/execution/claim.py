@@ -226,16 +226,16 @@ class ClaimRequest:
 
     def read(self, results: Sequence[ScriptResult]) -> Claimed:
         """What the claim took, from the results of `text`."""
-        found = [result.rows for result in results if result.tag.startswith("SELECT")]
+        found = (result.rows for result in results if result.tag.startswith("SELECT"))
         if self.script.room is not None and self.script.room.lock:
             # In front of the claim stands the row of its lock.
-            del found[0]
+            next(found)
         has_room = True
         if isinstance(self.script, GroupScript):
-            has_room = self._read_look(found.pop(0)[0])
+            has_room = self._read_look(next(found)[0])
         elif self.prepared is not None:
             self.prepared.succeeded(self.script, self.limit, self.cursor)
-        rows = found[0]
+        rows = next(found)
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or not has_room:
             return Claimed(self, (), 0, None, is_full=True)

@@ -104,7 +104,7 @@ class Runs:
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     """Take along what waits for the keys of a batch in transaction mode; sends nothing if no job has a key."""
     transaction = batch.transaction
-    if transaction is None or not has_keys(batch.jobs):
+    if batch.is_plain or transaction is None or not has_keys(batch.jobs):
         return
     keep_windows(connection, batch, transaction, schema)
     if not has_keys(batch.jobs):

@@ -111,7 +111,7 @@ class _Behind:
 
 
 def _look_at_batches(batch: BatchState, runtime: Runtime) -> str:
-    ids = batch_ids(batch.jobs)
+    ids = () if batch.is_plain else batch_ids(batch.jobs)
     return finish_after_commit(runtime.schema, ids) if ids else ""
 
 
@@ -120,7 +120,8 @@ def _send_commit(
 ) -> Claimed | None:
     fault_point("before-commit")
     batch.begin_commit()
-    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim
+    keys = batch.unique_adds.statements(runtime.schema) if batch.unique_adds else []
+    texts, next_claim = behind.texts, behind.next_claim
     try:
         results = run_script(connection, "; ".join([commit_script(transaction.inner_savepoint, keys), *texts]))
     except psycopg.Error as error:
@@ -134,7 +135,8 @@ def _send_commit(
         return None
     taken = [results.pop(_BEFORE_KEYS) for _ in keys]
     check_committed(results)
-    batch.unique_adds.record(taken)
+    if taken:
+        batch.unique_adds.record(taken)
     fault_point("after-commit")
     rest = results[_STATEMENTS:]
     if behind.look:

@@ -39,13 +39,14 @@ def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
     """
     if len(batch.jobs) == 1:
         return _LONE
-    if batch.runs_apart or _reorders_groups(batch, runtime):
+    if batch.runs_apart or (not batch.is_plain and _reorders_groups(batch, runtime)):
         return (Segment("alone", range(len(batch.jobs))),)
     shared: list[_Given] = []
     by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
+    handlers = runtime.handlers_of(batch.jobs)
     for job in batch.jobs:
-        handler = runtime.handler_of(job)
+        handler = handlers[job.kind]
         together = handler is not None and (handler.batchable or isinstance(handler, BatchHandler))
         if handler is None or not together or result_without_run(batch, job, runtime) is not None:
             alone.append(job)
@@ -67,10 +68,10 @@ def _reorders_groups(batch: BatchState, runtime: Runtime) -> bool:
         return False
     # Jobs of batchable kinds run one after the other, as they were claimed; a call of a batch handler gives each its
     # own outcome.
-    handlers = [runtime.handler_of(job) for job in batch.jobs]
+    handlers = runtime.handlers_of(batch.jobs)
     return not all(
-        handler is not None and handler.batchable and _arguments(handler, job) is not None
-        for handler, job in zip(handlers, batch.jobs, strict=True)
+        (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
+        for job in batch.jobs
     )
 
 

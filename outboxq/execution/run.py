@@ -53,7 +53,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     runtime.guard.is_altered = False
     batch.blocked.clear()
     batch.unique_adds.clear()
-    batch.expires = _expiries(connection, batch, runtime)
+    batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
     segments = plan_segments(batch, runtime)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
     locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
@@ -66,13 +66,14 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
             if _may_run_together(batch, segment) and _run_together(connection, batch, runtime, segment, locks):
                 continue
             for position in segment.places:
-                if batch.jobs[position].group_key in batch.blocked:
+                job = batch.jobs[position]
+                if job.group_key in batch.blocked:
                     # `position` stays with a job that ran: it is what tells, later, whether the batch was committed.
-                    settle.release(connection, batch.jobs[position])
+                    settle.release(connection, job)
                     continue
                 batch.position = position
-                result = _run_alone(connection, batch, runtime, begin, shared=shared)
-                _settle_alone(connection, batch, runtime, result)
+                result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
+                _settle_alone(connection, batch, job, runtime, result)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
@@ -135,10 +136,9 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, lock
     """
     if batch.is_lone or batch.is_leased:
         return
-    handlers = {kind: runtime.handler_of(job) for kind, job in {job.kind: job for job in batch.jobs}.items()}
     locking = {
         kind: found
-        for kind, found in handlers.items()
+        for kind, found in runtime.handlers_of(batch.jobs).items()
         if found is not None and found.signature().locks and not runtime.registry.loads_late(kind)
     }
     if not locking:
@@ -165,14 +165,20 @@ def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[En
 
 
 def _run_alone(
-    connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
+    connection: Connection,
+    batch: BatchState,
+    job: Job,
+    runtime: Runtime,
+    begin: Callable[[], str | None],
+    *,
+    shared: bool,
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
     batch.begin_run()
-    job = batch.job
-    unrun = result_without_run(batch, job, runtime)
-    if unrun is not None:
-        return unrun
+    if batch.expires or runtime.orders.cancelled:
+        unrun = result_without_run(batch, job, runtime)
+        if unrun is not None:
+            return unrun
     handler = runtime.handler_of(job)
     if handler is None:
         return UnknownKindResult()
@@ -184,7 +190,8 @@ def _run_alone(
     free_retries = FREE_RETRIES
     try:
         while True:
-            attempt = Attempt(connection, handler, job, runtime, xid, begin, batch.begin_call((job,)))
+            call = batch.begin_call((job,))
+            attempt = Attempt(connection, handler, job, runtime, xid, begin, call)
             result: AttemptResult = runtime.invoker.apart()(attempt.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
@@ -211,14 +218,13 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
     return None if shared else transaction.inner_savepoint
 
 
-def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, result: Result) -> None:
+def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
-    batch.end_run()
-    job, is_idle = batch.job, runtime.guard.transaction_status == TransactionStatus.IDLE
+    seconds, is_idle = batch.end_run(), runtime.guard.transaction_status == TransactionStatus.IDLE
     is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
     if is_unbegun and (isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job))):
         # A leased job whose handler wrote nothing is removed together with others.
-        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, batch.seconds))
+        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
         return
     if batch.is_leased and batch.transaction is not None and is_idle:
         # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
@@ -233,6 +239,6 @@ def _settle_alone(connection: Connection, batch: BatchState, runtime: Runtime, r
         settle.park(connection, job)
         settle.block(batch.blocked, job, runtime)
     else:
-        batch.events.append(settle_result(connection, job, result, runtime, batch.seconds))
+        batch.events.append(settle_result(connection, job, result, runtime, seconds))
         if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
             settle.block(batch.blocked, job, runtime)

@@ -1,7 +1,7 @@
 """What running a handler needs besides its job: fixed for as long as a slot has its connection."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -84,13 +84,19 @@ class Runtime:
         # By its type, which a class cannot make say something else, or raise.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
-    def at_rest(self, connection: Connection, job: Job) -> "_AtRest":
-        """A context around a handler's call, which checks the state of the driver's connection afterwards.
+    def check_rest(self, connection: Connection, job: Job, error: BaseException | None = None) -> None:
+        """Check the state of the driver's connection after a handler's call, which may have ended in an error.
 
         Raises:
             ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo the handler.
         """
-        return _AtRest(self, connection, job)
+        if (error is None and self.guard.is_untouched) or is_at_rest(connection):
+            return
+        give_up(connection)
+        if error is None:
+            raise ConnectionSpoiled(self.describe(HandlerError(_NOT_AT_REST), job))
+        if self.is_failure(error):
+            raise ConnectionSpoiled(self.describe(error, job)) from error
 
     def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
         """The job's access to effects (`ctx.once`); None if this relay cannot call effects."""
@@ -140,35 +146,16 @@ class Runtime:
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
+    def handlers_of(self, jobs: Iterable[Job]) -> dict[str, AnyHandler | None]:
+        """The handlers of jobs of one queue, by kind."""
+        return {kind: self.handler_of(job) for kind, job in {job.kind: job for job in jobs}.items()}
+
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if it is one for this slot, and its kind is not paused."""
         if self.orders.paused and (job.queue, job.kind) in self.orders.paused:
             return None
         handler = self.registry.handlers.get(job.kind)
         return handler if handler is not None and handler.flavour == self.invoker.flavour else None
-
-
-class _AtRest:
-    """A handler's call, after which the driver's connection must be able to send statements."""
-
-    __slots__ = ("_connection", "_job", "_runtime")
-
-    def __init__(self, runtime: Runtime, connection: Connection, job: Job) -> None:
-        self._runtime = runtime
-        self._connection = connection
-        self._job = job
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if (error is None and self._runtime.guard.is_untouched) or is_at_rest(self._connection):
-            return
-        give_up(self._connection)
-        if error is None:
-            raise ConnectionSpoiled(self._runtime.describe(HandlerError(_NOT_AT_REST), self._job))
-        if self._runtime.is_failure(error):
-            raise ConnectionSpoiled(self._runtime.describe(error, self._job)) from error
 
 
 def is_cancellation(error: BaseException) -> bool:

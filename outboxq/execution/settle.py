@@ -24,7 +24,7 @@ from outboxq.events import (
     JobRetried,
     JobSnoozed,
 )
-from outboxq.execution.chain import add_follower
+from outboxq.execution.chain import add_follower, has_follower
 from outboxq.execution.failure import Failed, kept_errors
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Result, Runtime, UnknownKindResult
 from outboxq.job import Job
@@ -39,12 +39,15 @@ _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
     """Write the job's outcome, and return the event to send once that is committed."""
+    if isinstance(result, Done):
+        finish(connection, job)
+        if has_follower(job):
+            add_follower(connection, job)
+        return JobDone(job, seconds)
     result = runtime.kept(job, result)
     match result:
-        case Done() | Discard():
+        case Discard():
             finish(connection, job)
-            if isinstance(result, Done):
-                add_follower(connection, job)
             return event_of_end(job, result, runtime, seconds)
         case Failed(record) if result.permanent:
             reason = f"another attempt cannot help: {record.type}: {record.message}"

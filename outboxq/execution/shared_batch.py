@@ -182,8 +182,12 @@ class _SharedRun:
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.deadline = None if seconds is None else time.monotonic() + seconds
-            with runtime.at_rest(self._connection, job):
+            try:
                 returned = runtime.invoker.call(handler, opened.session, run, given)
+            except BaseException as error:
+                runtime.check_rest(self._connection, job, error)
+                raise
+            runtime.check_rest(self._connection, job)
             self._batch.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")
@@ -200,8 +204,7 @@ class _SharedRun:
         self._check()
         if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
-        self._batch.end_run()
-        self._seconds.append(self._batch.seconds)
+        self._seconds.append(self._batch.end_run())
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")

@@ -10,6 +10,9 @@ from outboxq.job import Job
 class HandlerCall:
     """One call of a handler, or of the handlers of a shared run, which may be cancelled until it is over.
 
+    Args:
+        lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
+
     Attributes:
         jobs: The jobs that it runs.
         is_cancelled: One of the jobs was cancelled: the handler should end. Read without a lock.
@@ -18,11 +21,11 @@ class HandlerCall:
 
     __slots__ = ("_lock", "is_cancelled", "is_over", "jobs")
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job], lock: threading.Lock) -> None:
         self.jobs = jobs
         self.is_cancelled = False
         self.is_over = False
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def end(self) -> None:
         """Record that the handler has ended; waits for a cancellation that is on its way to the server.

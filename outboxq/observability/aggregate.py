@@ -55,6 +55,8 @@ class KindCounts:
     run: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
 
+# Of no queue: the name of a queue is never empty.
+_NO_COUNTS = KindCounts()
 Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
@@ -68,8 +70,22 @@ class Aggregate:
     def add(self, events: Iterable[Event]) -> None:
         """Count the events of what was committed."""
         with self._lock:
+            counts, queue, kind = _NO_COUNTS, "", ""
             for event in events:
-                self._add(event)
+                if not isinstance(event, _ENDED):
+                    self._add_not_run(event)
+                    continue
+                job, ran = event.job, event.seconds
+                # Mostly of one kind: it is looked up once.
+                if job.kind != kind or job.queue != queue:
+                    queue, kind = job.queue, job.kind
+                    counts = self._of(queue, kind)
+                waited = job.waited_seconds
+                counts.outcomes[_RAN[type(event)]] += 1
+                counts.wait_seconds += waited
+                counts.wait[bisect_left(BOUNDS, waited)] += 1
+                counts.run_seconds += ran
+                counts.run[bisect_left(BOUNDS, ran)] += 1
 
     @property
     def is_empty(self) -> bool:
@@ -82,16 +98,8 @@ class Aggregate:
             taken, self._counts = self._counts, {}
         return taken
 
-    def _add(self, event: Event) -> None:
-        if isinstance(event, _ENDED):
-            job, outcome = event.job, _RAN[type(event)]
-            counts, waited, ran = self._of(job.queue, job.kind), job.waited_seconds, event.seconds
-            counts.outcomes[outcome] += 1
-            counts.wait_seconds += waited
-            counts.wait[bisect_left(BOUNDS, waited)] += 1
-            counts.run_seconds += ran
-            counts.run[bisect_left(BOUNDS, ran)] += 1
-        elif isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
+    def _add_not_run(self, event: Event) -> None:
+        if isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
             self._of(event.job.queue, event.job.kind).outcomes[_NOT_RUN[type(event)]] += 1
         elif isinstance(event, JobCrashed):
             outcomes = self._of(event.queue, event.kind).outcomes

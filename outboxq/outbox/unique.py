@@ -35,6 +35,10 @@ class UniqueAdds:
     def __init__(self) -> None:
         self._jobs: dict[str, UniqueJob] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._jobs)
+
     def add(self, jobs: Mapping[str, UniqueJob]) -> None:
         """Record jobs by their ids in hex; the first of a key wins."""
         self._jobs.update(jobs)
@@ -60,7 +64,7 @@ class UniqueAdds:
 
 def collect_unique_adds(connection: Connection, adds: UniqueAdds | None) -> None:
     """From now on collect the unique jobs that are inserted on this connection; with None, take their keys at once."""
-    vars(connection)[_COLLECTED] = adds
+    connection.__dict__[_COLLECTED] = adds
 
 
 def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:

@@ -31,6 +31,9 @@ from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.state import RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
 
+# The events that the relay takes note of before it tells them.
+_NOTED = (JobsSuspected, JobCrashed, JobsParked)
+
 
 class BatchLoop:
     """The batches of one slot, one after the other.
@@ -309,10 +312,16 @@ class BatchLoop:
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
         self._state.count(report)
+        emit = self._state.emit
         for event in (*self._tally.take(), *report.events):
-            if isinstance(event, JobsSuspected) or (isinstance(event, JobCrashed) and not event.dead_letter):
-                self._state.suspect(event.queue)
-            self._state.emit(replace(event, count=event.count + parked) if isinstance(event, JobsParked) else event)
+            emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
+
+    def _noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
+        if isinstance(event, JobsParked):
+            return replace(event, count=event.count + parked)
+        if isinstance(event, JobsSuspected) or not event.dead_letter:
+            self._state.suspect(event.queue)
+        return event
 
     def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
         """Whether a claim failed because of how it was sent (prepared), and is to be sent in another way."""

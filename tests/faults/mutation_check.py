@@ -1332,7 +1332,7 @@ MUTANTS = (
     Mutant(
         "beside groups: a call of a batch handler for each of a group's jobs",
         "outboxq/execution/plan.py",
-        "    if batch.runs_apart or _reorders_groups(batch, runtime):\n",
+        "    if batch.runs_apart or (not batch.is_plain and _reorders_groups(batch, runtime)):\n",
         "    if batch.runs_apart:\n",
         ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
     ),
@@ -1490,11 +1490,11 @@ MUTANTS = (
     Mutant(
         "batches are looked at before COMMIT",
         "outboxq/execution/commit.py",
-        "    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim\n",
+        "    texts, next_claim = behind.texts, behind.next_claim\n",
         "    if behind.look:\n"
         '        run_script(connection, behind.look.partition("; ")[2].removesuffix("; COMMIT"))\n'
         '        behind = _Behind("", behind.next_claim)\n'
-        "    keys, texts, next_claim = batch.unique_adds.statements(runtime.schema), behind.texts, behind.next_claim\n",
+        "    texts, next_claim = behind.texts, behind.next_claim\n",
         ("tests/flow/test_batch_scenes.py::test_a_batch_is_looked_at_behind_commit",),
     ),
     Mutant(

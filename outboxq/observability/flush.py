@@ -41,10 +41,14 @@ class RelayIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RelayActivity:
-    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long."""
+    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long.
+
+    `free`: the queues that a slot which does not work serves.
+    """
 
     state: str
     busy: int
+    free: tuple[str, ...]
     running: str
 
 
@@ -147,6 +151,7 @@ class Flusher:
             self._number,
             activity.state,
             activity.busy,
+            activity.free,
             activity.running,
             [_row(queue, kind, each) for (queue, kind), each in counts.items()],
         )

@@ -81,7 +81,8 @@ def serving_relays(schema: str) -> TextClause:
     Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
     """
     return text(
-        f"SELECT id, host, pid, state, queues, free, running::text AS running, {_SEEN} AS seen_seconds, {_SEEN} < :dead AS is_alive "
+        "SELECT id, host, pid, state, queues, free, running::text AS running, "
+        f"{_SEEN} AS seen_seconds, {_SEEN} < :dead AS is_alive "
         f"FROM {qualified(schema, 'relay_status')} ORDER BY seen_at DESC LIMIT :most"
     ).bindparams(dead=DEAD_SECONDS, most=MOST_RELAYS)
 

@@ -50,7 +50,7 @@ class Relays:
 
     @property
     def longest(self) -> tuple[Row[Any], RunningJob, float] | None:
-        """Of the jobs of the relays that serve the queue, the one that runs for the longest: its relay, and how long."""
+        """What runs for the longest on the relays that serve the queue: its relay, the job, and how long."""
         running = [
             (relay, job, job.seconds + relay.seen_seconds)
             for relay in self.serving
@@ -88,9 +88,10 @@ def _connections(looks: Looks) -> int | None:
 
 def find_missing_relay(relays: Relays, queue: str) -> Iterator[Reason]:
     """No relay that could run jobs of the queue lives, or none of those that live serves it."""
-    if relays.living:
-        if not relays.serving:
-            yield _not_served(relays, queue)
+    if relays.serving:
+        return
+    if relays.living or (relays.last_dead is not None and relays.connections):
+        yield _not_served(relays, queue)
     elif relays.connections == 0:
         yield Reason(
             "no-relay",
@@ -103,13 +104,12 @@ def find_missing_relay(relays: Relays, queue: str) -> Iterator[Reason]:
 
 def _not_served(relays: Relays, queue: str) -> Reason:
     stopping = [relay for relay in relays.living if relay.serves]
+    others = f": {_who_serves_what(relays.living)}" if relays.living else ""
     if stopping:
-        others = f"{named(stopping)} served it, and is stopping"
-    else:
-        others = f"{_who_serves_what(relays.living)}{_last(relays)}"
+        others = f": {named(stopping)} served it, and is stopping"
     return Reason(
         "queue-not-served",
-        f"no living relay serves queue {queue!r}: {others}",
+        f"no living relay serves queue {queue!r}{others}{_last(relays)}",
         {
             "queue": queue,
             "served": sorted({each for relay in relays.living for each in relay.queues}),
@@ -139,12 +139,16 @@ def _who_serves_what(relays: Sequence[Row[Any]]) -> str:
 
 def _last(relays: Relays) -> str:
     dead = relays.last_dead
-    return "" if dead is None else f"; the last one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago"
+    if dead is None:
+        return ""
+    return f"; the last one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago"
 
 
 def _last_details(relays: Relays) -> dict[str, Value]:
     dead = relays.last_dead
-    return {} if dead is None else {"last_host": dead.host, "last_pid": dead.pid, "last_seen_seconds": dead.seen_seconds}
+    if dead is None:
+        return {}
+    return {"last_host": dead.host, "last_pid": dead.pid, "last_seen_seconds": dead.seen_seconds}
 
 
 def find_unknown_kind(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
@@ -188,9 +192,7 @@ def longest_of(relays: Relays) -> str:
     if found is None:
         return ""
     relay, job, seconds = found
-    return (
-        f"; what runs for the longest is job {job.id} of kind {job.kind!r}, {duration(seconds)} on {named([relay])}"
-    )
+    return f"; what runs for the longest is job {job.id} of kind {job.kind!r}, {duration(seconds)} on {named([relay])}"
 
 
 def _longest_details(relays: Relays) -> dict[str, Value]:

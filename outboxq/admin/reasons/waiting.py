@@ -206,7 +206,8 @@ def find_turn(looks: Looks, job: Row[Any], relays: Relays, *, may_run: bool) -> 
     if ahead:
         yield Reason(
             "behind-others",
-            f"{_number(ahead)} of queue {job.queue!r} {'comes' if ahead == 1 else 'come'} before it{_busiest(looks, relays)}",
+            f"{_number(ahead)} of queue {job.queue!r} {'comes' if ahead == 1 else 'come'} before it"
+            f"{_busiest(looks, relays)}",
             {"ahead": ahead, "priority": job.priority},
             f"See whether the first of them run: outboxq explain --queue {shlex.quote(job.queue)}. More slots or "
             f"processes work faster; to go ahead: outboxq jobs change {job.id} --priority N.",
@@ -230,8 +231,8 @@ def _overdue(looks: Looks, job: Row[Any], relays: Relays) -> Reason:
         served = f"{named(relays.serving)} serves queue {job.queue!r}, has a free slot, and does not come to it"
     return Reason(
         "overdue",
-        f"it could have run for {duration(-job.due_in_seconds)}, and nothing is seen in its way{_busiest(looks, relays)}: "
-        f"{served}",
+        f"it could have run for {duration(-job.due_in_seconds)}, and nothing is seen in its way"
+        f"{_busiest(looks, relays)}: {served}",
         {"queue": job.queue, "kind": job.kind, "due_in_seconds": job.due_in_seconds},
         f"See that a relay serves the queue (--queue {shlex.quote(job.queue + '=4')}) and read its log; then outboxq "
         "doctor MODULE:ATTRIBUTE.",

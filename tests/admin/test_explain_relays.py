@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -19,7 +20,7 @@ from tests.admin.test_explain import RELAY, codes, of_job, of_queue
 from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
 from tests.conftest import StartRelay
-from tests.support import app, leased_app_patient
+from tests.support import app, leased_app
 from tests.support.doctor import execute, open_session
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -201,13 +202,13 @@ def test_a_killed_relay_is_told_as_the_last_that_served_the_queue(
 
 
 def test_a_long_lease_of_a_relay_that_died_is_not_called_a_run(
-    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], tmp_path: Path
 ) -> None:
     """The lease holds for an hour, and its relay was not seen for five minutes."""
     config = RelayConfig(lease_seconds=3_600.0)
-    with RelayProcess("tests.support.leased_app_patient:jobs", outboxq_database.url, config, name=RELAY) as relay:
+    with RelayProcess("tests.support.leased_app:jobs", outboxq_database.url, config, name=RELAY) as relay:
         with sessions.begin() as session:
-            job_id = session.add_job(leased_app_patient.patient, name="a").id
+            job_id = session.add_job(leased_app.call, name="a", directory=str(tmp_path), fault="wait").id
         wait_until(lambda: codes(of_job(engine, job_id)) == ["leased"], "the job to run")
         wait_until(lambda: one(engine, LISTED) == 1, "the relay to be listed")
         assert of_job(engine, job_id).verdict.details["seen_seconds"] is not None

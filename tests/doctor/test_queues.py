@@ -1,14 +1,14 @@
-"""The doctor and the rows that relays keep of themselves: queues that none serves, that are late, kinds that none knows."""
+"""The doctor and the rows that relays keep of themselves: queues and kinds that none of them serves or knows."""
 
 import pytest
 
 from outboxq.postgres import Database
-from tests.support.doctor import execute, named, only, open_session
 from tests.doctor.test_work import LATE, add
+from tests.support.doctor import execute, named, only, open_session
 
 RELAY = (
-    "INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy, "
-    "free, listens, running, flush) VALUES (gen_random_uuid(), '{host}', 7, '1', 11, now() - interval '{seen}', "
+    "INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, "
+    "busy, free, listens, running, flush) VALUES (gen_random_uuid(), '{host}', 7, '1', 11, now() - interval '{seen}', "
     "'{state}', '{queues}', '{kinds}', 2, 1, '{free}', true, '{running}', 1)"
 )
 RUNNING = (

@@ -1,7 +1,7 @@
 """The relay's side: a span around each call of a handler, and what the calls came to as metrics."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from outboxq.handlers.context import AsyncBatchContext, BatchContext, JobContext
 from outboxq.handlers.options import check_choice
 from outboxq.handlers.registry import Jobs
 from outboxq.job import Job
+from outboxq.new_job import NewJob
 from outboxq.observability.otel import conventions
 from outboxq.observability.otel.headers import context_of
 from outboxq.observability.otel.metering import EVENTS, ProcessMeter
@@ -43,7 +44,7 @@ class ProcessTracer:
         self._record_exceptions = record_exceptions
 
     def around(self, ctx: AnyContext) -> AbstractContextManager[object] | None:
-        """The span of a call, to be entered; None if it cannot be made, which is logged: the handler runs all the same."""
+        """The span of a call, to be entered; None if it cannot be made: that is logged, and the handler runs."""
         try:
             span = self._start(ctx)
         except Exception:
@@ -57,7 +58,7 @@ class ProcessTracer:
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
                 yield
-                self._trace_added(ctx)
+                _trace_added(ctx, self._sender)
             except BaseException as error:
                 span.set_attribute(conventions.ERROR_TYPE, conventions.error_type(error))
                 span.set_status(trace.StatusCode.ERROR)
@@ -81,20 +82,23 @@ class ProcessTracer:
             links=[trace.Link(found) for found in creations],
         )
 
-    def _trace_added(self, ctx: AnyContext) -> None:
-        """Give the jobs that the handler has added, and not sent, their context while its span is current.
 
-        They are sent behind the call, together with those of other jobs perhaps.
-        """
+def _trace_added(ctx: AnyContext, sender: TracingSender) -> None:
+    """Give the jobs that the handler has added, and not sent, their context while its span is current.
+
+    They are sent behind the call, together with those of other jobs perhaps.
+    """
+
+    def sent(jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
+        with sender.sending(jobs, None) as changed:
+            return changed
+
+    try:
         session = _session_of(ctx)
-        if session is None:
-            return
-
-        def sent(jobs: Any) -> Any:
-            with self._sender.sending(jobs, None) as changed:
-                return changed
-
-        change_pending(session, sent)
+        if session is not None:
+            change_pending(session, sent)
+    except Exception:
+        logger.exception("jobs that a handler has added are not traced")
 
 
 def _attributes(ctx: AnyContext, jobs: Sequence[Job]) -> dict[str, str | int | float]:
@@ -139,7 +143,7 @@ def instrument_jobs(
         meter_provider: The global one by default, also if it is set later.
 
     Raises:
-        ArgumentError: `relation` is neither of the two.
+        RegistryError: `relation` is neither of the two.
     """
     check_choice("relation", relation, Relation)
     sender = TracingSender(tracer_provider, meter_provider)

@@ -134,6 +134,14 @@ class ClaimsEmpty:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimsFailed:
+    """`count` claims of a queue were answered with an error, or not at all, since this was last said."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EffectCalled:
     """A `once` has ended: with a call ("called"), by an earlier one ("replayed"), or by an error.
 
@@ -368,7 +376,7 @@ class ChildStopTimedOut:
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
 # Told to hooks that name them, and to no other.
-CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | EffectCalled | MessageSeen | JobsEnqueued
+CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
 # Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the

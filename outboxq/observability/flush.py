@@ -84,10 +84,13 @@ class Flusher:
         """Whether there is anything to add, or the relay has a row, or may have."""
         return self._is_registered or self._in_doubt_since is not None or not self._aggregate.is_empty
 
-    def flush(self, transact: Transact) -> bool:
-        """Send what was counted since the last flush; whether this minute has gauges.
+    def flush(self, transact: Transact, *, counts: bool = True) -> bool:
+        """Say that the relay lives, and send what was counted since the last flush; whether this minute has gauges.
 
         What a lost connection left in doubt is sent again by the next flush.
+
+        Args:
+            counts: False leaves what was counted to a later flush.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
@@ -95,7 +98,7 @@ class Flusher:
         if self._in_doubt_since is not None and clock() - self._in_doubt_since > _DOUBT_SECONDS:
             self._forget()
         if self._pending is None:
-            self._pending = self._aggregate.take()
+            self._pending = self._aggregate.take() if counts else {}
             self._number += 1
         script = self._script(self._pending)
         is_first_try = self._in_doubt_since is None
@@ -112,15 +115,18 @@ class Flusher:
             self._in_doubt_since, self._is_registered = None, False
         return has_gauges
 
-    def leave(self, transact: Transact) -> None:
+    def leave(self, transact: Transact, *, counts: bool = True) -> None:
         """Flush for the last time, and remove the relay's row.
+
+        Args:
+            counts: False leaves out what was counted.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
         """
-        self.flush(transact)
+        self.flush(transact, counts=counts)
         if not self._is_registered:
-            self.flush(transact)
+            self.flush(transact, counts=counts)
         transact(statements.unregister(self._schema, self._identity.id))
         self._is_registered = False
 

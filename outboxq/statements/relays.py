@@ -98,7 +98,7 @@ def kinds_at_relays(schema: str, pairs: Sequence[tuple[str, str]]) -> TextClause
         f"""\
 SELECT given.queue, given.kind, pg_catalog.count(*) FILTER (WHERE {serves}) AS serving,
   pg_catalog.count(*) FILTER (WHERE {serves} AND {knows}) AS knowing
-FROM pg_catalog.unnest(CAST(:queues AS text[]), CAST(:kinds AS text[])) AS given (queue, kind)
+FROM unnest(CAST(:queues AS text[]), CAST(:kinds AS text[])) AS given (queue, kind)
 CROSS JOIN (
   SELECT queues, kinds FROM {qualified(schema, "relay_status")}
   WHERE {_SEEN} < :dead AND state <> 'stopping' ORDER BY seen_at DESC LIMIT :most

@@ -15,6 +15,7 @@ from outboxq.events import JobDone, JobsParked, JobsSuspected
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.relay.limits import HistoryLimits, RelayLimits
+from outboxq.statements.render import quote_identifier
 from outboxq.testing.relay_process import RelayProcess
 from tests.admin.test_explain import RELAY, codes, of_job, of_queue
 from tests.admin.test_roles import Cast
@@ -270,7 +271,8 @@ def test_without_the_right_connections_are_looked_at(
 ) -> None:
     """A reader from before the last migration may not read the table of relays."""
     (job_id,) = add(sessions, send)
-    execute(outboxq_database.url, f"REVOKE SELECT ON outboxq.relay_status FROM {roles.groups['reader']}")
+    reader_role = quote_identifier(roles.groups["reader"])
+    execute(outboxq_database.url, f"REVOKE SELECT ON outboxq.relay_status FROM {reader_role}")
     reader = create_engine(roles.url("reader"), use_native_hstore=False)
     assert codes(of_job(reader, job_id)) == ["no-relay"]
     reader.dispose()

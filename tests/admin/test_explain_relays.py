@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import sessionmaker
@@ -23,6 +24,7 @@ from tests.admin.test_roles import roles as roles
 from tests.conftest import StartRelay
 from tests.support import app, leased_app
 from tests.support.doctor import execute, open_session
+from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
 # Relays say how they are at once, and then all the time.
@@ -233,10 +235,9 @@ def test_what_it_looks_at_is_disturbed_by_no_look(
     with engine.begin() as connection:
         queues.pause(connection, ["mail"])
         kinds.pause(connection, "mail", ["send"])
-    with (
-        open_session(url, f"SELECT FROM outboxq.job WHERE id = '{held}' FOR UPDATE", name="psql"),
-        sessions() as producer,
-    ):
+    with psycopg.connect(libpq_url(url), application_name="psql") as psql, sessions() as producer:
+        # It commits: rows that a transaction locked and rolled back look like those of a relay that died.
+        psql.execute("SELECT FROM outboxq.job WHERE id = %s FOR UPDATE", [held])
         unborn = producer.add_job(send).id
         producer.flush()
         assert of_job(engine, held).verdict.code == "held-by-session"

@@ -8,7 +8,9 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Connection
 
+from outboxq.database.errors import missing_tables_explained
 from outboxq.statements import relays as statements
+from outboxq.tables import HISTORY_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,13 @@ def decode_running(running: str) -> _Running:
 
 
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
-    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone."""
+    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
+
+    Raises:
+        SchemaError: the table of relays is missing.
+    """
+    with missing_tables_explained(HISTORY_VERSION):
+        rows = connection.execute(statements.select_relays(limit)).all()
     return [
         RelaySummary(
             row.id,
@@ -83,5 +91,5 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
             tuple(row.kinds),
             decode_running(row.running),
         )
-        for row in connection.execute(statements.select_relays(limit))
+        for row in rows
     ]

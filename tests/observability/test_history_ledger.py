@@ -98,7 +98,7 @@ def enqueue(engine: Engine, first: int, number: int) -> None:
 
 
 def counts(engine: Engine, statement: str) -> dict[str, int]:
-    return {kind: 0 for kind in KINDS} | {str(kind): int(str(number)) for kind, number in rows(engine, statement)}
+    return dict.fromkeys(KINDS, 0) | {str(kind): int(str(number)) for kind, number in rows(engine, statement)}
 
 
 def ledger(engine: Engine) -> dict[str, int]:

@@ -92,9 +92,9 @@ def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
         outcome = run_old(old_code, url, "-m", "outboxq", *command, "--json")
         assert outcome.returncode == 0, (command, outcome.stderr)
     doctor = run_old(old_code, url, "-m", "outboxq", "doctor", "--json")
-    assert '"tables-new"' in doctor.stdout
+    assert "tables-new" in doctor.stdout, doctor.stdout
     refused = run_old(old_code, url, "-m", "outboxq", "migrate")
-    assert (refused.returncode == 0, "step 11" in refused.stdout + refused.stderr) in ((True, True), (False, True))
+    assert "step 11" in refused.stdout + refused.stderr
 
 
 def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
@@ -116,8 +116,8 @@ def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
     )
     for command in (["history"], ["relays", "list"]):
         refused = run(*command, url=url)
-        assert refused.exit_code == 2, refused
-        assert "outboxq migrate" in refused.stderr
+        assert refused.exit_code == 1, refused
+        assert "run `outboxq migrate`" in refused.stderr
     assert run("migrate", "--json", url=url).ok().json["after"] == LATEST
     for command in (["history"], ["relays", "list"]):
         run(*command, url=url).ok()

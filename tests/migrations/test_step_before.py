@@ -47,6 +47,15 @@ def old_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+COMMAND = """
+from outboxq.__main__ import main
+from outboxq.migrations import LATEST
+
+assert LATEST == 10, LATEST
+main()
+"""
+
+
 def run_old(old_code: Path, url: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the Python of this environment on the old code."""
     env = {**environment(url), "PYTHONPATH": str(old_code)}
@@ -75,7 +84,7 @@ def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
     names = enqueue(engine, [f"{number} of new" for number in range(20)], both_flavours=False)
     produced = run_old(old_code, url, "-c", PRODUCER, url)
     assert produced.returncode == 0, produced.stderr
-    relay = [sys.executable, "-m", "outboxq", "relay", "tests.support.app:jobs", "--drain"]
+    relay = [sys.executable, "-c", COMMAND, "relay", "tests.support.app:jobs", "--drain"]
     env = {**environment(url), "PYTHONPATH": str(old_code)}
     with subprocess.Popen(relay, env=env, cwd=old_code, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as old:
         events: list[Event] = []
@@ -85,15 +94,15 @@ def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
     assert ledger(engine) == Counter([*names, *(f"{number} of old" for number in range(20))])
     # And by itself, jobs of today's producers.
     enqueue(engine, ["last"], both_flavours=False)
-    alone = run_old(old_code, url, "-m", "outboxq", "relay", "tests.support.app:jobs", "--drain")
+    alone = run_old(old_code, url, "-c", COMMAND, "relay", "tests.support.app:jobs", "--drain")
     assert alone.returncode == 0, alone.stderr
     assert ledger(engine)["last"] == 1
     for command in (["stats"], ["jobs", "list"], ["dead", "list"], ["explain", "--queue", "ledger"]):
-        outcome = run_old(old_code, url, "-m", "outboxq", *command, "--json")
+        outcome = run_old(old_code, url, "-c", COMMAND, *command, "--json")
         assert outcome.returncode == 0, (command, outcome.stderr)
-    doctor = run_old(old_code, url, "-m", "outboxq", "doctor", "--json")
+    doctor = run_old(old_code, url, "-c", COMMAND, "doctor", "--json")
     assert "tables-new" in doctor.stdout, doctor.stdout
-    refused = run_old(old_code, url, "-m", "outboxq", "migrate")
+    refused = run_old(old_code, url, "-c", COMMAND, "migrate")
     assert "step 11" in refused.stdout + refused.stderr
 
 

@@ -375,6 +375,13 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
+# Of several jobs, and of jobs whose runs were lost.
+JobsEvent: TypeAlias = JobsCoalesced | JobsParked | JobsSuspected
+LostJobEvent: TypeAlias = JobCrashed | JobSetAside | JobLeaseLost | JobInterrupted
+RelayEvent: TypeAlias = (
+    LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack
+)
+UpkeepEvent: TypeAlias = Pruned | IndexRebuilt | ScheduleFired
 # Told to hooks that name them, and to no other.
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
 # Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
@@ -383,26 +390,6 @@ ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # application's.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
-    JobEvent
-    | CountedEvent
-    | JobsCoalesced
-    | JobsParked
-    | JobsSuspected
-    | JobCrashed
-    | JobSetAside
-    | JobLeaseLost
-    | JobInterrupted
-    | LeaseExtensionFailed
-    | RelayStarted
-    | RelayStopping
-    | RelayStopped
-    | DatabaseLost
-    | DatabaseBack
-    | BatchRolledBack
-    | BatchFinished
-    | Pruned
-    | IndexRebuilt
-    | ScheduleFired
-    | SupervisorEvent
+    JobEvent | CountedEvent | JobsEvent | LostJobEvent | RelayEvent | BatchFinished | UpkeepEvent | SupervisorEvent
 )
 Hook: TypeAlias = Callable[[Event], None]

@@ -97,7 +97,7 @@ def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
     alone = run_old(old_code, url, "-c", COMMAND, "relay", "tests.support.app:jobs", "--drain")
     assert alone.returncode == 0, alone.stderr
     assert ledger(engine)["last"] == 1
-    for command in (["stats"], ["jobs", "list"], ["dead", "list"], ["explain", "--queue", "ledger"]):
+    for command in (["stats"], ["jobs", "list"], ["dead", "list"]):
         outcome = run_old(old_code, url, "-c", COMMAND, *command, "--json")
         assert outcome.returncode == 0, (command, outcome.stderr)
     doctor = run_old(old_code, url, "-c", COMMAND, "doctor", "--json")

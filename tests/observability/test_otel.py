@@ -40,7 +40,7 @@ from outboxq import (
     add_job,
 )
 from outboxq.codec.traceparent import trace_id_of
-from outboxq.errors import ArgumentError, RegistryError
+from outboxq.errors import ArgumentError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.observability.otel import instrument, instrument_jobs
 from outboxq.postgres import Database
@@ -533,7 +533,7 @@ def test_what_cannot_be_instrumented_is_refused(recorded: Recorded) -> None:
     """With what is asked for."""
     with pytest.raises(ArgumentError, match="a sessionmaker or a class of sessions, got Session"):
         instrument(Session())  # type: ignore[arg-type]
-    with pytest.raises(RegistryError, match="relation takes 'link' or 'parent', got 'child'"):
+    with pytest.raises(ArgumentError, match="relation takes 'link' or 'parent', got 'child'"):
         instrument_jobs(Jobs(), relation="child")  # type: ignore[arg-type]
 
 

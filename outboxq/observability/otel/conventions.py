@@ -5,9 +5,13 @@ The conventions are in development: what they change is changed here alone. Name
 Source: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/ and messaging-metrics.
 """
 
+from importlib.metadata import version
 from typing import Final
 
 from outboxq.codec.text import name_of
+
+# What names the tracer and the meter.
+SCOPE: Final = ("outboxq", version("outboxq"))
 
 SYSTEM: Final = "messaging.system"
 OPERATION_NAME: Final = "messaging.operation.name"

@@ -1,19 +1,16 @@
 """The relay's side: a span around each call of a handler, and what the calls came to as metrics."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, get_args
 
 from opentelemetry import context as context_api
 from opentelemetry import metrics, trace
 from sqlalchemy.orm import Session
 
-from outboxq import __version__
 from outboxq.database.sessions import plain_session
-from outboxq.handlers.context import AsyncBatchContext, BatchContext, JobContext
-from outboxq.handlers.options import check_choice
-from outboxq.handlers.registry import Jobs
+from outboxq.errors import ArgumentError
 from outboxq.job import Job
 from outboxq.new_job import NewJob
 from outboxq.observability.otel import conventions
@@ -26,7 +23,28 @@ from outboxq.outbox.sending import SENDER_OF_CALL
 logger = logging.getLogger("outboxq.otel")
 
 Relation = Literal["link", "parent"]
-AnyContext = JobContext[Any, Any] | BatchContext[Any] | AsyncBatchContext[Any]
+
+
+class CallContext(Protocol):
+    """The context of a handler's call: that of one job also has a `job`."""
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """The jobs of the call."""
+        ...
+
+
+class Registry(Protocol):
+    """A registry of handlers, such as `outboxq.Jobs`."""
+
+    def around(self, function: Any, /) -> Any:
+        """Wrap something around each call."""
+        ...
+
+    def on(self, *events: type[object]) -> Callable[[Any], Any]:
+        """Register a hook."""
+        ...
+
 
 # So many links a span has at most, as SDKs keep no more by default.
 _LINKS_MOST = 128
@@ -43,7 +61,7 @@ class ProcessTracer:
         self._relation = relation
         self._record_exceptions = record_exceptions
 
-    def around(self, ctx: AnyContext) -> AbstractContextManager[object] | None:
+    def around(self, ctx: CallContext) -> AbstractContextManager[object] | None:
         """The span of a call, to be entered; None if it cannot be made: that is logged, and the handler runs."""
         try:
             span = self._start(ctx)
@@ -53,7 +71,7 @@ class ProcessTracer:
         return self._within(span, ctx)
 
     @contextmanager
-    def _within(self, span: trace.Span, ctx: AnyContext) -> Iterator[None]:
+    def _within(self, span: trace.Span, ctx: CallContext) -> Iterator[None]:
         token = SENDER_OF_CALL.set(self._sender)
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
@@ -68,7 +86,7 @@ class ProcessTracer:
             finally:
                 SENDER_OF_CALL.reset(token)
 
-    def _start(self, ctx: AnyContext) -> trace.Span:
+    def _start(self, ctx: CallContext) -> trace.Span:
         jobs = ctx.jobs
         creations = [found for job in jobs[:_LINKS_MOST] if (found := context_of(job.headers)) is not None]
         parent: context_api.Context | None = None
@@ -83,7 +101,7 @@ class ProcessTracer:
         )
 
 
-def _trace_added(ctx: AnyContext, sender: TracingSender) -> None:
+def _trace_added(ctx: CallContext, sender: TracingSender) -> None:
     """Give the jobs that the handler has added, and not sent, their context while its span is current.
 
     They are sent behind the call, together with those of other jobs perhaps.
@@ -101,10 +119,10 @@ def _trace_added(ctx: AnyContext, sender: TracingSender) -> None:
         logger.exception("jobs that a handler has added are not traced")
 
 
-def _attributes(ctx: AnyContext, jobs: Sequence[Job]) -> dict[str, str | int | float]:
+def _attributes(ctx: CallContext, jobs: Sequence[Job]) -> dict[str, str | int | float]:
     first = jobs[0]
     attributes = {**conventions.operation("process", first.queue), conventions.KIND: first.kind}
-    if not isinstance(ctx, JobContext):
+    if not _is_of_one_job(ctx):
         return {**attributes, conventions.BATCH_COUNT: len(jobs)}
     return {
         **attributes,
@@ -114,14 +132,20 @@ def _attributes(ctx: AnyContext, jobs: Sequence[Job]) -> dict[str, str | int | f
     }
 
 
-def _session_of(ctx: AnyContext) -> Session | None:
+def _session_of(ctx: CallContext) -> Session | None:
     """The plain session of a call, if it has one by now: none is opened for the tracing."""
-    session = vars(ctx).get("session") if isinstance(ctx, JobContext) else ctx.session
+    found: Any = ctx
+    session = vars(ctx).get("session") if _is_of_one_job(ctx) else found.session
     return None if session is None else plain_session(session, "tracing")
 
 
+def _is_of_one_job(ctx: CallContext) -> bool:
+    """Whether the call is not that of a batch handler."""
+    return hasattr(ctx, "job")
+
+
 def instrument_jobs(
-    jobs: Jobs,
+    jobs: Registry,
     *,
     relation: Relation = "link",
     record_exceptions: bool = False,
@@ -143,11 +167,12 @@ def instrument_jobs(
         meter_provider: The global one by default, also if it is set later.
 
     Raises:
-        RegistryError: `relation` is neither of the two.
+        ArgumentError: `relation` is neither of the two.
     """
-    check_choice("relation", relation, Relation)
+    if relation not in get_args(Relation):
+        raise ArgumentError(f"relation takes 'link' or 'parent', got {relation!r}")
     sender = TracingSender(tracer_provider, meter_provider)
-    tracer = trace.get_tracer("outboxq", __version__, tracer_provider)
+    tracer = trace.get_tracer(*conventions.SCOPE, tracer_provider)
     jobs.around(ProcessTracer(tracer, sender, relation, record_exceptions=record_exceptions).around)
-    meter = ProcessMeter(metrics.get_meter("outboxq", __version__, meter_provider))
+    meter = ProcessMeter(metrics.get_meter(*conventions.SCOPE, meter_provider))
     jobs.on(*EVENTS)(meter.record)

@@ -9,7 +9,6 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from outboxq import __version__
 from outboxq.errors import ArgumentError
 from outboxq.new_job import NewJob
 from outboxq.observability.otel import conventions
@@ -30,8 +29,8 @@ class TracingSender:
     def __init__(
         self, tracer_provider: trace.TracerProvider | None, meter_provider: metrics.MeterProvider | None
     ) -> None:
-        self._tracer = trace.get_tracer("outboxq", __version__, tracer_provider)
-        self._sent = metrics.get_meter("outboxq", __version__, meter_provider).create_counter(
+        self._tracer = trace.get_tracer(*conventions.SCOPE, tracer_provider)
+        self._sent = metrics.get_meter(*conventions.SCOPE, meter_provider).create_counter(
             conventions.SENT_MESSAGES, "{message}", "Jobs that a flush has sent, committed or not."
         )
 

@@ -236,6 +236,8 @@ class RelayConfig:
             moved to the dead letters.
         prune_seconds: The longest pause between two looks for messages and effects whose retention is over, 1 to 86400;
             0 is never. A drain looks once, at its end.
+        stats_seconds: The longest pause between two additions to the history, 1 to 3600; what a killed relay has done
+            since the last one is not counted there. 0 is never. The relay is listed all the same.
         reindex: Whether to rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the
             most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
         listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
@@ -256,6 +258,7 @@ class RelayConfig:
     effect_lease_seconds: float = 30.0
     max_crashes: int = 3
     prune_seconds: float = 60.0
+    stats_seconds: float = 15.0
     reindex: bool = True
     listen: bool = True
     listen_url: str | None = None
@@ -272,8 +275,10 @@ class RelayConfig:
                 f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
                 f"beat costs no lease, got {self.beat_seconds:g}: raise lease_seconds, or leave heartbeat_seconds out"
             )
-        if self.prune_seconds != 0 and not 1 <= self.prune_seconds <= 86_400:
-            raise ConfigError(f"prune_seconds takes 1 to 86400, or 0 for never, got {self.prune_seconds}")
+        for name, most in (("prune_seconds", 86_400), ("stats_seconds", 3_600)):
+            given = getattr(self, name)
+            if given != 0 and not 1 <= given <= most:
+                raise ConfigError(f"{name} takes 1 to {most}, or 0 for never, got {given}")
         check_schema(self.schema)
 
     @property

@@ -134,6 +134,14 @@ class ClaimsEmpty:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimsFailed:
+    """`count` claims of a queue were answered with an error, or not at all, since this was last said."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EffectCalled:
     """A `once` has ended: with a call ("called"), by an earlier one ("replayed"), or by an error.
 
@@ -367,34 +375,21 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
+# Of several jobs, and of jobs whose runs were lost.
+JobsEvent: TypeAlias = JobsCoalesced | JobsParked | JobsSuspected
+LostJobEvent: TypeAlias = JobCrashed | JobSetAside | JobLeaseLost | JobInterrupted
+RelayEvent: TypeAlias = (
+    LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack
+)
+UpkeepEvent: TypeAlias = Pruned | IndexRebuilt | ScheduleFired
 # Told to hooks that name them, and to no other.
-CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | EffectCalled | MessageSeen | JobsEnqueued
+CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
 # Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
 # application's.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
-    JobEvent
-    | CountedEvent
-    | JobsCoalesced
-    | JobsParked
-    | JobsSuspected
-    | JobCrashed
-    | JobSetAside
-    | JobLeaseLost
-    | JobInterrupted
-    | LeaseExtensionFailed
-    | RelayStarted
-    | RelayStopping
-    | RelayStopped
-    | DatabaseLost
-    | DatabaseBack
-    | BatchRolledBack
-    | BatchFinished
-    | Pruned
-    | IndexRebuilt
-    | ScheduleFired
-    | SupervisorEvent
+    JobEvent | CountedEvent | JobsEvent | LostJobEvent | RelayEvent | BatchFinished | UpkeepEvent | SupervisorEvent
 )
 Hook: TypeAlias = Callable[[Event], None]

@@ -20,7 +20,7 @@ from outboxq.admin.reasons.reason import CODES as CODES
 from outboxq.admin.reasons.reason import Code as Code
 from outboxq.admin.reasons.reason import Reason as Reason
 from outboxq.admin.reasons.reason import in_order
-from outboxq.admin.reasons.serving import find_missing_relay
+from outboxq.admin.reasons.serving import Relays, find_missing_relay, look_at_relays
 from outboxq.admin.reasons.waiting import find_blocked_in_group, find_coalesced, find_own, find_turn
 from outboxq.names import check_name
 from outboxq.statements import explain as statements
@@ -70,11 +70,12 @@ def explain_queue(connection: Connection, queue: str) -> Explanation:
     """
     looks = Looks(connection)
     facts = looks.row("the settings of the queue", statements.queue_facts(looks.schema, check_name("queue", queue)))
-    found = in_order(find_in_queue(looks, queue, facts))
     next_job = looks.row(_THE_QUEUE, statements.next_job(looks.schema, queue))
     job = None if next_job is None else looks.row(_THE_JOB, statements.job_facts(looks.schema, next_job.id))
+    relays = look_at_relays(looks, queue, None if job is None else job.kind)
+    found = in_order(find_in_queue(looks, queue, facts, relays))
     if job is not None:
-        own = in_order(_of_next_job(looks, job, facts, may_run=not found))
+        own = in_order(_of_next_job(looks, job, facts, relays, may_run=not found))
         return Explanation(job.id, queue, job.kind, (*found, *own, *looks.not_known()))
     if not looks.is_refused(_THE_QUEUE):
         found = in_order([*_of_empty_queue(looks, queue), *found])
@@ -86,28 +87,31 @@ def _of_job(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     yield from held
     if held:
         if any(reason.code == "lease-orphaned" for reason in held):
-            yield from find_missing_relay(looks, job.queue)
+            yield from find_missing_relay(look_at_relays(looks, job.queue), job.queue)
         return
+    relays = look_at_relays(looks, job.queue, job.kind)
     facts = looks.row("the settings of the queue", statements.queue_facts(looks.schema, job.queue))
-    found = [*find_in_queue(looks, job.queue, facts), *_of_waiting(looks, job, facts)]
+    found = [*find_in_queue(looks, job.queue, facts, relays), *_of_waiting(looks, job, facts, relays)]
     yield from found
     yield from find_coalesced(looks, job)
-    yield from find_turn(looks, job, may_run=not found)
+    yield from find_turn(looks, job, relays, may_run=not found)
 
 
-def _of_waiting(looks: Looks, job: Row[Any], facts: Row[Any] | None) -> Iterator[Reason]:
-    yield from find_own(looks, job)
+def _of_waiting(looks: Looks, job: Row[Any], facts: Row[Any] | None, relays: Relays) -> Iterator[Reason]:
+    yield from find_own(looks, job, relays)
     per_group = 1 if facts is None or facts.max_per_group is None else int(facts.max_per_group)
-    yield from find_blocked_in_group(looks, job, per_group)
+    yield from find_blocked_in_group(looks, job, per_group, relays)
 
 
-def _of_next_job(looks: Looks, job: Row[Any], facts: Row[Any] | None, *, may_run: bool) -> Iterator[Reason]:
+def _of_next_job(
+    looks: Looks, job: Row[Any], facts: Row[Any] | None, relays: Relays, *, may_run: bool
+) -> Iterator[Reason]:
     held = list(find_held(looks, job))
     yield from held
     if not held:
-        found = list(_of_waiting(looks, job, facts))
+        found = list(_of_waiting(looks, job, facts, relays))
         yield from found
-        yield from find_turn(looks, job, may_run=may_run and not found)
+        yield from find_turn(looks, job, relays, may_run=may_run and not found)
 
 
 def _of_empty_queue(looks: Looks, queue: str) -> Iterator[Reason]:

@@ -7,8 +7,10 @@ from typing import Literal, TypeAlias
 
 from sqlalchemy import Connection
 
+from outboxq.database.errors import missing_tables_explained
 from outboxq.statements import read_history as statements
 from outboxq.statements.history import BOUNDS, BUCKETS
+from outboxq.tables import HISTORY_VERSION
 
 By: TypeAlias = Literal["minute", "hour", "kind"]
 
@@ -57,8 +59,12 @@ def read_history(
     """What became of jobs since then, the oldest first, or by queue and kind.
 
     Minutes are kept for two days, then hours for 35 days: by minutes, an hour that is older stands in its first one.
+
+    Raises:
+        SchemaError: the tables of the history are missing.
     """
-    rows = connection.execute(statements.select_history(queue=queue, kind=kind, since=since, by=by)).all()
+    with missing_tables_explained(HISTORY_VERSION):
+        rows = connection.execute(statements.select_history(queue=queue, kind=kind, since=since, by=by)).all()
     return [_row(row._asdict()) for row in rows]
 
 

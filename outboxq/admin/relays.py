@@ -8,10 +8,9 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Connection
 
+from outboxq.database.errors import missing_tables_explained
 from outboxq.statements import relays as statements
-
-# A relay says several times a minute that it lives.
-_DEAD_SECONDS = 60.0
+from outboxq.tables import HISTORY_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,23 @@ class RelaySummary:
 _Running: TypeAlias = tuple[RunningJob, ...]
 
 
+def decode_running(running: str) -> _Running:
+    """The jobs that `relay_status.running` names."""
+    return msgspec.json.decode(running, type=_Running)
+
+
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
-    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone."""
+    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
+
+    Raises:
+        SchemaError: the table of relays is missing.
+    """
+    with missing_tables_explained(HISTORY_VERSION):
+        rows = connection.execute(statements.select_relays(limit)).all()
     return [
         RelaySummary(
             row.id,
-            "dead" if row.seen_seconds > _DEAD_SECONDS else row.state,
+            "dead" if row.seen_seconds > statements.DEAD_SECONDS else row.state,
             row.host,
             row.pid,
             tuple(row.queues),
@@ -79,7 +89,7 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
             row.started_at,
             row.seen_at,
             tuple(row.kinds),
-            msgspec.json.decode(row.running, type=_Running),
+            decode_running(row.running),
         )
-        for row in connection.execute(statements.select_relays(limit))
+        for row in rows
     ]

@@ -18,7 +18,9 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
 # Options that have the name of the setting.
-_NUMBERS = ("batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds")
+_NUMBERS = (
+    "batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds", "stats_seconds",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,14 @@ class RelayOptions:
             help="The longest time between two deletions of messages and effects whose retention is over. 0: never.",
         ),
     ] = 60.0
+    stats_seconds: Annotated[
+        float,
+        typer.Option(
+            "--stats-seconds",
+            metavar="SECONDS",
+            help="The longest time between two additions to the history, which a killed relay loses. 0: never.",
+        ),
+    ] = 15.0
     no_reindex: Annotated[
         bool,
         typer.Option(

@@ -16,6 +16,7 @@ from outboxq.doctor import (
     job_batches,
     limits,
     pooler,
+    queues,
     rights,
     schedules,
     server,
@@ -40,7 +41,13 @@ CHECKS: tuple[Check, ...] = (
     Check("the settings for vacuum", vacuum.find_changed_settings, _JOB, needs_current=True),
     Check("the size of indexes", vacuum.find_wasted_indexes, _JOB),
     Check("the kinds that wait", work.find_unknown_kinds, _JOB, grant="SELECT on the table job"),
-    Check("the queues", work.find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
+    Check("the queues", queues.find_late_queues, _JOB | {"queue"}, grant="SELECT on the tables job and queue"),
+    Check(
+        "the kinds that relays know",
+        queues.find_unserved_kinds,
+        _JOB | {"relay_status"},
+        grant="SELECT on the tables job and relay_status",
+    ),
     Check("groups", work.find_blocked_groups, _JOB, grant="SELECT on the table job"),
     Check(
         "the limits of queues",

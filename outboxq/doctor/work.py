@@ -1,4 +1,4 @@
-"""What waits and why: kinds that no relay knows, queues that no relay serves, leases whose relay is gone."""
+"""What waits and why: kinds that relays have put off, suspects, leases whose relay is gone, blocked groups."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -9,7 +9,7 @@ from sqlalchemy import Row
 
 from outboxq.codec.text import several
 from outboxq.doctor.cancellation import paused_kinds
-from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
+from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import work as statements
 
@@ -17,25 +17,28 @@ from outboxq.statements.doctor import work as statements
 _LEASE_GRACE_SECONDS = 30.0
 
 
-def _waiting(context: CheckContext) -> list[Row[Any]]:
+def waiting(context: CheckContext) -> list[Row[Any]]:
+    """The kinds that wait in each queue, those that are ready and those that are scheduled apart."""
     ready = context.rows(statements.waiting_ready(context.schema))
     return [*ready, *context.rows(statements.waiting_scheduled(context.schema))]
 
 
-def _jobs(number: int) -> str:
+def jobs_of(number: int) -> str:
+    """`1 job`, `10,000 or more jobs`."""
     more = " or more" if number >= statements.MAX_JOBS else ""
     return f"{number:,}{more} {'job' if number == 1 else 'jobs'}"
 
 
-def _jobs_wait(number: int) -> str:
-    return f"{_jobs(number)} {'waits' if number == 1 else 'wait'}"
+def jobs_wait(number: int) -> str:
+    """`1 job waits`, `2 jobs wait`."""
+    return f"{jobs_of(number)} {'waits' if number == 1 else 'wait'}"
 
 
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
     """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     paused = paused_kinds(context)
-    for row in _waiting(context):
+    for row in waiting(context):
         jobs[row.queue, row.kind] += row.jobs
         parked[row.queue, row.kind] += 0 if (row.queue, row.kind) in paused else row.parked
     for (queue, kind), number in parked.items():
@@ -43,7 +46,7 @@ def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 "kind-parked",
                 "warning",
-                f"{_jobs(number)} of kind {kind!r} in queue {queue!r} put off: no relay that looked knows the kind",
+                f"{jobs_of(number)} of kind {kind!r} in queue {queue!r} put off: no relay that looked knows the kind",
                 {"queue": queue, "kind": kind, "jobs": number},
                 "Start a relay whose registry has the kind, give a renamed handler aliases=..., or cancel them: "
                 f"outboxq jobs cancel --kind {shlex.quote(kind)}",
@@ -61,7 +64,7 @@ def _unknown_to_registry(context: CheckContext, queue: str, kind: str, number: i
     yield Finding(
         "kind-unknown-to-registry",
         "warning" if served else "info",
-        f"{_jobs(number)} of kind {kind!r} in queue {queue!r}, and the registry has no handler for it"
+        f"{jobs_of(number)} of kind {kind!r} in queue {queue!r}, and the registry has no handler for it"
         + ("" if served else ", nor for anything in that queue"),
         {"queue": queue, "kind": kind, "jobs": number, "queue_is_served": served},
         "Import the module that defines its handler, or give a renamed handler aliases=(...). If another service "
@@ -83,8 +86,8 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
         yield Finding(
             "queue-shared",
             "warning",
-            f"{_jobs(number)} in queue {queue!r} put off by relays of another registry, which does not know what this "
-            f"one does ({', '.join(kinds)})",
+            f"{jobs_of(number)} in queue {queue!r} put off by relays of another registry, which does not know what "
+            f"this one does ({', '.join(kinds)})",
             {"queue": queue, "kinds": kinds, "jobs": number},
             "If another service serves that queue too, give each service queues of its own. After a deployment it "
             "passes by itself once no older relay runs.",
@@ -94,60 +97,9 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
 def oldest_waiting(context: CheckContext) -> dict[str, float]:
     """For how many seconds the oldest of the next jobs of each queue has waited."""
     oldest: dict[str, float] = {}
-    for row in _waiting(context):
+    for row in waiting(context):
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
     return oldest
-
-
-def find_late_queues(context: CheckContext) -> Iterator[Finding]:
-    """Queues whose next jobs have waited for long, and paused ones that fill up."""
-    paused = context.scalars(statements.paused_queues(context.schema))
-    jobs, oldest = Counter[str](), dict[str, float]()
-    for row in _waiting(context):
-        jobs[row.queue] += row.jobs
-        oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
-    relays = _number_of_relays(context)
-    for queue, seconds in oldest.items():
-        late = seconds >= context.limits.older_than_seconds
-        if late or queue in paused:
-            yield _waiting_queue(queue, jobs[queue], seconds, is_paused=queue in paused, is_late=late, relays=relays)
-
-
-def _number_of_relays(context: CheckContext) -> int:
-    connected: int = context.scalar(statements.connected_relays())
-    if "relay" in context.tables:
-        connected += context.scalar(statements.living_relays(context.schema))
-    return connected
-
-
-def _waiting_queue(queue: str, jobs: int, seconds: float, *, is_paused: bool, is_late: bool, relays: int) -> Finding:
-    detail: dict[str, Value] = {"queue": queue, "jobs": jobs, "oldest_seconds": seconds}
-    if is_paused:
-        return Finding(
-            "queue-paused",
-            "warning" if is_late else "info",
-            f"queue {queue!r} is paused, and {_jobs_wait(jobs)} there, the oldest for {age(seconds)}",
-            detail,
-            f"When the reason is gone: outboxq queues resume {shlex.quote(queue)}",
-        )
-    if not relays:
-        return Finding(
-            "no-relay",
-            "problem",
-            f"no relay is connected, and {_jobs_wait(jobs)} in queue {queue!r}, the oldest for {age(seconds)}",
-            detail,
-            "Start one: outboxq relay MODULE:ATTRIBUTE. (A relay on an engine of your own is seen when its "
-            "application_name is 'outboxq relay'.)",
-        )
-    return Finding(
-        "queue-late",
-        "warning",
-        f"{_jobs_wait(jobs)} in queue {queue!r}, the oldest of the next for {age(seconds)}, although relays are "
-        "connected",
-        detail,
-        f"See that a relay serves it (--queue {shlex.quote(queue + '=4')}), with enough slots; `outboxq "
-        "jobs list --running` shows what takes long.",
-    )
 
 
 def find_suspects(context: CheckContext) -> Iterator[Finding]:
@@ -158,7 +110,7 @@ def find_suspects(context: CheckContext) -> Iterator[Finding]:
         yield Finding(
             "suspects-waiting",
             "warning",
-            f"{_jobs(number)} {'was' if number == 1 else 'were'} held by a relay that died, and "
+            f"{jobs_of(number)} {'was' if number == 1 else 'were'} held by a relay that died, and "
             f"{'waits' if number == 1 else 'wait'} to be run alone",
             {"jobs": number, "queues": [row.queue for row in rows]},
             "A running relay takes them one at a time. If they stay, or come back, one of them kills its process: "
@@ -196,7 +148,7 @@ def find_blocked_groups(context: CheckContext) -> Iterator[Finding]:
         yield Finding(
             "group-blocked",
             "warning",
-            f"{_jobs_wait(jobs)} in queue {queue!r} behind the first jobs of {len(rows):,} "
+            f"{jobs_wait(jobs)} in queue {queue!r} behind the first jobs of {len(rows):,} "
             f"{'group' if len(rows) == 1 else 'groups'}; the most, {first.jobs:,}, behind job {first.id}: {why}; it "
             f"runs again in {age(max(first.due_in_seconds, 0.0))}",
             {"queue": queue, "groups": len(rows), "jobs": jobs, "job": first.id},

@@ -41,10 +41,14 @@ class RelayIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RelayActivity:
-    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long."""
+    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long.
+
+    `free`: the queues that a slot which does not work serves.
+    """
 
     state: str
     busy: int
+    free: tuple[str, ...]
     running: str
 
 
@@ -80,10 +84,13 @@ class Flusher:
         """Whether there is anything to add, or the relay has a row, or may have."""
         return self._is_registered or self._in_doubt_since is not None or not self._aggregate.is_empty
 
-    def flush(self, transact: Transact) -> bool:
-        """Send what was counted since the last flush; whether this minute has gauges.
+    def flush(self, transact: Transact, *, counts: bool = True) -> bool:
+        """Say that the relay lives, and send what was counted since the last flush; whether this minute has gauges.
 
         What a lost connection left in doubt is sent again by the next flush.
+
+        Args:
+            counts: False leaves what was counted to a later flush.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
@@ -91,7 +98,7 @@ class Flusher:
         if self._in_doubt_since is not None and clock() - self._in_doubt_since > _DOUBT_SECONDS:
             self._forget()
         if self._pending is None:
-            self._pending = self._aggregate.take()
+            self._pending = self._aggregate.take() if counts else {}
             self._number += 1
         script = self._script(self._pending)
         is_first_try = self._in_doubt_since is None
@@ -108,15 +115,18 @@ class Flusher:
             self._in_doubt_since, self._is_registered = None, False
         return has_gauges
 
-    def leave(self, transact: Transact) -> None:
+    def leave(self, transact: Transact, *, counts: bool = True) -> None:
         """Flush for the last time, and remove the relay's row.
+
+        Args:
+            counts: False leaves out what was counted.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
         """
-        self.flush(transact)
+        self.flush(transact, counts=counts)
         if not self._is_registered:
-            self.flush(transact)
+            self.flush(transact, counts=counts)
         transact(statements.unregister(self._schema, self._identity.id))
         self._is_registered = False
 
@@ -147,6 +157,7 @@ class Flusher:
             self._number,
             activity.state,
             activity.busy,
+            activity.free,
             activity.running,
             [_row(queue, kind, each) for (queue, kind), each in counts.items()],
         )

@@ -40,6 +40,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobsCoalesced: (logging.DEBUG, "jobs with the same key were run as one"),
     events.JobsClaimed: (logging.DEBUG, "jobs were claimed"),
     events.ClaimsEmpty: (logging.DEBUG, "claims found no job"),
+    events.ClaimsFailed: (logging.DEBUG, "claims failed"),
     events.EffectCalled: (logging.DEBUG, "effect was asked for"),
     events.MessageSeen: (logging.DEBUG, "message was seen"),
     events.JobsEnqueued: (logging.DEBUG, "jobs were enqueued"),

@@ -9,7 +9,7 @@ The jobs that were added in a transaction or savepoint are remembered until it e
 them is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from outboxq.database.sessions import refuse_autocommit, transaction_connection
 from outboxq.errors import EnqueueError
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
+from outboxq.outbox.sending import sender_of
 from outboxq.outbox.told import tell_of_jobs, tells
 from outboxq.tables import JobRow, job_mapper
 
@@ -150,6 +151,18 @@ def replace_pending(session: Session, job_id: str, new: NewJob) -> bool:
     return False
 
 
+def change_pending(session: Session, change: Callable[[Mapping[str, NewJob]], Mapping[str, NewJob]]) -> None:
+    """Put other jobs into the places of those that the next flushes would insert, by their ids."""
+    batch = pending_batch(session)
+    waiting: list[_Waiting] = vars(session).get(_WAITING, [])
+    jobs = {} if batch is None or batch.jobs is None else batch.jobs
+    if not (jobs or waiting):
+        return
+    changed = change({**jobs, **{item.id: item.job for item in waiting}})
+    jobs.update((job_id, changed[job_id]) for job_id in jobs)
+    waiting[:] = [_Waiting(item.id, changed[item.id], item.transaction) for item in waiting]
+
+
 def take_jobs(session: Session) -> Mapping[str, NewJob]:
     """Take the jobs of the session's next flush out of it, to be inserted by `insert_all` in the same transaction."""
     batch = pending_batch(session)
@@ -194,6 +207,15 @@ def _write(session: Session, connection: Connection, batch: JobRow) -> None:
 
 def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     explain_errors_of(connection)
+    sender = sender_of(session)
+    if sender is None:
+        _send(session, connection, jobs)
+    else:
+        with sender.sending(jobs, connection) as sent:
+            _send(session, connection, sent)
+
+
+def _send(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     if session.twophase:
         # PREPARE TRANSACTION refuses a transaction that has notified.
         insert_all(connection, jobs, wakes="none")

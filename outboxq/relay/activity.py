@@ -11,8 +11,8 @@ from outboxq import __version__
 from outboxq.observability.flush import RelayActivity, RelayIdentity
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
+from outboxq.statements.relays import MOST_KINDS
 
-_KINDS_MOST = 1_000
 _RUNNING_MOST = 50
 # Jobs that have run for so long are named.
 _LONG_SECONDS = 1.0
@@ -26,7 +26,7 @@ def identity_of(state: RelayState, queues: tuple[str, ...], slots: int) -> Relay
         pid=os.getpid(),
         version=__version__,
         queues=queues,
-        kinds=tuple(sorted(state.registry.handlers))[:_KINDS_MOST],
+        kinds=tuple(sorted(state.registry.handlers))[:MOST_KINDS],
         slots=slots,
         listens=state.listener is not None,
     )
@@ -36,8 +36,9 @@ def activity_of(state: str, slots: Iterable[Slot]) -> RelayActivity:
     """What these slots are at, as far as it can be read while they work."""
     slots = list(slots)
     busy = sum(slot.running > 0 for slot in slots)
+    free = dict.fromkeys(queue for slot in slots if not slot.running for queue in slot.queues)
     running = list(islice((job for slot in slots for job in _running_on(slot)), _RUNNING_MOST))
-    return RelayActivity(state, busy, msgspec.json.encode(running).decode())
+    return RelayActivity(state, busy, tuple(free), msgspec.json.encode(running).decode())
 
 
 def _running_on(slot: Slot) -> list[dict[str, object]]:

@@ -87,6 +87,8 @@ class BatchLoop:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
             except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
+                if self.batch is None and self.leased_batch is None:
+                    self._tally.fail(name)
                 if self._failed_to_be_sent(connection, error):
                     continue
                 if self._gave_way(connection, request, error):

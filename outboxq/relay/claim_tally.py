@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from outboxq.emitter import Emitter
-from outboxq.events import ClaimsEmpty, JobsClaimed
+from outboxq.events import ClaimsEmpty, ClaimsFailed, JobsClaimed
 from outboxq.execution.claim import Claimed
 
 
@@ -13,10 +13,11 @@ class ClaimTally:
     """The claims of one slot since they were last told. Nothing is counted if no hook is told of it."""
 
     def __init__(self, emit: Emitter) -> None:
-        self._is_heard = emit.wants(JobsClaimed) or emit.wants(ClaimsEmpty)
+        self._is_heard = any(map(emit.wants, (JobsClaimed, ClaimsEmpty, ClaimsFailed)))
         self._began_at = 0.0
         self._claimed: list[JobsClaimed] = []
         self._empty: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Record that a claim is about to be sent, perhaps with a COMMIT."""
@@ -33,10 +34,19 @@ class ClaimTally:
         else:
             self._empty[queue] += 1
 
-    def take(self) -> Iterable[JobsClaimed | ClaimsEmpty]:
+    def fail(self, queue: str) -> None:
+        """Count a claim that was answered with an error, or not at all."""
+        if self._is_heard:
+            self._failed[queue] += 1
+
+    def take(self) -> Iterable[JobsClaimed | ClaimsEmpty | ClaimsFailed]:
         """The events of what was counted, once."""
-        claimed, empty = self._claimed, self._empty
-        if not (claimed or empty):
+        claimed, empty, failed = self._claimed, self._empty, self._failed
+        if not (claimed or empty or failed):
             return ()
-        self._claimed, self._empty = [], Counter()
-        return (*claimed, *(ClaimsEmpty(queue, count) for queue, count in empty.items()))
+        self._claimed, self._empty, self._failed = [], Counter(), Counter()
+        return (
+            *claimed,
+            *(ClaimsEmpty(queue, count) for queue, count in empty.items()),
+            *(ClaimsFailed(queue, count) for queue, count in failed.items()),
+        )

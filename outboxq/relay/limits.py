@@ -28,11 +28,11 @@ class HookLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLimits:
-    """How often a relay adds to the history.
+    """How often a relay says how it is, and adds to the history if `stats_seconds` wants it.
 
     Args:
         first_seconds: The longest time until it first does, and is listed; half of it is the shortest.
-        flush_seconds: The longest time between two flushes: what a killed process loses at most.
+        flush_seconds: The longest time between two flushes, with which it says that it lives.
         gauges_after_seconds: A relay that lives for so long writes gauges, if no other one does.
         finish_seconds: How long a relay that ends waits for its last flush.
     """

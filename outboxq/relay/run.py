@@ -154,7 +154,8 @@ class RelayRun:
         identity = identity_of(state, self._queues, sum(group.slots for group, _ in self.groups))
         flusher = Flusher(config.schema, identity, state.aggregate, self._activity, state.clock)
         beside = SideConnection(self.engines, config.schema, self._loop)
-        return Historian(flusher, self._connector(None), beside, config.schema, self.stopping, self.limits.history)
+        connect, limits = self._connector(None), self.limits.history
+        return Historian(flusher, connect, beside, config.schema, self.stopping, limits, config.stats_seconds)
 
     def _activity(self) -> RelayActivity:
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"

@@ -46,7 +46,7 @@ ON CONFLICT (id) DO NOTHING"""
 _FLUSH: LiteralString = """\
 WITH mine AS (
   UPDATE {relay_status} SET flush = {flush}, seen_at = pg_catalog.clock_timestamp(), state = {state}, busy = {busy},
-    running = {running}
+    free = {free}, running = {running}
   WHERE id = {owner} AND flush < {flush} RETURNING 1
 ){adding}
 SELECT EXISTS (SELECT FROM mine), EXISTS (SELECT FROM {relay_status} WHERE id = {owner}),
@@ -100,7 +100,14 @@ def register(
 
 
 def flush_counts(
-    schema: str, relay: UUID, flush: int, state: str, busy: int, running: str, rows: Sequence[Sequence[object]]
+    schema: str,
+    relay: UUID,
+    flush: int,
+    state: str,
+    busy: int,
+    free: Sequence[str],
+    running: str,
+    rows: Sequence[Sequence[object]],
 ) -> str:
     """Say how the relay is, and add its numbers to those of the minute, if this flush was not committed before.
 
@@ -110,6 +117,7 @@ def flush_counts(
 
     Args:
         flush: The number of the flush, which is higher than that of any before.
+        free: The queues that a slot could claim from.
         running: A JSON array.
         rows: Queue and kind, the outcomes in the order of `OUTCOMES`, two sums, two histograms.
     """
@@ -128,6 +136,7 @@ def flush_counts(
         flush=flush,
         state=state,
         busy=busy,
+        free=_texts(free),
         running=running,
         adding=adding if rows else sql.SQL(""),
         origin=_ORIGIN,

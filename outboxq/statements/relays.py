@@ -1,12 +1,22 @@
 """Relays that live, by the rows that they keep of themselves."""
 
+from collections.abc import Sequence
 from typing import LiteralString
+from uuid import UUID
 
-from sqlalchemy import Executable, select
+from sqlalchemy import Executable, TextClause, select, text
 
 from outboxq.statements.builtin import pg, seconds
-from outboxq.statements.render import render
+from outboxq.statements.doctor.sessions import qualified
+from outboxq.statements.render import quote_identifier, render
 from outboxq.tables import relay_status
+
+# A relay says several times a minute that it lives.
+DEAD_SECONDS = 60.0
+# How many rows are looked at.
+MOST_RELAYS = 1_000
+# A relay names so many of its kinds.
+MOST_KINDS = 1_000
 
 _SERVED: LiteralString = """\
 SELECT DISTINCT pg_catalog.unnest(queues) AS queue FROM {relay_status}
@@ -27,4 +37,77 @@ def select_relays(limit: int) -> Executable:
         )
         .order_by(relay_status.c.started_at, relay_status.c.id)
         .limit(limit)
+    )
+
+
+def may_read_relays(schema: str) -> TextClause:
+    """One row: whether this role may read `relay_status`; NULL if there is no such table. Catalogs only."""
+    table = quote_identifier(schema, "relay_status")
+    return text(
+        "SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:relays AS text))::oid, 'SELECT')"
+    ).bindparams(relays=table)
+
+
+_SEEN = "extract(epoch FROM pg_catalog.statement_timestamp() - seen_at)::float8"
+
+
+def relays_for(schema: str, queue: str, kind: str | None) -> TextClause:
+    """The relays that were seen within a day, those that serve a queue in front, the last seen first.
+
+    `serves` the queue; `has_room`: a slot could have claimed from it when the relay was last seen; `knows` the kind,
+    which is true if the relay knows more kinds than it names.
+    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
+    """
+    return text(
+        f"""\
+SELECT id, host, pid, state, queues, running::text AS running, {_SEEN} AS seen_seconds, {_SEEN} < :dead AS is_alive,
+  CAST(:queue AS text) = ANY (queues) AS serves, CAST(:queue AS text) = ANY (free) AS has_room,
+  CAST(:kind AS text) = ANY (kinds) OR pg_catalog.cardinality(kinds) >= :most_kinds AS knows
+FROM {qualified(schema, "relay_status")}
+ORDER BY CAST(:queue AS text) = ANY (queues) DESC, seen_at DESC LIMIT :most"""
+    ).bindparams(queue=queue, kind=kind, dead=DEAD_SECONDS, most_kinds=MOST_KINDS, most=MOST_RELAYS)
+
+
+def relay_seen(schema: str, relay: UUID) -> TextClause:
+    """For how many seconds a relay was not seen; no row if it keeps none. Index: the primary key; no locks."""
+    return text(
+        f"SELECT {_SEEN} AS seen_seconds FROM {qualified(schema, 'relay_status')} WHERE id = CAST(:relay AS uuid)"
+    ).bindparams(relay=str(relay))
+
+
+def serving_relays(schema: str) -> TextClause:
+    """The relays that were seen within a day, the last seen first: what they serve, and what runs there for long.
+
+    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
+    """
+    return text(
+        "SELECT id, host, pid, state, queues, free, running::text AS running, "
+        f"{_SEEN} AS seen_seconds, {_SEEN} < :dead AS is_alive "
+        f"FROM {qualified(schema, 'relay_status')} ORDER BY seen_at DESC LIMIT :most"
+    ).bindparams(dead=DEAD_SECONDS, most=MOST_RELAYS)
+
+
+def kinds_at_relays(schema: str, pairs: Sequence[tuple[str, str]]) -> TextClause:
+    """How many living relays serve each of these queues, and how many of those know the kind; no row without any.
+
+    Reads the small table `relay_status`, 1,000 rows of it at the most, for each pair; no locks.
+    """
+    serves = "given.queue = ANY (relay.queues)"
+    knows = "(given.kind = ANY (relay.kinds) OR pg_catalog.cardinality(relay.kinds) >= :most_kinds)"
+    return text(
+        f"""\
+SELECT given.queue, given.kind, pg_catalog.count(*) FILTER (WHERE {serves}) AS serving,
+  pg_catalog.count(*) FILTER (WHERE {serves} AND {knows}) AS knowing
+FROM unnest(CAST(:queues AS text[]), CAST(:kinds AS text[])) AS given (queue, kind)
+CROSS JOIN (
+  SELECT queues, kinds FROM {qualified(schema, "relay_status")}
+  WHERE {_SEEN} < :dead AND state <> 'stopping' ORDER BY seen_at DESC LIMIT :most
+) AS relay
+GROUP BY 1, 2 ORDER BY 1, 2"""
+    ).bindparams(
+        queues=[queue for queue, _ in pairs],
+        kinds=[kind for _, kind in pairs],
+        dead=DEAD_SECONDS,
+        most_kinds=MOST_KINDS,
+        most=MOST_RELAYS,
     )

@@ -10,8 +10,11 @@ from outboxq.tables.queues import paused_kind, queue, rate, schedule
 
 # The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
 NEEDED_VERSION = 9
+# The step that brings the history and the rows of relays, for what reads them.
+HISTORY_VERSION = 11
 
 __all__ = [
+    "HISTORY_VERSION",
     "JOB_SIZES",
     "NEEDED_VERSION",
     "SCHEMA",

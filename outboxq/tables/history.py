@@ -36,6 +36,8 @@ relay_status = Table(
     Column("kinds", ARRAY(Text), nullable=False),
     Column("slots", Integer, nullable=False),
     Column("busy", Integer, nullable=False),
+    # The queues that one of its slots could have claimed from when it was last seen.
+    Column("free", ARRAY(Text), nullable=False, server_default=text("'{}'")),
     Column("listens", Boolean, nullable=False),
     Column("running", JsonText, nullable=False),
     # How often the relay has added to `stat`: the same numbers are never added twice.

@@ -1,6 +1,7 @@
 """Claims that fail or are cancelled: what they did not get is not lost, marked or blamed, and nothing else waits."""
 
 import re
+import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
@@ -8,8 +9,9 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.events import DatabaseLost, Event, JobDone, JobsSuspected
+from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq.events import ClaimsFailed, DatabaseLost, Event, JobDone, JobsClaimed, JobsSuspected
+from outboxq.postgres import Database
 from outboxq.relay.claim_planner import ClaimPlanner
 from tests.conftest import StartRelay
 from tests.support import app
@@ -185,6 +187,29 @@ def test_a_cancelled_claim_is_no_death_and_no_outage(
     assert set(done(running.events)) == {(1, 0)}
     assert not running.of(JobsSuspected)
     assert not running.of(DatabaseLost)
+
+
+def test_claims_that_fail_are_told_to_hooks_that_ask_for_them(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """Beside those that take jobs, and those that find none: with what the slot has to say next."""
+    jobs, told = Jobs(), list[Event]()
+    jobs.on(JobsClaimed, ClaimsFailed)(told.append)
+    jobs.include(app.jobs)
+    enqueue(sessions, "first")
+    run(engine, SLOW_CLAIMS, hesitating(60))
+    relay = Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1))
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    try:
+        cancel_claim(engine)
+        run(engine, "DROP TRIGGER hesitate ON outboxq.job")
+        wait_until(lambda: [event for event in told if isinstance(event, JobsClaimed)], "the claim after it")
+    finally:
+        relay.stop()
+        thread.join(60)
+    failed = [event for event in told if isinstance(event, ClaimsFailed)]
+    assert [(event.queue, event.count) for event in failed] == [("ledger", 1)]
 
 
 def test_a_cancelled_claim_of_a_lease_asks_for_less(

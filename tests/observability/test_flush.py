@@ -41,7 +41,9 @@ def flusher(aggregate: Aggregate) -> Flusher:
     identity = RelayIdentity(
         id=uuid4(), host="h", pid=1, version="1", queues=("q",), kinds=("k",), slots=2, listens=True
     )
-    return Flusher("outboxq", identity, aggregate, lambda: RelayActivity("serving", 1, "[]"), DatabaseClock())
+    return Flusher(
+        "outboxq", identity, aggregate, lambda: RelayActivity("serving", 1, ("mail",), "[]"), DatabaseClock()
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, external
 from outboxq.admin.history import read_history
 from outboxq.admin.relays import list_relays
-from outboxq.events import Event
+from outboxq.events import Event, JobDone
 from outboxq.migrations.runner import migrate
 from outboxq.observability.gauges import write_gauges
 from outboxq.observability.history import prune, roll_up_one_hour
@@ -254,3 +254,35 @@ def test_an_outage_keeps_what_was_counted(engine: Engine, outboxq_database: Data
             )
     assert len(effects(engine)) == 100
     assert rows(engine, DONE) == [(100,)]
+
+
+def test_the_history_is_written_as_often_as_a_setting_says(
+    engine: Engine, outboxq_database: Database, start_relay: StartRelay
+) -> None:
+    """An hour apart, and once more at the end; the relay says that it lives all the same."""
+    flush = "SELECT coalesce(max(flush), 0) FROM outboxq.relay_status"
+    enqueue(engine, ["a"], both_flavours=False)
+    with start_relay(config=RelayConfig(stats_seconds=3_600.0), limits=QUICK) as relay:
+        wait_until(lambda: relay.of(JobDone), "the job")
+        # The first flush may have come before it, or behind it.
+        wait_until(lambda: int(str(rows(engine, flush)[0][0])) > 3, "signs of life")
+        enqueue(engine, ["b", "c"], both_flavours=False)
+        wait_until(lambda: len(relay.of(JobDone)) == 3, "the other jobs")
+        before = int(str(rows(engine, flush)[0][0]))
+        wait_until(lambda: int(str(rows(engine, flush)[0][0])) > before + 2, "more signs of life")
+        assert int(str(rows(engine, DONE)[0][0])) <= 1
+    assert rows(engine, DONE) == [(3,)]
+
+
+def test_a_history_that_is_turned_off_is_not_written(
+    engine: Engine, outboxq_database: Database, start_relay: StartRelay
+) -> None:
+    """The relay is listed, and says that it lives."""
+    flush = "SELECT coalesce(max(flush), 0) FROM outboxq.relay_status"
+    enqueue(engine, ["a"], both_flavours=False)
+    with start_relay(config=RelayConfig(stats_seconds=0), limits=QUICK) as relay:
+        wait_until(lambda: relay.of(JobDone), "the job")
+        wait_until(lambda: int(str(rows(engine, flush)[0][0])) > 3, "signs of life")
+    assert rows(engine, DONE) == [(0,)]
+    assert rows(engine, "SELECT * FROM outboxq.relay_status") == []
+    assert rows(engine, "SELECT * FROM outboxq.stat") == []

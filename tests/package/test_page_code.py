@@ -244,6 +244,14 @@ finish(jobs, done=1, failed=0)
 """,
     "relays.md": "",
     "configuration.md": "",
+    "tracing.md": """
+from outboxq import Context
+@jobs.handler
+def traced(ctx: Context) -> None: ...
+with Session.begin() as session:
+    session.add_job(traced)
+finish(jobs, done=1, failed=0)
+""",
     "operating.md": """
 with Session.begin() as session:
     session.add_job(book.options(max_attempts=1), name="Ada Lovelace")

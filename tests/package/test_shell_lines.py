@@ -76,6 +76,7 @@ NOT_RUN = {
     "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest": "it is what runs the tests",
     "python3 -m venv .venv && . .venv/bin/activate": INSTALLS,
     "pip install 'outboxq[cli]'": INSTALLS,
+    "pip install 'outboxq[otel]' opentelemetry-sdk": INSTALLS,
     "createdb shop": "a test has a database of its own",
     "export SHOP_DATABASE_URL=postgresql+psycopg://localhost/shop": "a test's database has another URL",
     "export OUTBOXQ_DATABASE_URL=$SHOP_DATABASE_URL": "a test's database has another URL",

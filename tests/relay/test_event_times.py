@@ -24,6 +24,7 @@ from outboxq import (
 from outboxq.clock import DatabaseClock
 from outboxq.events import (
     ClaimsEmpty,
+    ClaimsFailed,
     Event,
     EventOfJob,
     JobDied,
@@ -160,7 +161,7 @@ def test_claims_are_told_to_hooks_that_ask_for_them(
 ) -> None:
     """How many jobs each took, and how often none: what a slot found last, when the relay ends."""
     jobs, told, others = registry("transaction"), list[Event](), list[Event]()
-    jobs.on(JobsClaimed, ClaimsEmpty)(told.append)
+    jobs.on(JobsClaimed, ClaimsEmpty, ClaimsFailed)(told.append)
     enqueue(sessions, jobs)
     Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=4), hooks=[others.append]).drain()
     claimed = of(told, JobsClaimed)
@@ -168,3 +169,4 @@ def test_claims_are_told_to_hooks_that_ask_for_them(
     assert all(event.queue == "q" and event.seconds > 0 for event in claimed)
     assert {event.queue for event in of(told, ClaimsEmpty)} == {"q"}
     assert not [event for event in others if isinstance(event, JobsClaimed | ClaimsEmpty)]
+    assert of(told, ClaimsFailed) == []

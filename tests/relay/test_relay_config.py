@@ -20,6 +20,7 @@ from outboxq.errors import ConfigError, RegistryError
         ({"max_crashes": 0}, "max_crashes takes 1 to 1000, got 0"),
         ({"drain_seconds": -1}, "drain_seconds takes 0 to 86400, got -1"),
         ({"poll_seconds": math.nan}, "poll_seconds takes 0.01 to 3600, got nan"),
+        ({"stats_seconds": 0.5}, "stats_seconds takes 1 to 3600, or 0 for never, got 0.5"),
         ({"prune_seconds": 0.5}, "prune_seconds takes 1 to 86400, or 0 for never, got 0.5"),
         ({"prune_seconds": 86_401}, "prune_seconds takes 1 to 86400, or 0 for never, got 86401"),
         ({"prune_seconds": -1}, "prune_seconds takes 1 to 86400"),
@@ -36,6 +37,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, float], said: str) -> N
 def test_pruning_can_be_turned_off() -> None:
     """0 is never."""
     assert RelayConfig(prune_seconds=0).prune_seconds == 0
+    assert RelayConfig(stats_seconds=0).stats_seconds == 0
 
 
 def test_the_heartbeat_follows_the_lease() -> None:

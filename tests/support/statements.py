@@ -123,6 +123,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "kept": ("48 hours", "35 days"),
     "hour": ("2026-01-01 00:00:00+00", "2026-01-01 00:00:00+00"),
     "running": ("[]", "[]"),
+    "pairs": ([("mail", "send")], [("mail", "send"), ("mail", "post")]),
     "by": ("minute", "kind"),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),

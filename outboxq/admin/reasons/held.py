@@ -7,9 +7,11 @@ from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason, Value
+from outboxq.admin.reasons.serving import owner_seen_seconds
 from outboxq.codec.text import duration
 from outboxq.database.engines import RELAY_NAME
 from outboxq.statements.doctor.sessions import prepared_transactions
+from outboxq.statements.relays import DEAD_SECONDS
 
 LEASED = ("leased", "group_leased")
 
@@ -26,7 +28,7 @@ def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     elif job.is_held:
         yield _held_by_session(job)
     if is_leased and not (job.is_held and job.holder is not None):
-        yield _leased(job)
+        yield _leased(job, owner_seen_seconds(looks, job.lease_owner))
 
 
 def _cancelling(job: Row[Any]) -> Reason:
@@ -98,16 +100,26 @@ def _prepared(looks: Looks, job: Row[Any]) -> Reason:
     )
 
 
-def _leased(job: Row[Any]) -> Reason:
+def _leased(job: Row[Any], seen_seconds: float | None) -> Reason:
     where = f" ({job.host}, process {job.relay_pid})" if job.host else ""
     details: dict[str, Value] = {
         "relay": str(job.lease_owner),
         "host": job.host,
         "pid": job.relay_pid,
         "lease_seconds": job.lease_seconds,
+        "seen_seconds": seen_seconds,
         "attempt": job.attempt,
     }
-    if job.lease_seconds is not None and job.lease_seconds > 0:
+    holds = job.lease_seconds is not None and job.lease_seconds > 0
+    if holds and seen_seconds is not None and seen_seconds >= DEAD_SECONDS:
+        return Reason(
+            "lease-orphaned",
+            f"it is leased to relay {job.lease_owner}{where}, which was last seen {duration(seen_seconds)} ago: it "
+            f"died, or cannot reach the database; its lease ends in {duration(job.lease_seconds)}",
+            details,
+            "A running relay takes the job back when the lease is over: see that one runs.",
+        )
+    if holds:
         return Reason(
             "leased",
             f"relay {job.lease_owner}{where} runs it under a lease of {duration(job.lease_seconds)} more, which it "

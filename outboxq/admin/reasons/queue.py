@@ -8,17 +8,17 @@ from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason
-from outboxq.admin.reasons.serving import find_missing_relay
+from outboxq.admin.reasons.serving import Relays, find_missing_relay
 from outboxq.codec.text import duration
 from outboxq.queue_limits import Rate
 from outboxq.statements.doctor import limits
 from outboxq.statements.doctor.sessions import BLOCKING_MODES, lock_holders
 
 
-def find_in_queue(looks: Looks, queue: str, facts: Row[Any] | None) -> Iterator[Reason]:
+def find_in_queue(looks: Looks, queue: str, facts: Row[Any] | None, relays: Relays) -> Iterator[Reason]:
     """What holds up a queue; `facts` is a row of `statements.explain.queue_facts`."""
     yield from find_locked_table(looks)
-    yield from find_missing_relay(looks, queue)
+    yield from find_missing_relay(relays, queue)
     if facts is None:
         return
     if facts.paused_seconds is not None:

@@ -1,48 +1,203 @@
-"""Which relays serve a queue, as far as the database shows it."""
+"""Which relays serve a queue: by the rows that they keep of themselves, else as far as connections show it."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
-from outboxq.admin.reasons.reason import Reason
+from outboxq.admin.reasons.reason import Reason, Value
+from outboxq.admin.relays import RunningJob, decode_running
+from outboxq.codec.text import duration, several
+from outboxq.statements import relays as statements
 from outboxq.statements.doctor import work
+
+_THE_RELAYS = "the relays"
+# So many relays are named in a sentence.
+_MOST_NAMED = 3
+_STOPPING = "stopping"
+_UNLISTED = "Relays of a version from before step 11 of the migrations are not listed."
 
 
 @dataclass(frozen=True, slots=True)
-class ServingRelays:
-    """How many relays are to be seen: connections by their name, and leases that have not run out.
+class Relays:
+    """The relays that were seen within a day, as `statements.relays.relays_for` reads them for a queue and a kind.
 
-    `by_queue`: whether they are those of the queue that was asked for; else they may serve others.
+    `connections`: what is seen of others, by the names of their connections and by leases; None if that is not known.
+    It is looked at only if no relay that lives is listed.
     """
 
-    connections: int
-    leases: int
-    by_queue: bool = False
+    seen: Sequence[Row[Any]]
+    connections: int | None = None
 
     @property
-    def are_seen(self) -> bool:
-        """Whether there is any."""
-        return self.connections + self.leases > 0
+    def living(self) -> list[Row[Any]]:
+        """Those that live, also if they stop at this moment."""
+        return [relay for relay in self.seen if relay.is_alive]
+
+    @property
+    def serving(self) -> list[Row[Any]]:
+        """Those that live and claim from the queue."""
+        return [relay for relay in self.living if relay.serves and relay.state != _STOPPING]
+
+    @property
+    def last_dead(self) -> Row[Any] | None:
+        """Of the dead relays that served the queue, the one that was seen last."""
+        return next((relay for relay in self.seen if relay.serves and not relay.is_alive), None)
+
+    @property
+    def longest(self) -> tuple[Row[Any], RunningJob, float] | None:
+        """What runs for the longest on the relays that serve the queue: its relay, the job, and how long."""
+        running = [
+            (relay, job, job.seconds + relay.seen_seconds)
+            for relay in self.serving
+            for job in decode_running(relay.running)
+        ]
+        return max(running, key=lambda each: each[2], default=None)
 
 
-def relays_serving(looks: Looks, queue: str) -> ServingRelays | None:
-    """The relays that may serve a queue; None if that is not known. No row says which queues a relay serves."""
-    del queue
+def look_at_relays(looks: Looks, queue: str, kind: str | None = None) -> Relays:
+    """The relays, those that serve the queue in front."""
+    seen: Sequence[Row[Any]] = ()
+    if may_read(looks):
+        seen = looks.rows(_THE_RELAYS, statements.relays_for(looks.schema, queue, kind))
+    relays = Relays(seen)
+    return relays if relays.living else Relays(seen, _connections(looks))
+
+
+def may_read(looks: Looks) -> bool:
+    """Whether relays keep rows of themselves, and this role may read them."""
+    row = looks.row(_THE_RELAYS, statements.may_read_relays(looks.schema))
+    return row is not None and row[0] is True
+
+
+def owner_seen_seconds(looks: Looks, owner: UUID) -> float | None:
+    """For how long the owner of a lease was not seen; None if that is not known."""
+    row = looks.row("the owner of the lease", statements.relay_seen(looks.schema, owner)) if may_read(looks) else None
+    return None if row is None else float(row.seen_seconds)
+
+
+def _connections(looks: Looks) -> int | None:
     connected = looks.row("the connections of relays", work.connected_relays())
     living = looks.row("the leases of relays", work.living_relays(looks.schema))
-    if connected is None or living is None:
-        return None
-    return ServingRelays(connected[0], living[0])
+    return None if connected is None or living is None else connected[0] + living[0]
 
 
-def find_missing_relay(looks: Looks, queue: str) -> Iterator[Reason]:
-    """No relay that could run jobs of the queue is connected."""
-    relays = relays_serving(looks, queue)
-    if relays is not None and not relays.are_seen:
+def find_missing_relay(relays: Relays, queue: str) -> Iterator[Reason]:
+    """No relay that could run jobs of the queue lives, or none of those that live serves it."""
+    if relays.serving:
+        return
+    if relays.living or (relays.last_dead is not None and relays.connections):
+        yield _not_served(relays, queue)
+    elif relays.connections == 0:
         yield Reason(
             "no-relay",
-            f"no relay that serves queue {queue!r} is connected to the database",
-            {"queue": queue},
-            "Start one: outboxq relay MODULE:ATTRIBUTE. (A relay on an engine of your own is seen when its "
-            "application_name is 'outboxq relay'.)",
+            f"no relay that serves queue {queue!r} is connected to the database{_last(relays)}",
+            {"queue": queue, **_last_details(relays)},
+            "Start one: outboxq relay MODULE:ATTRIBUTE. (One that keeps no row of itself, as its role may not, is seen "
+            "when the application_name of its connections is 'outboxq relay'.)",
         )
+
+
+def _not_served(relays: Relays, queue: str) -> Reason:
+    stopping = [relay for relay in relays.living if relay.serves]
+    others = f": {_who_serves_what(relays.living)}" if relays.living else ""
+    if stopping:
+        others = f": {named(stopping)} served it, and is stopping"
+    return Reason(
+        "queue-not-served",
+        f"no living relay serves queue {queue!r}{others}{_last(relays)}",
+        {
+            "queue": queue,
+            "served": sorted({each for relay in relays.living for each in relay.queues}),
+            "stopping": bool(stopping),
+            **_last_details(relays),
+        },
+        f"Start a relay that does: outboxq relay MODULE:ATTRIBUTE, without --queue or with --queue "
+        f"{shlex.quote(queue + '=4')}; and see that the queue's name is that of a handler. {_UNLISTED}",
+    )
+
+
+def named(relays: Sequence[Row[Any]]) -> str:
+    """Some relays by their hosts and processes: `alpha (process 7), beta (process 8) and 3 more`."""
+    names = [f"{relay.host} (process {relay.pid})" for relay in relays]
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _who_serves_what(relays: Sequence[Row[Any]]) -> str:
+    by_queues: dict[tuple[str, ...], list[Row[Any]]] = {}
+    for relay in relays:
+        by_queues.setdefault(tuple(relay.queues), []).append(relay)
+    said = [f"{named(each)}: {', '.join(map(repr, queues))}" for queues, each in by_queues.items()]
+    more = len(said) - _MOST_NAMED
+    return "; ".join(said[:_MOST_NAMED]) + (f"; and {more} other sets of queues" if more > 0 else "")
+
+
+def _last(relays: Relays) -> str:
+    dead = relays.last_dead
+    if dead is None:
+        return ""
+    return f"; the last one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago"
+
+
+def _last_details(relays: Relays) -> dict[str, Value]:
+    dead = relays.last_dead
+    if dead is None:
+        return {}
+    return {"last_host": dead.host, "last_pid": dead.pid, "last_seen_seconds": dead.seen_seconds}
+
+
+def find_unknown_kind(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
+    """Relays serve the queue, and none of them knows the job's kind. `job` is a row of `job_facts`."""
+    serving = relays.serving
+    if serving and not any(relay.knows for relay in serving):
+        yield Reason(
+            "kind-not-served",
+            f"{several(len(serving), 'relay', 'relays')} {'serves' if len(serving) == 1 else 'serve'} queue "
+            f"{job.queue!r}, and none knows the kind {job.kind!r}{known_by(relays)}",
+            {"queue": job.queue, "kind": job.kind, "relays": len(serving)},
+            f"Start a relay whose registry has the kind, or give a renamed handler aliases=(...). {_UNLISTED}",
+        )
+
+
+def known_by(relays: Relays) -> str:
+    """Which living relays know the kind, as the end of a sentence."""
+    knowing = [relay for relay in relays.living if relay.knows]
+    return f"; it is known to {named(knowing)}" if knowing else ""
+
+
+def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
+    """All slots that serve the queue worked when their relays were last seen, and the job could have run by then."""
+    serving = relays.serving
+    waited_seconds = -job.due_in_seconds
+    if serving and not any(relay.has_room or relay.seen_seconds >= waited_seconds for relay in serving):
+        seconds = max(relay.seen_seconds for relay in serving)
+        yield Reason(
+            "slots-busy",
+            f"all slots that serve queue {job.queue!r} were busy {duration(seconds)} ago, when their "
+            f"{'relay was' if len(serving) == 1 else 'relays were'} last seen{longest_of(relays)}",
+            {"queue": job.queue, "relays": len(serving), "seen_seconds": seconds, **_longest_details(relays)},
+            "See what takes long: outboxq relays list. More slots or processes work faster; timeout_seconds bounds "
+            "every run.",
+        )
+
+
+def longest_of(relays: Relays) -> str:
+    """What runs for the longest on the relays that serve the queue, as the end of a sentence."""
+    found = relays.longest
+    if found is None:
+        return ""
+    relay, job, seconds = found
+    return f"; what runs for the longest is job {job.id} of kind {job.kind!r}, {duration(seconds)} on {named([relay])}"
+
+
+def _longest_details(relays: Relays) -> dict[str, Value]:
+    found = relays.longest
+    if found is None:
+        return {}
+    _, job, seconds = found
+    return {"longest": str(job.id), "longest_kind": job.kind, "longest_seconds": seconds}

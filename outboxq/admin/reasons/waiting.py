@@ -9,6 +9,15 @@ from sqlalchemy import Row
 from outboxq.admin.reasons.held import find_held
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason, Value, in_order
+from outboxq.admin.reasons.serving import (
+    Relays,
+    find_busy_slots,
+    find_unknown_kind,
+    known_by,
+    longest_of,
+    look_at_relays,
+    named,
+)
 from outboxq.codec.text import duration, several
 from outboxq.statements import explain as statements
 from outboxq.statements.doctor.sessions import snapshot_holders
@@ -19,8 +28,8 @@ _SUSPECT = ("suspect", "group_suspect")
 _MOST_MESSAGE = 200
 
 
-def find_own(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """What a job itself says: its expiry, its crashes, its time, and whether its kind may run."""
+def find_own(looks: Looks, job: Row[Any], relays: Relays) -> Iterator[Reason]:
+    """What a job itself says: its expiry, its crashes, its time, and whether its kind may run, and is known."""
     if job.expires_in_seconds is not None:
         yield from _expiry(job)
     if job.state in _SUSPECT:
@@ -28,7 +37,9 @@ def find_own(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     if job.kind_paused_seconds is not None:
         yield _kind_paused(job)
     elif job.parked:
-        yield _kind_unknown(job)
+        yield _kind_unknown(job, relays)
+    else:
+        yield from find_unknown_kind(relays, job)
     if job.due_in_seconds > 0 and not job.parked and job.state not in _SUSPECT:
         yield _retrying(job) if job.attempt and job.error_type else _scheduled(job)
 
@@ -80,13 +91,18 @@ def _kind_paused(job: Row[Any]) -> Reason:
     )
 
 
-def _kind_unknown(job: Row[Any]) -> Reason:
+def _kind_unknown(job: Row[Any], relays: Relays) -> Reason:
     again = f"in {duration(job.due_in_seconds)}" if job.due_in_seconds > 0 else "with the next look"
     return Reason(
         "kind-unknown",
         f"parked: no relay that looked knows its kind {job.kind!r} ({several(job.parked, 'look', 'looks')}); another "
-        f"one looks {again}",
-        {"kind": job.kind, "looks": job.parked, "due_in_seconds": job.due_in_seconds},
+        f"one looks {again}{known_by(relays)}",
+        {
+            "kind": job.kind,
+            "looks": job.parked,
+            "due_in_seconds": job.due_in_seconds,
+            "known_by": [str(relay.id) for relay in relays.living if relay.knows],
+        },
         "Start a relay whose registry has the kind, or give a renamed handler aliases=(...). Then, to save the wait: "
         f"outboxq jobs change {job.id} --run-now.",
     )
@@ -121,7 +137,7 @@ def _scheduled(job: Row[Any]) -> Reason:
     )
 
 
-def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int) -> Iterator[Reason]:
+def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int, relays: Relays) -> Iterator[Reason]:
     """Jobs of its group come before it: the first of them, and why that one does not run."""
     if job.group_key is None or job.state == "group_waiting":
         return
@@ -134,7 +150,7 @@ def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int) -> Iterat
     if head is None:
         return
     first = looks.row("the first job of its group", statements.job_facts(looks.schema, head.id))
-    found = () if first is None else in_order([*find_held(looks, first), *find_own(looks, first)])
+    found = () if first is None else in_order([*find_held(looks, first), *_own_of_head(looks, first, job, relays)])
     why = f", which does not run itself: {found[0].text}" if found else ", which is the next one to run"
     if found and found[0].code in ("running", "leased"):
         why = f", and {found[0].text}"
@@ -146,6 +162,11 @@ def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int) -> Iterat
         f"See what that job waits for: outboxq explain {head.id}. Without it its group goes on: outboxq jobs cancel "
         f"{head.id}.",
     )
+
+
+def _own_of_head(looks: Looks, head: Row[Any], job: Row[Any], relays: Relays) -> Iterator[Reason]:
+    # What is known of the kind of `job` says nothing of another one.
+    return find_own(looks, head, relays if head.kind == job.kind else look_at_relays(looks, head.queue, head.kind))
 
 
 def _number(ahead: int) -> str:
@@ -170,12 +191,14 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     )
 
 
-def find_turn(looks: Looks, job: Row[Any], *, may_run: bool) -> Iterator[Reason]:
+def find_turn(looks: Looks, job: Row[Any], relays: Relays, *, may_run: bool) -> Iterator[Reason]:
     """Others come first, or nothing is in the way of the job.
 
     Args:
         may_run: No other reason was found.
     """
+    busy = list(find_busy_slots(relays, job)) if may_run else []
+    yield from busy
     ahead = 0
     if job.state == "ready":
         before = statements.ready_before(looks.schema, job.queue, job.priority, job.seq)
@@ -183,27 +206,33 @@ def find_turn(looks: Looks, job: Row[Any], *, may_run: bool) -> Iterator[Reason]
     if ahead:
         yield Reason(
             "behind-others",
-            f"{_number(ahead)} of queue {job.queue!r} {'comes' if ahead == 1 else 'come'} before it{_busiest(looks)}",
+            f"{_number(ahead)} of queue {job.queue!r} {'comes' if ahead == 1 else 'come'} before it"
+            f"{_busiest(looks, relays)}",
             {"ahead": ahead, "priority": job.priority},
             f"See whether the first of them run: outboxq explain --queue {shlex.quote(job.queue)}. More slots or "
             f"processes work faster; to go ahead: outboxq jobs change {job.id} --priority N.",
         )
-    elif may_run:
-        yield _overdue(looks, job) if job.due_in_seconds < -_SWEEP_SECONDS else _due_now(looks, job)
+    elif may_run and not busy:
+        yield _overdue(looks, job, relays) if job.due_in_seconds < -_SWEEP_SECONDS else _due_now(looks, job)
 
 
-def _busiest(looks: Looks) -> str:
+def _busiest(looks: Looks, relays: Relays) -> str:
+    if relays.serving:
+        return longest_of(relays)
     relay = looks.row("what relays are busy with", statements.busiest_relays())
     if relay is None or relay.seconds is None:
         return ""
     return f"; of the connected relays' jobs session {relay.pid} runs for the longest, {duration(relay.seconds)}"
 
 
-def _overdue(looks: Looks, job: Row[Any]) -> Reason:
+def _overdue(looks: Looks, job: Row[Any], relays: Relays) -> Reason:
+    served = f"no connected relay serves queue {job.queue!r}, or all of their slots are busy, or they cannot work"
+    if relays.serving:
+        served = f"{named(relays.serving)} serves queue {job.queue!r}, has a free slot, and does not come to it"
     return Reason(
         "overdue",
-        f"it could have run for {duration(-job.due_in_seconds)}, and nothing is seen in its way{_busiest(looks)}: no "
-        f"connected relay serves queue {job.queue!r}, or all of their slots are busy, or they cannot work",
+        f"it could have run for {duration(-job.due_in_seconds)}, and nothing is seen in its way"
+        f"{_busiest(looks, relays)}: {served}",
         {"queue": job.queue, "kind": job.kind, "due_in_seconds": job.due_in_seconds},
         f"See that a relay serves the queue (--queue {shlex.quote(job.queue + '=4')}) and read its log; then outboxq "
         "doctor MODULE:ATTRIBUTE.",

@@ -39,6 +39,7 @@ class Historian:
     """Flushes every few seconds, and once more when it is stopped.
 
     Args:
+        stats_seconds: The longest time between two flushes that add to the history; 0 is never.
         connect: Opens a connection outside a transaction; a transaction pooler will do.
         beside: Where gauges are written, and the upkeep is done.
         stopping: Set when the relay stops: no more gauges and no upkeep.
@@ -50,6 +51,7 @@ class Historian:
     schema: str
     stopping: threading.Event
     limits: HistoryLimits
+    stats_seconds: float = 15.0
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -57,6 +59,7 @@ class Historian:
         self._warned: set[str] = set()
         self._gauges_from = clock() + self.limits.gauges_after_seconds
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
+        self._counts_at = clock()
 
     def start(self) -> None:
         """Start the thread."""
@@ -71,7 +74,7 @@ class Historian:
         seconds = self.limits.first_seconds
         while not self._over.wait(draw_pause(seconds)):
             self.run_once()
-            seconds = self.limits.flush_seconds
+            seconds = min(self.limits.flush_seconds, self.stats_seconds or self.limits.flush_seconds)
         self._finish()
 
     def run_once(self) -> None:
@@ -79,7 +82,11 @@ class Historian:
         self._try(self._flush)
 
     def _flush(self) -> None:
-        has_gauges = self.flusher.flush(self._transact)
+        counts = self.stats_seconds > 0 and clock() >= self._counts_at
+        has_gauges = self.flusher.flush(self._transact, counts=counts)
+        if counts:
+            # The next round from then on is no later than `stats_seconds` allows.
+            self._counts_at = clock() + max(0.0, self.stats_seconds - self.limits.flush_seconds)
         if self.stopping.is_set():
             return
         if not has_gauges and clock() >= self._gauges_from:
@@ -110,7 +117,7 @@ class Historian:
             return
         # Twice: the connection of the last flush may have been lost.
         for _ in range(2):
-            if self._try(lambda: self.flusher.leave(self._transact)):
+            if self._try(lambda: self.flusher.leave(self._transact, counts=self.stats_seconds > 0)):
                 return
 
     def _try(self, step: Callable[[], object]) -> bool:

@@ -1,0 +1,178 @@
+"""The relay's side: a span around each call of a handler, and what the calls came to as metrics."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol, get_args
+
+from opentelemetry import context as context_api
+from opentelemetry import metrics, trace
+from sqlalchemy.orm import Session
+
+from outboxq.database.sessions import plain_session
+from outboxq.errors import ArgumentError
+from outboxq.job import Job
+from outboxq.new_job import NewJob
+from outboxq.observability.otel import conventions
+from outboxq.observability.otel.headers import context_of
+from outboxq.observability.otel.metering import EVENTS, ProcessMeter
+from outboxq.observability.otel.producing import TracingSender
+from outboxq.outbox.pending import change_pending
+from outboxq.outbox.sending import SENDER_OF_CALL
+
+logger = logging.getLogger("outboxq.otel")
+
+Relation = Literal["link", "parent"]
+
+
+class CallContext(Protocol):
+    """The context of a handler's call: that of one job also has a `job`."""
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """The jobs of the call."""
+        ...
+
+
+class Registry(Protocol):
+    """A registry of handlers, such as `outboxq.Jobs`."""
+
+    def around(self, function: Any, /) -> Any:
+        """Wrap something around each call."""
+        ...
+
+    def on(self, *events: type[object]) -> Callable[[Any], Any]:
+        """Register a hook."""
+        ...
+
+
+# So many links a span has at most, as SDKs keep no more by default.
+_LINKS_MOST = 128
+
+
+class ProcessTracer:
+    """Makes the span of each call: an around of the registry."""
+
+    def __init__(
+        self, tracer: trace.Tracer, sender: TracingSender, relation: Relation, *, record_exceptions: bool
+    ) -> None:
+        self._tracer = tracer
+        self._sender = sender
+        self._relation = relation
+        self._record_exceptions = record_exceptions
+
+    def around(self, ctx: CallContext) -> AbstractContextManager[object] | None:
+        """The span of a call, to be entered; None if it cannot be made: that is logged, and the handler runs."""
+        try:
+            span = self._start(ctx)
+        except Exception:
+            logger.exception("no span was made for the call of a handler")
+            return None
+        return self._within(span, ctx)
+
+    @contextmanager
+    def _within(self, span: trace.Span, ctx: CallContext) -> Iterator[None]:
+        token = SENDER_OF_CALL.set(self._sender)
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                yield
+                _trace_added(ctx, self._sender)
+            except BaseException as error:
+                span.set_attribute(conventions.ERROR_TYPE, conventions.error_type(error))
+                span.set_status(trace.StatusCode.ERROR)
+                if self._record_exceptions:
+                    span.record_exception(error)
+                raise
+            finally:
+                SENDER_OF_CALL.reset(token)
+
+    def _start(self, ctx: CallContext) -> trace.Span:
+        jobs = ctx.jobs
+        creations = [found for job in jobs[:_LINKS_MOST] if (found := context_of(job.headers)) is not None]
+        parent: context_api.Context | None = None
+        if self._relation == "parent" and len(jobs) == 1 and creations:
+            parent, creations = trace.set_span_in_context(trace.NonRecordingSpan(creations[0])), []
+        return self._tracer.start_span(
+            f"process {jobs[0].queue}",
+            context=parent,
+            kind=trace.SpanKind.CONSUMER,
+            attributes=_attributes(ctx, jobs),
+            links=[trace.Link(found) for found in creations],
+        )
+
+
+def _trace_added(ctx: CallContext, sender: TracingSender) -> None:
+    """Give the jobs that the handler has added, and not sent, their context while its span is current.
+
+    They are sent behind the call, together with those of other jobs perhaps.
+    """
+
+    def sent(jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
+        with sender.sending(jobs, None) as changed:
+            return changed
+
+    try:
+        session = _session_of(ctx)
+        if session is not None:
+            change_pending(session, sent)
+    except Exception:
+        logger.exception("jobs that a handler has added are not traced")
+
+
+def _attributes(ctx: CallContext, jobs: Sequence[Job]) -> dict[str, str | int | float]:
+    first = jobs[0]
+    attributes = {**conventions.operation("process", first.queue), conventions.KIND: first.kind}
+    if not _is_of_one_job(ctx):
+        return {**attributes, conventions.BATCH_COUNT: len(jobs)}
+    return {
+        **attributes,
+        conventions.MESSAGE_ID: str(first.id),
+        conventions.ATTEMPT: first.attempt,
+        conventions.WAIT_SECONDS: first.waited_seconds,
+    }
+
+
+def _session_of(ctx: CallContext) -> Session | None:
+    """The plain session of a call, if it has one by now: none is opened for the tracing."""
+    found: Any = ctx
+    session = vars(ctx).get("session") if _is_of_one_job(ctx) else found.session
+    return None if session is None else plain_session(session, "tracing")
+
+
+def _is_of_one_job(ctx: CallContext) -> bool:
+    """Whether the call is not that of a batch handler."""
+    return hasattr(ctx, "job")
+
+
+def instrument_jobs(
+    jobs: Registry,
+    *,
+    relation: Relation = "link",
+    record_exceptions: bool = False,
+    tracer_provider: trace.TracerProvider | None = None,
+    meter_provider: metrics.MeterProvider | None = None,
+) -> None:
+    """Trace the calls of a registry's handlers, and of those that it includes, and measure them.
+
+    Each call has a span `process {queue}`, which is current while the handler runs; a batch handler has one for all
+    jobs of a call. Jobs that a handler adds carry the context of a `send` span within it. To be called before other
+    arounds are registered, so that these run within the span.
+
+    Args:
+        relation: How the span belongs to the one in which its job was added: a "link" in a trace of its own, or that
+            one is its "parent". Calls with several jobs have links in any case, 128 at the most.
+        record_exceptions: Record the exceptions of handlers in spans, with their texts and tracebacks, which may hold
+            what jobs were given. Without it spans have their types alone.
+        tracer_provider: The global one by default, also if it is set later.
+        meter_provider: The global one by default, also if it is set later.
+
+    Raises:
+        ArgumentError: `relation` is neither of the two.
+    """
+    if relation not in get_args(Relation):
+        raise ArgumentError(f"relation takes 'link' or 'parent', got {relation!r}")
+    sender = TracingSender(tracer_provider, meter_provider)
+    tracer = trace.get_tracer(*conventions.SCOPE, tracer_provider)
+    jobs.around(ProcessTracer(tracer, sender, relation, record_exceptions=record_exceptions).around)
+    meter = ProcessMeter(metrics.get_meter(*conventions.SCOPE, meter_provider))
+    jobs.on(*EVENTS)(meter.record)

@@ -95,12 +95,17 @@ UP = """\
       db_user text NOT NULL DEFAULT session_user,
       action text NOT NULL,
       target text,
+      -- Which rows were meant, and what was to become of them: never arguments, results or other payloads.
       filter jsonb,
+      change jsonb,
       reason text,
       -- How many rows the preview showed, were changed, and were passed over because others held them.
       expected bigint,
       changed bigint NOT NULL DEFAULT 0,
       held bigint NOT NULL DEFAULT 0,
+      -- The last row of a change of many rows that was looked at: it goes on behind that one.
+      position uuid,
+      stopped_at timestamptz,
       error text,
       CONSTRAINT audit_via CHECK (via IN ('cli', 'web', 'api'))
     );

@@ -27,7 +27,6 @@ from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_c
 
 MAX_COUNT = 10_000
 SAMPLES = 10
-MAX_TARGET_IDS = 10_000
 
 CheckArgs: TypeAlias = Callable[[str, str], object]
 Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, DatabaseUrls, Wide, takes
+from outboxq.cli.options import ActingOptions, DatabaseOptions, DatabaseUrls, Wide, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
 from outboxq.cli.values import Estimate, age, duration, in_short
@@ -71,7 +71,7 @@ def list_queues(options: TableOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueuesOptions(DatabaseOptions):
+class QueuesOptions(ActingOptions):
     """A field per option of the commands that change queues."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of queues.", show_default=False)]
@@ -89,9 +89,7 @@ def pause(options: QueuesOptions) -> None:
     Example:
       outboxq queues pause accounts mail
     """
-    from outboxq.admin import queues
-
-    _change(options, queues.pause, "paused", "paused already")
+    _change(options, options.actions().pause_queues, "paused", "paused already")
 
 
 @app.command("resume")
@@ -105,9 +103,7 @@ def resume(options: QueuesOptions) -> None:
     Example:
       outboxq queues resume accounts mail
     """
-    from outboxq.admin import queues
-
-    _change(options, queues.resume, "resumed", "not paused")
+    _change(options, options.actions().resume_queues, "resumed", "not paused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +173,10 @@ def set_limits(options: LimitOptions) -> None:
         "per_group": options.no_per_group,
     }
     drop: list[queues.Limit] = [name for name, wanted in given.items() if wanted]
+    actions = options.actions()
 
     def change(connection: "Connection", names: Sequence[str]) -> tuple[str, ...]:
-        return queues.set_limits(connection, names, limits, drop)
+        return actions.set_limits(connection, names, limits, drop)
 
     _change(options, change, "limited", "limited so already")
 

@@ -66,6 +66,15 @@ class Registry:
         except KeyError:
             raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
 
+    def check_args(self, kind: str, args: str) -> None:
+        """Refuse arguments, as JSON text, that do not fit the handler of a kind.
+
+        Raises:
+            PayloadError: they do not.
+            UnknownKind: no handler is registered.
+        """
+        self.find(kind).signature().decode(args)
+
     def loads_late(self, kind: str) -> bool:
         """Whether rows of this kind's jobs are loaded and locked behind its arounds alone, which use its session."""
         arounds = self.arounds.get(kind)

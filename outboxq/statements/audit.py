@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, TextClause, func, insert, null, or_, select, text, update
+from sqlalchemy import ColumnElement, Executable, TextClause, insert, null, or_, select, text, update
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import matching
@@ -72,16 +72,12 @@ def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, f
 
     Index: the primary key.
     """
-    return (
-        update(audit)
-        .where(audit.c.id == entry)
-        .values(
-            changed=audit.c.changed + changed,
-            held=audit.c.held + held,
-            position=func.coalesce(position, audit.c.position),
-            finished_at=pg.clock_timestamp() if finished else audit.c.finished_at,
-        )
-    )
+    values: dict[str, Any] = {"changed": audit.c.changed + changed, "held": audit.c.held + held}
+    if position is not None:
+        values["position"] = position
+    if finished:
+        values["finished_at"] = pg.clock_timestamp()
+    return update(audit).where(audit.c.id == entry).values(**values)
 
 
 def note_error(entry: UUID, error: str) -> Executable:

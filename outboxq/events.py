@@ -303,6 +303,14 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadLettersPruned:
+    """Dead letters of a queue that keeps them for a time were deleted, because it was over."""
+
+    queue: str
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class IndexRebuilt:
     """A bloated index of the job table was rebuilt, while jobs went on."""
 
@@ -374,27 +382,19 @@ ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
 # application's.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
+UnsettledEvent: TypeAlias = JobsParked | JobsSuspected | JobCrashed | JobSetAside | JobLeaseLost | JobInterrupted
+RelayEvent: TypeAlias = RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack
+MaintenanceEvent: TypeAlias = Pruned | DeadLettersPruned | IndexRebuilt | ScheduleFired
 Event: TypeAlias = (
     JobEvent
     | CountedEvent
     | JobsCoalesced
-    | JobsParked
-    | JobsSuspected
-    | JobCrashed
-    | JobSetAside
-    | JobLeaseLost
-    | JobInterrupted
+    | UnsettledEvent
     | LeaseExtensionFailed
-    | RelayStarted
-    | RelayStopping
-    | RelayStopped
-    | DatabaseLost
-    | DatabaseBack
+    | RelayEvent
     | BatchRolledBack
     | BatchFinished
-    | Pruned
-    | IndexRebuilt
-    | ScheduleFired
+    | MaintenanceEvent
     | SupervisorEvent
 )
 Hook: TypeAlias = Callable[[Event], None]

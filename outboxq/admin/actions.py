@@ -152,6 +152,12 @@ class Actions:
         self._record(connection, "queue.set", names, len(changed), {**change, "no": sorted(drop) or None})
         return changed
 
+    def keep_dead(self, connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
+        """Set how long queues keep dead letters, as `queues.keep_dead` does."""
+        changed = queues.keep_dead(connection, names, seconds)
+        self._record(connection, "queue.keep_dead", names, len(changed), {"seconds": seconds})
+        return changed
+
     def pause_kinds(self, connection: Connection, queue: str, names: Sequence[str]) -> tuple[str, ...]:
         """Pause kinds of a queue, as `kinds.pause` does."""
         changed = kinds.pause(connection, queue, names)

@@ -154,6 +154,7 @@ class BulkRun:
                 is_last = len(ids) < MAX_PAGE_ROWS
                 if not self._change(ids, is_last=is_last):
                     self.total.is_stopped = True
+                    on_page(self.total)
                     return self.total
                 on_page(self.total)
                 if is_last:

@@ -78,8 +78,9 @@ RIGHTS: Mapping[Part, Rights] = {
         "runs `outboxq relay`; its handlers need rights on their own tables besides",
         {
             "job": _CHANGE,
-            # A job that dies a second time replaces its dead letter: ON CONFLICT DO UPDATE.
-            "dead_job": ("SELECT", "INSERT", "UPDATE"),
+            # A job that dies a second time replaces its dead letter: ON CONFLICT DO UPDATE. DELETE, for queues that keep
+            # their dead letters for a time.
+            "dead_job": _CHANGE,
             "queue": ("SELECT",),
             "migration": ("SELECT",),
             "relay": _CHANGE,

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ class Registry:
     Attributes:
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
+        keep_dead: How long each queue keeps its dead letters, if not for ever.
     """
 
     handlers: Mapping[str, AnyHandler]
@@ -39,6 +40,7 @@ class Registry:
     arounds: Mapping[str, Arounds]
     limits: Mapping[str, QueueLimits]
     schedules: tuple[NewSchedule, ...] = ()
+    keep_dead: Mapping[str, timedelta] = field(default_factory=dict)
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""

@@ -1,6 +1,6 @@
 """Step 11: what relays did and how the queues stood, minute by minute; finished jobs; what operators did. Frozen.
 
-No table of before is touched: relays of the version before work on, and write nothing here.
+Relays of the version before work on, write nothing here, and delete no dead letters.
 """
 
 UP = """\
@@ -109,7 +109,13 @@ UP = """\
       error text,
       CONSTRAINT audit_via CHECK (via IN ('cli', 'web', 'api'))
     );
-    CREATE INDEX audit_at ON @schema@.audit (at);"""
+    CREATE INDEX audit_at ON @schema@.audit (at);
+
+    -- How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
+    ALTER TABLE @schema@.queue
+      ADD COLUMN keep_dead_seconds double precision,
+      ADD CONSTRAINT queue_keep_dead CHECK (keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200);"""
 
 DOWN = """\
+    ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
     DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.audit;"""

@@ -95,6 +95,7 @@ class RelayRun:
             self.emit,
             self.stopping,
             until_empty=self.until_empty,
+            keep_dead={queue: kept.total_seconds() for queue, kept in self.registry.keep_dead.items()},
         )
         self._historian = self._make_historian()
         self._deadlines = DeadlineEnforcer(

@@ -85,7 +85,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "datetime | None": (_NOW, None),
     "rows: Sequence[Mapping[str, object]]": ([_SCHEDULE], [_SCHEDULE, {**_SCHEDULE, "name": "weekly"}]),
     "without": ((), ("nightly", "weekly")),
-    "limits: Mapping[str, object]": ({"max_running": 5}, {"max_running": None, "max_per_group": 2}),
+    "given: Mapping[str, object]": ({"max_running": 5}, {"max_running": None, "max_per_group": 2}),
     "float": (7.5, 7.5),
     "float | None": (7.5, None),
     "bytes | None": (b"x", None),

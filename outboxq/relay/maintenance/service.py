@@ -1,7 +1,7 @@
 """The periodic tasks of one relay, made from its configuration."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -35,6 +35,7 @@ class Maintenance:
         stopping: threading.Event,
         *,
         until_empty: bool,
+        keep_dead: Mapping[str, float],
     ) -> "Maintenance":
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
@@ -42,6 +43,7 @@ class Maintenance:
         pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds)
         # Batches are swept in any case: without the sweep the callback of one might never run.
         pruner.deletes = config.prune_seconds > 0
+        pruner.keep_dead = keep_dead
         made.append(pruner)
         if until_empty:
             # The drain of a cron job may be the only relay there is.

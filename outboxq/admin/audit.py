@@ -200,10 +200,14 @@ def detail_of(row: Row[tuple[object, ...]]) -> AuditDetail:
 
 
 def _check_reason(reason: str) -> str:
-    if not isinstance(reason, str) or "\0" in reason or not reason.strip():
-        raise ArgumentError(f"a reason is a text without NUL that says something, got {reason!r}")
-    if len(reason.encode(errors="replace")) > MAX_REASON_BYTES:
-        raise ArgumentError(f"a reason takes up to {MAX_REASON_BYTES:,} bytes")
+    try:
+        size_bytes = len(reason.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise ArgumentError("a reason is a text in UTF-8") from None
+    if "\0" in reason or not reason.strip():
+        raise ArgumentError("a reason says something, without NUL")
+    if size_bytes > MAX_REASON_BYTES:
+        raise ArgumentError(f"a reason takes up to {MAX_REASON_BYTES:,} bytes, got {size_bytes:,}")
     return reason
 
 

@@ -4,7 +4,7 @@ Methods that take `begin` run their own transactions, a page of 200 rows each. T
 caller's transaction, and the audit's row is committed or rolled back with it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from uuid import UUID
 
@@ -123,9 +123,7 @@ class Actions:
         self._record(connection, "job.cancel_running", [str(each) for each in ids], changed, {"outcome": outcome})
         return done
 
-    def terminate(
-        self, connection: Connection, job_id: UUID, outcome: cancellation.CancelOutcome = "discard"
-    ) -> bool:
+    def terminate(self, connection: Connection, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
         """End the backend whose transaction runs a job, as `cancellation.terminate` does."""
         ended = cancellation.terminate(connection, job_id, outcome)
         self._record(connection, "job.terminate", [str(job_id)], int(ended), {"outcome": outcome})
@@ -217,9 +215,7 @@ class Actions:
         self._record(connection, "effect.resolve", [f"{scope}/{key}"], 1, change)
         return found
 
-    def forget_messages(
-        self, connection: Connection, consumer: str, message_ids: Sequence[str]
-    ) -> messages.Forgotten:
+    def forget_messages(self, connection: Connection, consumer: str, message_ids: Sequence[str]) -> messages.Forgotten:
         """Forget messages of a consumer, as `messages.forget_messages` does."""
         done = messages.forget_messages(connection, consumer, message_ids)
         changed, held = len(done.forgotten), len(done.held)
@@ -238,7 +234,7 @@ class Actions:
         action: str,
         targets: Sequence[str],
         changed: int,
-        change: dict[str, object] | None = None,
+        change: Mapping[str, object] | None = None,
         *,
         held: int = 0,
     ) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 from uuid import UUID
 
 import msgspec
@@ -112,9 +112,7 @@ class Journal:
         ArgumentError: a reason that cannot be stored.
     """
 
-    def __init__(
-        self, actor: Actor, reason: str | None = None, warn: Callable[[str], None] = logger.warning
-    ) -> None:
+    def __init__(self, actor: Actor, reason: str | None = None, warn: Callable[[str], None] = logger.warning) -> None:
         self._actor = actor
         self._reason = None if reason is None else _check_reason(reason)
         self._warn = warn
@@ -193,7 +191,7 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     return detail_of(row)
 
 
-def detail_of(row: Row[tuple[object, ...]]) -> AuditDetail:
+def detail_of(row: Row[Any]) -> AuditDetail:
     """A row of `select_entry` or `lock_entry`."""
     summary = len(statements.SUMMARY_COLUMNS)
     return AuditDetail(AuditEntry(*row[:summary]), *row[summary:])

@@ -17,11 +17,11 @@ from sqlalchemy import Connection
 from outboxq.admin.audit import AuditDetail, Journal, detail_of, show_audit
 from outboxq.admin.bulk_actions import BulkAction, CancelJobs, ChangeJobs, DiscardDead, RetryDead, fields_of
 from outboxq.admin.bulk_actions import read_action as read_action
-from outboxq.admin.dead_letters import DeadFilter, DeadJob
-from outboxq.admin.jobs import JobFilter, WaitingJob
+from outboxq.admin.dead_letters import DeadJob
+from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
 from outboxq.database.errors import describe_error
-from outboxq.errors import ArgumentError, RunElsewhere, RunNotResumable
+from outboxq.errors import RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
 

@@ -13,7 +13,7 @@ from outboxq.admin import dead_letters, jobs
 from outboxq.admin.dead_letters import DeadFilter, DeadJob
 from outboxq.admin.jobs import JobChange, JobFilter, WaitingJob
 from outboxq.errors import ArgumentError
-from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page
+from outboxq.statements.paging import KindCount, Page
 
 # What stands in the audit instead of arguments.
 NOT_KEPT = "not kept"

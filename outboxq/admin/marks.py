@@ -1,4 +1,4 @@
-"""The marks that a change of jobs leaves in their rows if it is rolled back: taken away, so that no job is a suspect."""
+"""Takes away the marks that a change of jobs leaves in their rows if it is rolled back: else they would be suspects."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,7 @@ _TRIES, _PAUSE_SECONDS = 40, 0.05
 
 
 @contextmanager
-def unmarked(
-    begin: Begin, ids: Sequence[UUID], warn: Callable[[str], None]
-) -> Iterator[None]:
+def unmarked(begin: Begin, ids: Sequence[UUID], warn: Callable[[str], None]) -> Iterator[None]:
     """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT."""
     try:
         yield

@@ -141,7 +141,9 @@ def keep_dead(connection: Connection, names: Sequence[str], seconds: float | Non
         SchemaError: the tables are older than step 11.
     """
     if seconds is not None and seconds != 0 and not MIN_KEEP_SECONDS <= seconds <= MAX_KEEP_SECONDS:
-        raise ArgumentError(f"dead letters are kept for {MIN_KEEP_SECONDS} to {MAX_KEEP_SECONDS:,} seconds, got {seconds}")
+        raise ArgumentError(
+            f"dead letters are kept for {MIN_KEEP_SECONDS} to {MAX_KEEP_SECONDS:,} seconds, got {seconds}"
+        )
     with missing_tables_explained(11):
         changed = connection.execute(statements.set_values(_checked(names), {"keep_dead_seconds": seconds}))
         return tuple(sorted(changed.scalars()))

@@ -78,8 +78,8 @@ RIGHTS: Mapping[Part, Rights] = {
         "runs `outboxq relay`; its handlers need rights on their own tables besides",
         {
             "job": _CHANGE,
-            # A job that dies a second time replaces its dead letter: ON CONFLICT DO UPDATE. DELETE, for queues that keep
-            # their dead letters for a time.
+            # UPDATE: a job that dies a second time replaces its dead letter. DELETE: queues may keep dead letters for a
+            # time.
             "dead_job": _CHANGE,
             "queue": ("SELECT",),
             "migration": ("SELECT",),

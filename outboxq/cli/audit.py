@@ -152,9 +152,7 @@ def resume(options: ResumeOptions) -> None:
     given = GivenArguments(options.args, options.app, options.unchecked)
     given.check_options()
     with options.open() as begin, showing("changed") as show:
-        total = options.actions().resume(
-            begin, options.entry, args=options.args, check=given.checker(), on_page=show
-        )
+        total = options.actions().resume(begin, options.entry, args=options.args, check=given.checker(), on_page=show)
     if options.as_json:
         refused = [*total.refused, *total.key_taken]
         print_json({"changed": total.changed, "held": total.held, "refused": refused, "not_found": total.not_found})

@@ -94,7 +94,7 @@ def change_jobs(options: JobsChangeOptions) -> None:
     to = JobChange(priority=options.priority, run_at=options.run_at, run_now=options.run_now, args=options.args)
     with options.open() as begin:
         with begin() as connection:
-            wanted = ChangeJobs(JobFilter(**options.filters, ids=options.distinct_ids), to)
+            wanted = ChangeJobs(JobFilter(options.queue, options.kind, options.state, options.distinct_ids), to)
             found = preview(connection, wanted, most=None, samples=0)
         options.arguments.check_kinds(found.kinds)
         options.ask("change", "changed", "jobs", found.kinds, there=found.kinds)

@@ -120,7 +120,7 @@ def retry_dead(options: RetryOptions) -> None:
 
     given = GivenArguments(options.args, options.app, options.unchecked)
     given.check_options()
-    wanted = RetryDead(DeadFilter(**options.filters, ids=options.distinct_ids), options.args)
+    wanted = RetryDead(DeadFilter(options.queue, options.kind, options.reason, options.distinct_ids), options.args)
     _change(options, wanted, "retry", "retried", given)
 
 
@@ -146,7 +146,7 @@ def discard_dead(options: DiscardOptions) -> None:
     from outboxq.admin.actions import DiscardDead
     from outboxq.admin.dead_letters import DeadFilter
 
-    wanted = DiscardDead(DeadFilter(**options.filters, ids=options.distinct_ids))
+    wanted = DiscardDead(DeadFilter(options.queue, options.kind, options.reason, options.distinct_ids))
     _change(options, wanted, "discard", "discarded")
 
 

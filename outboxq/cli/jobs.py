@@ -167,7 +167,7 @@ def cancel_jobs(options: CancelOptions) -> None:
         raise WrongUsage("--dead-letter and --force are about jobs that run: add --running")
     with options.open() as begin:
         with begin() as connection:
-            wanted = CancelJobs(JobFilter(**options.filters, ids=options.distinct_ids))
+            wanted = CancelJobs(JobFilter(options.queue, options.kind, options.state, options.distinct_ids))
             found = preview(connection, wanted, most=None, samples=0)
         options.ask("cancel", "cancelled", "jobs", found.kinds, there=found.kinds)
         if options.running:

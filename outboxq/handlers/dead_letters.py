@@ -35,8 +35,8 @@ class KeepsDead:
         declared = self._keep_dead.setdefault(queue, time)
         if declared != time:
             raise RegistryError(
-                f"how long queue {queue!r} keeps its dead letters is declared twice: {declared}, and {time}. Declare it "
-                "once"
+                f"how long queue {queue!r} keeps its dead letters is declared twice: {declared}, and {time}. "
+                "Declare it once"
             )
 
     def _check_keep_dead(self, queues: set[str]) -> None:

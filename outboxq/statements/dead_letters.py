@@ -102,8 +102,7 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
 
 
 def count_matching(wanted: DeadFilter, *, to_retry: bool, most: int | None = None) -> Executable:
-    """How many match, by queue and kind, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
-    """
+    """How many match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves."""
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *retried], most)
 

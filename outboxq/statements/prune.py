@@ -118,9 +118,7 @@ def delete_dead(schema: str, queue: str, declared: float | None, limit: int, ski
         declared: For how many seconds the application keeps them, if operators have not set it; None for ever.
     """
     seconds = sql.SQL("NULL::float8") if declared is None else sql.SQL("{}::float8").format(float(declared))
-    return render(
-        schema, _DELETE_DEAD, keep=sql.SQL(_KEEP), queue=queue, declared=seconds, limit=limit, skip=skip
-    )
+    return render(schema, _DELETE_DEAD, keep=sql.SQL(_KEEP), queue=queue, declared=seconds, limit=limit, skip=skip)
 
 
 def _delete(

@@ -28,9 +28,7 @@ queue = Table(
         "AND rate_burst BETWEEN 1 AND 1000000",
         name="queue_rate",
     ),
-    CheckConstraint(
-        "keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200", name="queue_keep_dead"
-    ),
+    CheckConstraint("keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200", name="queue_keep_dead"),
 )
 
 # The theoretical arrival time of the generic cell rate algorithm, for each queue with a rate.

@@ -195,7 +195,10 @@ def reduced(roles: Cast, how: str) -> None:
             migrate(connection, to=10)
         engine.dispose()
     else:
-        execute(roles.database.url, f'REVOKE INSERT ON outboxq.audit FROM "{roles.groups["operator"].replace(chr(34), chr(34) * 2)}"')
+        execute(
+            roles.database.url,
+            f'REVOKE INSERT ON outboxq.audit FROM "{roles.groups["operator"].replace(chr(34), chr(34) * 2)}"',
+        )
 
 
 @pytest.fixture

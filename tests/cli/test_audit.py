@@ -62,7 +62,9 @@ def test_a_command_that_is_killed_is_gone_on_with_and_each_row_is_counted_once(
 
 def _sessions(engine: Engine) -> int:
     """The commands' sessions that are left."""
-    statement = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outboxq cli' AND datname = current_database()"
+    statement = (
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outboxq cli' AND datname = current_database()"
+    )
     with engine.connect() as connection:
         return connection.execute(text(statement)).scalar_one()
 

@@ -193,7 +193,9 @@ def test_a_role_without_the_right_is_told_once_and_only_if_a_queue_asks_for_it(
     fill(engine, "kept", 1, "2 days")
     with engine.begin() as connection:
         connection.execute(
-            text("INSERT INTO outboxq.inbox (consumer, message_id, expires_at) VALUES ('c', 'm', now() - interval '1 h')")
+            text(
+                "INSERT INTO outboxq.inbox (consumer, message_id, expires_at) VALUES ('c', 'm', now() - interval '1 h')"
+            )
         )
     with caplog.at_level(logging.WARNING):
         assert prune(roles.url("relay")) == [Pruned(1, 0)]

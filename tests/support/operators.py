@@ -34,7 +34,9 @@ def count(engine: Engine, table: Table) -> int:
 
 def marked(engine: Engine) -> int:
     """How many jobs a claim would take for such whose relay died."""
-    statement = "SELECT count(*) FROM outboxq.job WHERE xmax <> '0'::xid AND pg_xact_status(xmax::text::xid8) = 'aborted'"
+    statement = (
+        "SELECT count(*) FROM outboxq.job WHERE xmax <> '0'::xid AND pg_xact_status(xmax::text::xid8) = 'aborted'"
+    )
     with engine.connect() as connection:
         return connection.execute(text(statement)).scalar_one()
 
@@ -43,7 +45,7 @@ def audited(engine: Engine) -> list[dict[str, Any]]:
     """The rows of the audit, in the order in which they were written."""
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT * FROM outboxq.audit ORDER BY at, id"))
-        return [dict(row._mapping) for row in rows]  # noqa: SLF001  # public, but for its name
+        return [dict(row._mapping) for row in rows]  # public, but for its name
 
 
 def audit_text(engine: Engine) -> str:

@@ -1,8 +1,8 @@
 """Change many rows by a filter: look first, then go on page by page, each a transaction with its part of the audit.
 
-A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or the answer
-to whichever COMMIT is lost, the audit says what was done, and where to go on. It is also what keeps two processes
-from working on one change: a page begins where the process itself has left the row, or the process ends.
+A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or takes the
+answer to a COMMIT away, the audit says what was done, and where to go on. It also keeps two processes from working on
+one change: a page begins where its own process has left the row, or the process ends.
 """
 
 import contextlib

@@ -1,9 +1,12 @@
 """Step 11: what relays did and how the queues stood, minute by minute; finished jobs; what operators did. Frozen.
 
-Relays of the version before work on, write nothing here, and delete no dead letters.
+Relays of the version before work on, write nothing here, and delete no dead letters. Every claim reads `queue`: its new
+column is added under the lock that no claim holds up.
 """
 
-UP = """\
+from outboxq.migrations.step_07_checks import LOCK
+
+UP = f"""\
     -- What each relay says of itself, several times a minute: free room on the page keeps the updates HOT.
     CREATE TABLE @schema@.relay_status (
       id uuid NOT NULL PRIMARY KEY,
@@ -111,11 +114,13 @@ UP = """\
     );
     CREATE INDEX audit_at ON @schema@.audit (at);
 
+{LOCK}
     -- How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
     ALTER TABLE @schema@.queue
       ADD COLUMN keep_dead_seconds double precision,
       ADD CONSTRAINT queue_keep_dead CHECK (keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200);"""
 
-DOWN = """\
+DOWN = f"""\
+{LOCK}
     ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
     DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.audit;"""

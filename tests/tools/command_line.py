@@ -170,8 +170,8 @@ INSERT INTO outboxq.audit (id, at, finished_at, actor, role, via, db_user, actio
 ('{numbered(302)}', CAST(:at AS timestamptz) - interval '1 hour', CAST(:at AS timestamptz) - interval '1 hour', 'bob',
   NULL, 'cli', 'ops', 'queue.pause', 'mail', NULL, 'the mail server is down', NULL, 1, 0, NULL),
 ('{numbered(301)}', CAST(:at AS timestamptz) - interval '5 minutes', NULL, 'anna', 'admin', 'web', 'dashboard',
-  'dead.discard', NULL, '{{"queue": "accounts", "died_before": "2100-01-31T11:54:58Z"}}', 'the bank has told them', 31250,
-  31000, 12, '{numbered(5)}')"""
+  'dead.discard', NULL, '{{"queue": "accounts", "died_before": "2100-01-31T11:54:58Z"}}', 'the bank has told them',
+  31250, 31000, 12, '{numbered(5)}')"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,7 +63,10 @@ def list_audit(
     action: Annotated[
         str | None,
         typer.Option(
-            "--action", metavar="NAME", help="Only this action, dead.retry, or these, dead.", show_default=False
+            "--action",
+            metavar="NAME",
+            help="Only this action, such as dead.retry, or this sort of them, such as dead.",
+            show_default=False,
         ),
     ] = None,
     actor: Annotated[

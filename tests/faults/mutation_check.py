@@ -68,13 +68,6 @@ MUTANTS = (
         (f"{_BULK}::test_a_preview_counts_shows_and_bounds_and_locks_nothing",),
     ),
     Mutant(
-        "the clearing of marks behind a page that is rolled back",
-        "outboxq/admin/marks.py",
-        "        if ids and not _clear(begin, ids):\n",
-        "        if ids and not ids:\n",
-        (f"{_BULK}::test_a_page_that_is_rolled_back_leaves_no_suspects_and_no_count",),
-    ),
-    Mutant(
         "the row of an action in the transaction of the change",
         "outboxq/admin/actions.py",
         "        self._journal.record(connection, action, target,",
@@ -1061,16 +1054,16 @@ MUTANTS = (
     ),
     Mutant(
         "the marks of an operator's page that was rolled back",
-        "outboxq/cli/bulk.py",
-        "        if not _clear_marks(begin, ids):\n",
-        "        if not ids:\n",
+        "outboxq/admin/marks.py",
+        "        if ids and not _clear(begin, ids):\n",
+        "        if ids and not ids:\n",
         ("tests/cli/test_interrupted.py",),
     ),
     Mutant(
         "the rows of an operator's page",
-        "outboxq/cli/bulk.py",
-        "IDS_PER_TRANSACTION = 200",
-        "IDS_PER_TRANSACTION = 1_000",
+        "outboxq/statements/paging.py",
+        "MAX_PAGE_ROWS = 200",
+        "MAX_PAGE_ROWS = 1_000",
         ("tests/cli/test_interrupted.py::test_no_transaction_changes_more_than_a_page",),
     ),
     Mutant(

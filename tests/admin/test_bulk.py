@@ -162,6 +162,24 @@ def test_two_processes_do_not_work_on_one_run(engine: Engine) -> None:
     assert (audited(engine)[0]["changed"], count(engine, "job")) == (650, 0)
 
 
+def test_one_that_was_taken_over_does_no_page_again(engine: Engine) -> None:
+    """Also if the other one has come to no end: rows that still match would be changed, and counted, twice."""
+    action = ACTIONS["change"][0]
+    add(engine, 650)
+
+    def take_over(total: Total) -> None:
+        assert total.entry is not None
+        with pytest.raises(Halt):
+            Actions(Actor("bob")).resume(beginning(engine), total.entry, on_page=halt_after(1))
+
+    with pytest.raises(RunElsewhere):
+        Actions(ANNA).run(beginning(engine), action, on_page=take_over)
+    (row, _) = audited(engine)
+    assert row["changed"] == done(engine, "change", 650) == 400
+    Actions(ANNA).resume(beginning(engine), row["id"])
+    assert audited(engine)[0]["changed"] == done(engine, "change", 650) == 650
+
+
 def test_a_run_is_not_taken_over_in_the_midst_of_a_page(engine: Engine) -> None:
     """The row is locked: who comes is told, and does not wait."""
     ids = add(engine, 450)

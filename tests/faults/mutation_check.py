@@ -51,7 +51,7 @@ MUTANTS = (
         "outboxq/admin/bulk.py",
         " or row.position != self._position:",
         ":",
-        (f"{_BULK}::test_two_processes_do_not_work_on_one_run",),
+        (f"{_BULK}::test_one_that_was_taken_over_does_no_page_again",),
     ),
     Mutant(
         "the stop of a change of many rows",

@@ -1,6 +1,7 @@
 """Settings: frozen, checked when they are made. The only place that reads the environment."""
 
 import os
+import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
 HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
 DATABASE_LABEL_VARIABLE = "OUTBOXQ_DATABASE_LABEL"
+ACTOR_VARIABLE = "OUTBOXQ_ACTOR"
 
 # How long messages and effects are remembered.
 DEFAULT_RETENTION = timedelta(days=30)
@@ -109,6 +111,18 @@ def test_database_url() -> str | None:
 def local_binaries() -> str | None:
     """The directory with `postgres` and `initdb` that tests were told to use, if any."""
     return os.environ.get(PG_BIN_VARIABLE) or None
+
+
+def actor_name() -> str:
+    """Who runs a command, for the audit: `OUTBOXQ_ACTOR`, else the user of the operating system."""
+    given = os.environ.get(ACTOR_VARIABLE)
+    if given:
+        return given
+    user = os.geteuid()
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"uid {user}"
 
 
 def parent_pipe() -> int | None:

@@ -306,6 +306,30 @@ class EffectNotFound(OutboxqError):
         self.key = key
 
 
+class AuditNotFound(OutboxqError):
+    """The audit has no row of this id."""
+
+    def __init__(self, entry: UUID) -> None:
+        super().__init__(f"the audit has no action with id {entry}: see `outboxq audit list`")
+        self.entry = entry
+
+
+class RunElsewhere(OutboxqError):
+    """Another process has taken over a change of many rows, or is at a page of it: this one does not go on."""
+
+    def __init__(self, entry: UUID) -> None:
+        super().__init__(f"another process works on {entry}: see `outboxq audit show {entry}`")
+        self.entry = entry
+
+
+class RunNotResumable(OutboxqError):
+    """A change that is over, or was none of many rows, cannot go on."""
+
+    def __init__(self, entry: UUID, reason: str) -> None:
+        super().__init__(f"{entry} cannot go on: {reason}")
+        self.entry = entry
+
+
 class InstallationInUse(OutboxqError):
     """An installation that is in use cannot be given another id."""
 

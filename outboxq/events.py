@@ -311,6 +311,14 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadLettersPruned:
+    """Dead letters of a queue that keeps them for a time were deleted, because it was over."""
+
+    queue: str
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class IndexRebuilt:
     """A bloated index of the job table was rebuilt, while jobs went on."""
 
@@ -381,7 +389,7 @@ LostJobEvent: TypeAlias = JobCrashed | JobSetAside | JobLeaseLost | JobInterrupt
 RelayEvent: TypeAlias = (
     LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack
 )
-UpkeepEvent: TypeAlias = Pruned | IndexRebuilt | ScheduleFired
+UpkeepEvent: TypeAlias = Pruned | DeadLettersPruned | IndexRebuilt | ScheduleFired
 # Told to hooks that name them, and to no other.
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
 # Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.

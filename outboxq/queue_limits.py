@@ -1,4 +1,4 @@
-"""The limits of a queue: how many of its jobs run at a time, and how many begin in a time; and the texts of rates."""
+"""What is set for a queue: how many of its jobs run at a time, how many begin in a time, how long its dead are kept."""
 
 import re
 import reprlib
@@ -10,6 +10,11 @@ MAX_RUNNING, MAX_PER_GROUP, MAX_RATE_JOBS = 10_000, 1_000, 1_000_000
 MAX_RATE_SECONDS = 31 * 86_400
 _RATE = re.compile(r"([0-9]{1,18})\s*/\s*([0-9]{0,18})\s*(s|min|h|day)", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "min": 60, "h": 3_600, "day": 86_400}
+# One minute, and ten years of 365.3 days.
+MIN_KEEP_SECONDS, MAX_KEEP_SECONDS = 60, 3_653 * 86_400
+FOREVER = "forever"
+_KEPT = re.compile(r"([0-9]{1,9})(m|h|d)", re.ASCII)
+_KEPT_SECONDS = {"d": 86_400, "h": 3_600, "m": 60}
 # By default a burst of a tenth of a second.
 _BURST_SECONDS = 0.1
 
@@ -122,3 +127,29 @@ def _check(what: str, given: int | None, most: int) -> None:
         raise ArgumentError(f"{what} is a whole number, got {given!r}")
     if not 1 <= given <= most:
         raise ArgumentError(f"{what} is 1 to {most:,}, got {given}: to stop a queue, pause it")
+
+
+def parse_keep(text: str) -> float:
+    """How long dead letters are kept, in seconds: `30d`, `12h`, `90m`; 0 for `forever`.
+
+    Raises:
+        ArgumentError: no such time, or one below a minute or over 3,653 days.
+    """
+    if text == FOREVER:
+        return 0.0
+    found = _KEPT.fullmatch(text)
+    seconds = int(found[1]) * _KEPT_SECONDS[found[2]] if found else 0
+    if not MIN_KEEP_SECONDS <= seconds <= MAX_KEEP_SECONDS:
+        raise ArgumentError(
+            f"dead letters are kept for a time of 1m to 3653d, such as 30d, 12h or 90m, or {FOREVER}; got "
+            f"{reprlib.repr(text)}"
+        )
+    return float(seconds)
+
+
+def keep_text(seconds: float) -> str:
+    """How long dead letters are kept, as `parse_keep` reads it."""
+    for unit, size in _KEPT_SECONDS.items():
+        if seconds and seconds % size == 0:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:g}s" if seconds else FOREVER

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.codec.values import check_args_size
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
 from outboxq.statements.cancel import drop_requests
@@ -68,14 +69,32 @@ def is_dead(connection: Connection, job_id: UUID) -> bool:
     return connection.execute(statements.select_dead_letter(job_id)).first() is not None
 
 
-def count_matching(connection: Connection, wanted: DeadFilter, *, to_retry: bool = False) -> tuple[KindCount, ...]:
-    """How many dead letters match, by queue and kind; `to_retry`: those that `retry_page` would not refuse."""
-    rows = connection.execute(statements.count_matching(wanted, to_retry=to_retry))
+def count_matching(
+    connection: Connection, wanted: DeadFilter, *, to_retry: bool = False, most: int | None = None
+) -> tuple[KindCount, ...]:
+    """How many dead letters match, by queue and kind; with `most`, up to so many in all.
+
+    Args:
+        to_retry: Count those that `retry_page` would not refuse.
+    """
+    rows = connection.execute(statements.count_matching(wanted, to_retry=to_retry, most=most))
     return tuple(KindCount(*row) for row in rows)
 
 
-def retry_page(
+def find_ids(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
+) -> tuple[UUID, ...]:
+    """The ids of the next dead letters that match; continue with `after` the last one."""
+    return tuple(connection.execute(statements.select_ids(wanted, after=after, limit=limit)).scalars())
+
+
+def retry_page(
+    connection: Connection,
+    wanted: DeadFilter,
+    *,
+    after: UUID | None = None,
+    limit: int = MAX_PAGE_ROWS,
+    args: str | None = None,
 ) -> Page:
     """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
 
@@ -83,8 +102,16 @@ def retry_page(
     unique key a living job has. Ids that are nowhere in the page do not exist. Another transaction that is just adding
     a job of the same unique key is waited for. They keep their id, arguments and error history, and start over with
     attempt and crashes at 0.
+
+    Args:
+        args: Other arguments than they have, as the text of a JSON object.
+
+    Raises:
+        ArgumentError: arguments that are too long.
     """
-    page = read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit)))
+    if args is not None:
+        check_args_size(args)
+    page = read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit, args=args)))
     if page.changed:
         # A cancellation that came when its job was dying: it is not to end the job that comes back.
         connection.execute(drop_requests(page.changed))

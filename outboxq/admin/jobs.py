@@ -14,7 +14,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.codec.values import MAX_ARGS_BYTES
+from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.outbox.options import MAX_PRIORITY
@@ -141,9 +141,9 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     return cleared[0].rows[0] == (waiting,)
 
 
-def count_matching(connection: Connection, wanted: JobFilter) -> tuple[KindCount, ...]:
-    """How many jobs match, by queue and kind, those that run included."""
-    return tuple(KindCount(*row) for row in connection.execute(statements.count_matching(wanted)))
+def count_matching(connection: Connection, wanted: JobFilter, *, most: int | None = None) -> tuple[KindCount, ...]:
+    """How many jobs match, by queue and kind, those that run included; with `most`, up to so many in all."""
+    return tuple(KindCount(*row) for row in connection.execute(statements.count_matching(wanted, most=most)))
 
 
 def cancel_page(
@@ -195,5 +195,5 @@ def _check_change(change: JobChange) -> None:
         raise ArgumentError(f"priority takes an int from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {change.priority}")
     if change.run_at is not None and (change.run_at.utcoffset() is None or not 2 <= change.run_at.year <= 9998):
         raise ArgumentError(f"run_at takes a datetime with a time zone, in the years 2 to 9998, got {change.run_at}")
-    if change.args is not None and len(change.args.encode()) > MAX_ARGS_BYTES:
-        raise ArgumentError(f"args takes up to {MAX_ARGS_BYTES:,} bytes, got {len(change.args.encode()):,}")
+    if change.args is not None:
+        check_args_size(change.args)

@@ -64,20 +64,13 @@ def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[st
     return _told(connection, tuple(sorted(changed)))
 
 
-def bring_back(
-    connection: Connection,
-    queue: str,
-    kinds: Sequence[str],
-    *,
-    after: UUID | None = None,
-    limit: int = MAX_PAGE_ROWS,
-) -> Page:
-    """Let the next jobs of these kinds that were put off run now; continue with `after=page.last` until that is None.
+def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Page:
+    """Let those of these jobs that were put off, as `put_off_ids` finds them, run now.
 
     Without it they run when their time has come, within five minutes. A relay that has not heard of the resumption yet
     puts them off again, for five seconds.
     """
-    page = read_page(connection.execute(statements.bring_back_page(queue, kinds, after=after, limit=limit)))
+    page = read_page(connection.execute(statements.bring_back_page(queue, kinds, ids)))
     if page.changed:
         # An UPDATE wakes no relay.
         run_script(connection, wake.notify(mapped_schema(connection), queue))

@@ -12,9 +12,10 @@ from sqlalchemy import Connection, Row
 
 from outboxq.admin.stats import QueueStats, collect_stats
 from outboxq.database.driver import run_script
+from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError
 from outboxq.names import check_name
-from outboxq.queue_limits import QueueLimits
+from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS, QueueLimits, keep_text
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
 from outboxq.statements.jobs import STATES
@@ -31,18 +32,22 @@ _COLUMNS: Mapping[Limit, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, since when it is paused, and the limits that operators have set for it."""
+    """A queue, since when it is paused, and what operators have set for it.
+
+    `keep_dead_seconds`: how long its dead letters are kept; 0 for ever, None as the application declares.
+    """
 
     queue: str
     paused_at: datetime | None
     limits: QueueLimits
+    keep_dead_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QueueCount:
     """A queue with the number of its jobs, those that run included, and of its dead letters.
 
-    `limit`, `per_group`, `rate` and `burst` are what operators have set; None if that is nothing.
+    `limit`, `per_group`, `rate`, `burst` and `keep_dead` are what operators have set; None if that is nothing.
     """
 
     queue: str
@@ -53,12 +58,13 @@ class QueueCount:
     rate: str | None = None
     burst: int | None = None
     per_group: int | None = None
+    keep_dead: str | None = None
 
 
 def list_queues(connection: Connection) -> list[Queue]:
     """Every queue that has a setting, a job or a dead letter, by name."""
     found = connection.execute(statements.known_queues())
-    return [Queue(row.queue, row.paused_at, _limits(row)) for row in found]
+    return [Queue(row.queue, row.paused_at, _limits(row), row.keep_dead_seconds) for row in found]
 
 
 def count_queues(connection: Connection) -> list[QueueCount]:
@@ -70,7 +76,8 @@ def count_queues(connection: Connection) -> list[QueueCount]:
         jobs = sum(getattr(row, state) for state in STATES)
         limits, rate = each.limits, each.limits.rate
         limited = limits.running, None if rate is None else str(rate), limits.rate_burst, limits.per_group
-        found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited))
+        kept = None if each.keep_dead_seconds is None else keep_text(each.keep_dead_seconds)
+        found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited, kept))
     return found
 
 
@@ -113,10 +120,33 @@ def set_limits(
     values = {column: value for column, value in given.items() if value is not None or column in dropped}
     if not values:
         raise ArgumentError("no limit was given to set or to take away")
-    changed = connection.execute(statements.set_limits(_checked(names), values)).scalars().all()
+    changed = connection.execute(statements.set_values(_checked(names), values)).scalars().all()
     if changed:
         run_script(connection, wake.notify(mapped_schema(connection), wake.SETTINGS))
     return tuple(sorted(changed))
+
+
+def keep_dead(connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
+    """Have relays delete dead letters of these queues that have been dead for so long, when the transaction commits.
+
+    Args:
+        seconds: 60 to 315,619,200; 0 to keep them for ever, whatever the application declares; None to have them kept
+            as it declares, which is for ever if it declares nothing.
+
+    Returns:
+        The queues that kept them otherwise before.
+
+    Raises:
+        ArgumentError: a name that no queue can have, or seconds out of their range.
+        SchemaError: the tables are older than step 11.
+    """
+    if seconds is not None and seconds != 0 and not MIN_KEEP_SECONDS <= seconds <= MAX_KEEP_SECONDS:
+        raise ArgumentError(
+            f"dead letters are kept for {MIN_KEEP_SECONDS} to {MAX_KEEP_SECONDS:,} seconds, got {seconds}"
+        )
+    with missing_tables_explained(11):
+        changed = connection.execute(statements.set_values(_checked(names), {"keep_dead_seconds": seconds}))
+        return tuple(sorted(changed.scalars()))
 
 
 def resume(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:

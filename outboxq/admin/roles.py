@@ -78,8 +78,9 @@ RIGHTS: Mapping[Part, Rights] = {
         "runs `outboxq relay`; its handlers need rights on their own tables besides",
         {
             "job": _CHANGE,
-            # A job that dies a second time replaces its dead letter: ON CONFLICT DO UPDATE.
-            "dead_job": ("SELECT", "INSERT", "UPDATE"),
+            # UPDATE: a job that dies a second time replaces its dead letter. DELETE: queues may keep dead letters for a
+            # time.
+            "dead_job": _CHANGE,
             "queue": ("SELECT",),
             "migration": ("SELECT",),
             "relay": _CHANGE,
@@ -103,8 +104,9 @@ RIGHTS: Mapping[Part, Rights] = {
     ),
     "reader": Rights("stats, explain, and every list and show", {}, reads_all=True),
     "operator": Rights(
-        "all that a reader does, and jobs cancel and change, kinds pause and resume, dead retry and discard, queues "
-        "pause and resume, schedules put, pause, resume, run-now and remove, inbox forget, effects resolve",
+        "all that a reader does, and jobs cancel and change, kinds pause and resume, dead retry and discard, bulk stop "
+        "and resume, queues pause, resume and set, schedules put, pause, resume, run-now and remove, inbox forget, "
+        "effects resolve",
         {
             # UPDATE, because PostgreSQL asks for it before it locks a row.
             "job": ("INSERT", "UPDATE", "DELETE"),

@@ -7,6 +7,7 @@ import typer
 
 from outboxq import __version__
 from outboxq.cli import (
+    audit,
     batches,
     dead,
     doctor,
@@ -53,6 +54,8 @@ class _Root(PlainGroup):
             "schedules show",
             "batches list",
             "batches show",
+            "audit list",
+            "audit show",
         ),
         "Mend": (
             "queues pause",
@@ -64,6 +67,8 @@ class _Root(PlainGroup):
             "jobs change",
             "dead retry",
             "dead discard",
+            "bulk resume",
+            "bulk stop",
             "inbox forget",
             "schedules put",
             "schedules pause",
@@ -120,5 +125,7 @@ app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(batches.app, name="batches")
 app.add_typer(dead.app, name="dead")
+app.add_typer(audit.runs, name="bulk")
+app.add_typer(audit.app, name="audit")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(effects.app, name="effects")

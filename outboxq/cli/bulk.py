@@ -2,59 +2,32 @@
 
 import inspect
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 from uuid import UUID
 
 import typer
 
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.options import DatabaseOptions, Yes
+from outboxq.cli.options import ActingOptions, Yes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
+    from outboxq.admin.actions import Preview, Total
     from outboxq.cli.database import Begin
-    from outboxq.statements.paging import KindCount, Page
-
-RunPage: TypeAlias = "Callable[[UUID | None], Page]"
+    from outboxq.statements.paging import KindCount
 
 IDS_PER_TRANSACTION = 200
 # How many rows a filter may change without a question.
 _UNASKED = 100
-# Tries, because the server notices only a moment later that a session was cut off or interrupted.
-_CLEARING_TRIES, _CLEARING_PAUSE_SECONDS = 40, 0.05
-
-
-@dataclass(slots=True)
-class Total:
-    """What became of the rows of all pages."""
-
-    changed: int = 0
-    held: list[UUID] = field(default_factory=list)
-    refused: list[UUID] = field(default_factory=list)
-    key_taken: list[UUID] = field(default_factory=list)
-    not_found: list[UUID] = field(default_factory=list)
-
-    def add(self, page: "Page") -> None:
-        """Count what became of a page."""
-        self.changed += len(page.changed)
-        self.held += page.held
-        self.refused += page.refused
-        self.key_taken += page.key_taken
-
-    @property
-    def exit_code(self) -> int:
-        """1 if something was asked for that did not happen."""
-        return 1 if self.held or self.refused or self.key_taken or self.not_found else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeOptions(DatabaseOptions):
+class ChangeOptions(ActingOptions):
     """The options of every command that changes many rows; a subclass brings its filters."""
 
     ids: Annotated[
@@ -131,51 +104,22 @@ class ChangeOptions(DatabaseOptions):
         typer.confirm(f"{verb.capitalize()} {number:,} {things}{where}?", abort=True, err=True)
 
 
-def sweep(run_page: RunPage, verb: str) -> Total:
-    """Change page after page until nothing matches, and show the progress; each page commits by itself.
+def change_all(options: ChangeOptions, begin: "Begin", found: "Preview", verb: str) -> "Total":
+    """Change page after page until nothing matches, and show the progress.
 
     An error or Ctrl-C leaves what was committed, and says so.
     """
-    total = Total()
-    after: UUID | None = None
-    try:
-        with _progress(verb) as show:
-            while True:
-                page = run_page(after)
-                total.add(page)
-                show(total)
-                if page.last is None:
-                    return total
-                after = page.last
-    except BaseException:
-        if total.changed:
-            notice(f"stopped after {total.changed:,} {verb}: those stand")
-        raise
+    with showing(verb) as show:
+        total = options.actions().run(begin, found, on_page=show)
+    given = options.distinct_ids or ()
+    total.not_found.sort(key={each: place for place, each in enumerate(given)}.__getitem__)
+    return total
 
 
-@contextmanager
-def unmarked(begin: "Begin", ids: Sequence[UUID]) -> Iterator[None]:
-    """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT."""
-    try:
-        yield
-    except BaseException:
-        if not _clear_marks(begin, ids):
-            notice(f"up to {len(ids):,} of the jobs may run one at a time for once, or run already")
-        raise
-
-
-def _clear_marks(begin: "Begin", ids: Sequence[UUID]) -> bool:
-    from outboxq.admin import jobs
-
-    try:
-        for _ in range(_CLEARING_TRIES):
-            with begin() as connection:
-                if jobs.clear_marks(connection, ids):
-                    return True
-            time.sleep(_CLEARING_PAUSE_SECONDS)
-    except Exception:  # noqa: BLE001  # the server is gone, perhaps: what counts is the error before this one
-        return False
-    return False
+def exit_code_of(total: "Total") -> int:
+    """1 if something was asked for that did not happen."""
+    not_done = total.held or total.refused or total.key_taken or total.not_found or total.is_stopped
+    return 1 if not_done else 0
 
 
 def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
@@ -186,7 +130,31 @@ def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
 
 
 @contextmanager
-def _progress(verb: str) -> Iterator[Callable[[Total], None]]:
+def showing(verb: str) -> "Iterator[Callable[[Total], None]]":
+    """The progress of a change of many rows, and a notice of how far it came if it does not come to its end."""
+    last: list[Total] = []
+    try:
+        with _progress(verb) as show:
+
+            def see(total: "Total") -> None:
+                last[:] = [total]
+                show(total)
+
+            yield see
+    except BaseException:
+        if last and last[0].changed:
+            notice(f"stopped after {last[0].changed:,} {verb}: those stand{_how_to_go_on(last[0])}")
+        raise
+    if last and last[0].is_stopped:
+        notice(f"an operator stopped it after {last[0].changed:,} {verb}{_how_to_go_on(last[0])}")
+
+
+def _how_to_go_on(total: "Total") -> str:
+    return "" if total.entry is None else f"; `outboxq bulk resume {total.entry}` does the rest"
+
+
+@contextmanager
+def _progress(verb: str) -> "Iterator[Callable[[Total], None]]":
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -11,13 +11,13 @@ from uuid import UUID
 
 import typer
 
-from outboxq.cli.bulk import in_groups, unmarked
+from outboxq.cli.bulk import in_groups
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.output import notice, print_json
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
-    from outboxq.admin.jobs import JobFilter
+    from outboxq.admin.actions import Actions, Preview
     from outboxq.cli.database import Begin
     from outboxq.outbox.cancel import CancelOutcome
 
@@ -39,6 +39,7 @@ class Wanted(Protocol):
     def yes(self) -> bool: ...
     @property
     def wait_seconds(self) -> float: ...
+    def actions(self) -> "Actions": ...
 
 
 @dataclass(slots=True)
@@ -51,47 +52,48 @@ class Became:
     not_found: list[UUID] = field(default_factory=list)
 
 
-def cancel_running(begin: "Begin", options: Wanted, wanted: "JobFilter") -> Became:
+def cancel_running(begin: "Begin", options: Wanted, found: "Preview") -> Became:
     """Cancel the jobs that are meant, and wait for the relays of those that run."""
     became = Became()
+    actions = options.actions()
     pending: list[UUID] = []
     try:
-        for some in _groups(begin, options, wanted):
-            pending += _ask(begin, some, options.outcome, became)
+        for some in _groups(begin, options, found):
+            pending += _ask(begin, actions, some, options.outcome, became)
     except BaseException:
         if became.cancelled or pending:
             notice(f"stopped after {became.cancelled:,} cancelled, and {len(pending):,} asked for: those stand")
         raise
     pending = _await(begin, pending, options, became, options.wait_seconds)
     if pending and options.force:
-        _force(begin, pending, options)
+        _force(begin, actions, pending, options)
         pending = _await(begin, pending, options, became, _FORCED_SECONDS)
     became.running += pending
     return became
 
 
-def _groups(begin: "Begin", options: Wanted, wanted: "JobFilter") -> Iterator[Sequence[UUID]]:
-    from outboxq.admin import jobs
-
+def _groups(begin: "Begin", options: Wanted, found: "Preview") -> Iterator[Sequence[UUID]]:
     if options.distinct_ids:
         yield from in_groups(options.distinct_ids)
         return
     after: UUID | None = None
     while True:
         with begin() as connection:
-            ids = jobs.find_ids(connection, wanted, after=after)
+            ids = found.action.find(connection, after)
         if not ids:
             return
         yield ids
         after = ids[-1]
 
 
-def _ask(begin: "Begin", ids: Sequence[UUID], outcome: "CancelOutcome", became: Became) -> Sequence[UUID]:
+def _ask(
+    begin: "Begin", actions: "Actions", ids: Sequence[UUID], outcome: "CancelOutcome", became: Became
+) -> Sequence[UUID]:
     """Cancel what waits of these jobs, and ask for the others; the ids of those that were asked for."""
-    from outboxq.admin import cancellation
+    from outboxq.admin.actions import unmarked
 
-    with unmarked(begin, ids), begin() as connection:
-        asked = cancellation.cancel_running(connection, ids, outcome)
+    with unmarked(begin, ids, notice), begin() as connection:
+        asked = actions.cancel_running(connection, ids, outcome)
     became.cancelled += len(asked.cancelled)
     became.not_found += asked.not_found
     return asked.requested
@@ -114,13 +116,14 @@ def _await(begin: "Begin", pending: Sequence[UUID], options: Wanted, became: Bec
 
 def _look(begin: "Begin", ids: Sequence[UUID], outcome: "CancelOutcome", became: Became) -> list[UUID]:
     from outboxq.admin import cancellation
+    from outboxq.admin.actions import unmarked
 
     with begin() as connection:
         states = cancellation.progress(connection, ids)
     returned = [job_id for job_id, state in states.items() if state == "waiting"]
     gone: tuple[UUID, ...] = ()
     if returned:
-        with unmarked(begin, returned), begin() as connection:
+        with unmarked(begin, returned, notice), begin() as connection:
             gone = cancellation.end_returned(connection, returned, outcome)
     counted = Counter(states.values())
     became.cancelled += counted["cancelled"] + len(gone)
@@ -131,7 +134,7 @@ def _look(begin: "Begin", ids: Sequence[UUID], outcome: "CancelOutcome", became:
     return [job_id for job_id, state in states.items() if state in ("running", "waiting") and job_id not in gone]
 
 
-def _force(begin: "Begin", pending: Iterable[UUID], options: Wanted) -> None:
+def _force(begin: "Begin", actions: "Actions", pending: Iterable[UUID], options: Wanted) -> None:
     from outboxq.admin import cancellation
 
     for job_id in pending:
@@ -144,7 +147,7 @@ def _force(begin: "Begin", pending: Iterable[UUID], options: Wanted) -> None:
             _confirm(job_id)
         # The other jobs keep their marks: each of them runs alone next, as after the death of a relay.
         with begin() as connection:
-            cancellation.terminate(connection, job_id, options.outcome)
+            actions.terminate(connection, job_id, options.outcome)
 
 
 def _confirm(job_id: UUID) -> None:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep
+from outboxq.cli.arguments import App, Args, GivenArguments, Unchecked
+from outboxq.cli.bulk import ChangeOptions, change_all, exit_code_of
 from outboxq.cli.help import Commands
 from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
 from outboxq.cli.output import notice, print_json
@@ -14,13 +15,11 @@ from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from uuid import UUID
+    from collections.abc import Sequence
 
     from sqlalchemy import Connection
 
-    from outboxq.cli.database import Begin
-    from outboxq.statements.paging import Page
+    from outboxq.admin.actions import DiscardDead, RetryDead, Total
 
 app = Commands(help="List, show, retry and discard dead letters: jobs that were given up.")
 
@@ -83,7 +82,16 @@ def show_dead(connection: "Connection", job_id: OneId) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeadOptions(ChangeOptions):
+class NewArguments(ChangeOptions):
+    """What dead letters are given when they are retried."""
+
+    args: Args = None
+    app: App = None
+    unchecked: Unchecked = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryOptions(NewArguments):
     """Which dead letters are meant."""
 
     queue: QueueFilter = None
@@ -92,27 +100,42 @@ class DeadOptions(ChangeOptions):
 
 
 @app.command("retry")
-@takes(DeadOptions)
-def retry_dead(options: DeadOptions) -> None:
+@takes(RetryOptions)
+def retry_dead(options: RetryOptions) -> None:
     """Make dead letters ready jobs again, with all their attempts before them.
 
-    They keep their id, arguments and errors. If a job already has the id or the unique key, the dead letter stays, and
-    is reported. Asks before it changes more than 100 that a filter finds.
+    They keep their id and errors, and their arguments, unless --args gives others. If a job already has the id or the
+    unique key, the dead letter stays, and is reported. Asks before it changes more than 100 that a filter finds.
 
     \b
     Examples:
       outboxq dead retry 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
       outboxq dead retry --queue accounts --reason OperationalError --dry-run
-      outboxq dead retry --queue accounts --reason OperationalError --yes
+      outboxq dead retry --queue accounts --reason OperationalError --yes \\
+        --because 'the bank is back'
+      outboxq dead retry --kind greet --args '{"id": 7}' --app myapp.jobs:jobs
     """
-    from outboxq.admin import dead_letters
+    from outboxq.admin.actions import RetryDead
+    from outboxq.admin.dead_letters import DeadFilter
 
-    _change(options, dead_letters.retry_page, "retry", "retried")
+    given = GivenArguments(options.args, options.app, options.unchecked)
+    given.check_options()
+    wanted = RetryDead(DeadFilter(options.queue, options.kind, options.reason, options.distinct_ids), options.args)
+    _change(options, wanted, "retry", "retried", given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscardOptions(ChangeOptions):
+    """Which dead letters are meant."""
+
+    queue: QueueFilter = None
+    kind: KindFilter = None
+    reason: ReasonFilter = None
 
 
 @app.command("discard")
-@takes(DeadOptions)
-def discard_dead(options: DeadOptions) -> None:
+@takes(DiscardOptions)
+def discard_dead(options: DiscardOptions) -> None:
     """Delete dead letters for good. Asks before it deletes more than 100 that a filter finds.
 
     \b
@@ -120,48 +143,37 @@ def discard_dead(options: DeadOptions) -> None:
       outboxq dead discard 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
       outboxq dead discard --kind send_welcome --dry-run
     """
-    from outboxq.admin import dead_letters
+    from outboxq.admin.actions import DiscardDead
+    from outboxq.admin.dead_letters import DeadFilter
 
-    _change(options, dead_letters.discard_page, "discard", "discarded")
+    wanted = DiscardDead(DeadFilter(options.queue, options.kind, options.reason, options.distinct_ids))
+    _change(options, wanted, "discard", "discarded")
 
 
-def _change(options: DeadOptions, run_page: "Callable[..., Page]", verb: str, done: str) -> None:
+def _change(
+    options: ChangeOptions,
+    wanted: "RetryDead | DiscardDead",
+    verb: str,
+    done: str,
+    given: GivenArguments | None = None,
+) -> None:
+    from outboxq.admin.actions import preview
     from outboxq.admin.dead_letters import DeadFilter, count_matching
-    from outboxq.statements.paging import database_clock
 
     options.check_selection()
     with options.open() as begin:
         with begin() as connection:
-            # Without jobs that die from now on.
-            until = database_clock(connection)
-            wanted = DeadFilter(**options.filters, ids=options.distinct_ids, died_before=until)
-            counted = count_matching(connection, wanted, to_retry=verb == "retry")
+            found = preview(connection, wanted, most=None, samples=0)
             is_asked_for = options.dry_run and options.ids
-            there = count_matching(connection, DeadFilter(ids=options.distinct_ids)) if is_asked_for else counted
-        options.ask(verb, done, "dead letters", counted, there)
-
-        def run_next(after: "UUID | None") -> "Page":
-            with begin() as connection:
-                return run_page(connection, wanted, after=after)
-
-        total = _change_ids(begin, options.ids, run_page) if options.ids else sweep(run_next, done)
+            there = count_matching(connection, DeadFilter(ids=options.distinct_ids)) if is_asked_for else found.kinds
+        if given is not None:
+            given.check_kinds(found.kinds)
+        options.ask(verb, done, "dead letters", found.kinds, there)
+        total = change_all(options, begin, found, done)
     _report(total, done, as_json=options.as_json)
 
 
-def _change_ids(begin: "Begin", ids: "Sequence[UUID]", run_page: "Callable[..., Page]") -> Total:
-    from outboxq.admin.dead_letters import DeadFilter
-
-    total = Total()
-    for some in in_groups(ids):
-        with begin() as connection:
-            page = run_page(connection, DeadFilter(ids=tuple(some)))
-        total.add(page)
-        found = {*page.changed, *page.held, *page.refused, *page.key_taken}
-        total.not_found += [job_id for job_id in some if job_id not in found]
-    return total
-
-
-def _report(total: Total, verb: str, *, as_json: bool) -> None:
+def _report(total: "Total", verb: str, *, as_json: bool) -> None:
     if as_json:
         refused = {"refused": total.refused, "key_taken": total.key_taken} if verb == "retried" else {}
         print_json({verb: total.changed, "held": total.held, "not_found": total.not_found, **refused})
@@ -177,4 +189,4 @@ def _report(total: Total, verb: str, *, as_json: bool) -> None:
         )
     for job_id in total.key_taken:
         notice(f"not {verb}, because another job with its unique key waits or runs: {job_id}")
-    raise typer.Exit(total.exit_code)
+    raise typer.Exit(exit_code_of(total))

@@ -9,7 +9,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, Yes, only, takes
+from outboxq.cli.options import ActingOptions, Yes, only, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -98,7 +98,7 @@ def show_effect(connection: "Connection", scope: Scope, key: Key) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolveOptions(DatabaseOptions):
+class ResolveOptions(ActingOptions):
     """A field per option."""
 
     scope: Scope
@@ -143,11 +143,9 @@ def resolve_effect(options: ResolveOptions) -> None:
     """
     from datetime import timedelta
 
-    from outboxq.admin import effects
-
     verdict, keep = _verdict(options), timedelta(days=options.retention_days)
     with options.transaction() as connection:
-        found = effects.resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
+        found = options.actions().resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
     if options.as_json:
         print_json({"resolved": found})
         return
@@ -168,7 +166,7 @@ def _verdict(options: ResolveOptions) -> "Verdict":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NewInstallationOptions(DatabaseOptions):
+class NewInstallationOptions(ActingOptions):
     """A field per option."""
 
     yes: Yes = False
@@ -200,15 +198,13 @@ def new_installation(options: NewInstallationOptions) -> None:
       outboxq effects new-installation
       outboxq effects new-installation --yes --json
     """
-    from outboxq.admin.installation import renew_installation
-
     if not options.yes:
         if not sys.stdin.isatty():
             raise WrongUsage("new-installation asks first, and the input is no terminal: add --yes")
         question = "Give this installation a new id? Calls of the former one are not repeated."
         typer.confirm(question, abort=True, err=True)
     with options.transaction() as connection:
-        renewed = renew_installation(connection)
+        renewed = options.actions().renew_installation(connection)
     if options.as_json:
         print_json({"installation": renewed})
         return

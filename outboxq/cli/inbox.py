@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, only, takes
+from outboxq.cli.options import ActingOptions, only, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -96,7 +96,7 @@ def show_message(connection: "Connection", consumer: Consumer, message_id: Messa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForgetOptions(DatabaseOptions):
+class ForgetOptions(ActingOptions):
     """A field per option."""
 
     consumer: Consumer
@@ -118,10 +118,8 @@ def forget_messages(options: ForgetOptions) -> None:
       outboxq inbox forget payments evt_1Nq2
       outboxq inbox forget payments evt_1Nq2 evt_1Nq3 --json
     """
-    from outboxq.admin import messages
-
     with options.transaction() as connection:
-        result = messages.forget_messages(connection, options.consumer, options.message_ids)
+        result = options.actions().forget_messages(connection, options.consumer, options.message_ids)
     if options.as_json:
         print_json(result)
     elif result.forgotten:

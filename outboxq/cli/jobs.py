@@ -1,11 +1,11 @@
 """`outboxq jobs`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.bulk import ChangeOptions, Total, in_groups, sweep, unmarked
+from outboxq.cli.bulk import ChangeOptions, change_all, exit_code_of
 from outboxq.cli.cancelling import cancel_running, report_cancelled
 from outboxq.cli.changing import change_jobs
 from outboxq.cli.errors import WrongUsage
@@ -18,14 +18,11 @@ from outboxq.codec.text import several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from uuid import UUID
 
     from sqlalchemy import Connection
 
-    from outboxq.admin.jobs import JobFilter
-    from outboxq.cli.database import Begin
+    from outboxq.admin.actions import Total
     from outboxq.outbox.cancel import CancelOutcome
-    from outboxq.statements.paging import Page
 
 app = Commands(help="List, show, change and cancel jobs that wait or run.")
 
@@ -162,26 +159,24 @@ def cancel_jobs(options: CancelOptions) -> None:
       outboxq jobs cancel --queue mail --kind send_welcome
       outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10 --running
     """
-    from outboxq.admin import jobs
-    from outboxq.statements.paging import database_clock
+    from outboxq.admin.actions import CancelJobs, preview
+    from outboxq.admin.jobs import JobFilter
 
     options.check_selection()
     if (options.dead_letter or options.force) and not options.running:
         raise WrongUsage("--dead-letter and --force are about jobs that run: add --running")
     with options.open() as begin:
         with begin() as connection:
-            # Without jobs that are added from now on.
-            until = database_clock(connection)
-            wanted = jobs.JobFilter(**options.filters, ids=options.distinct_ids, created_before=until)
-            counted = jobs.count_matching(connection, wanted)
-        options.ask("cancel", "cancelled", "jobs", counted, there=counted)
+            wanted = CancelJobs(JobFilter(options.queue, options.kind, options.state, options.distinct_ids))
+            found = preview(connection, wanted, most=None, samples=0)
+        options.ask("cancel", "cancelled", "jobs", found.kinds, there=found.kinds)
         if options.running:
-            report_cancelled(cancel_running(begin, options, wanted), as_json=options.as_json)
-        total = _cancel_ids(begin, options.ids) if options.ids else _cancel_matching(begin, wanted)
+            report_cancelled(cancel_running(begin, options, found), as_json=options.as_json)
+        total = change_all(options, begin, found, "cancelled")
     _report(total, as_json=options.as_json)
 
 
-def _report(total: Total, *, as_json: bool) -> None:
+def _report(total: "Total", *, as_json: bool) -> None:
     if as_json:
         print_json({"cancelled": total.changed, "running": total.held, "not_found": total.not_found})
     else:
@@ -190,34 +185,7 @@ def _report(total: Total, *, as_json: bool) -> None:
         notice(f"no job {job_id}")
     for job_id in total.held:
         notice(f"not cancelled, because it is running: {job_id} (see `outboxq jobs list --running`)")
-    raise typer.Exit(total.exit_code)
-
-
-def _cancel_ids(begin: "Begin", ids: "Sequence[UUID]") -> Total:
-    from outboxq.admin import jobs
-
-    total = Total()
-    for some in in_groups(ids):
-        with unmarked(begin, some), begin() as connection:
-            result = jobs.cancel_jobs(connection, some)
-        total.changed += len(result.cancelled)
-        total.held += result.running
-        total.not_found += result.not_found
-    return total
-
-
-def _cancel_matching(begin: "Begin", wanted: "JobFilter") -> Total:
-    from outboxq.admin import jobs
-
-    def cancel(after: "UUID | None") -> "Page":
-        # Found before they are locked: whatever happens from then on, it is known which marks are to be cleared.
-        with begin() as connection:
-            ids = jobs.find_ids(connection, wanted, after=after)
-        with unmarked(begin, ids), begin() as connection:
-            page = jobs.cancel_page(connection, replace(wanted, ids=ids))
-        return replace(page, last=ids[-1] if ids else None)
-
-    return sweep(cancel, "cancelled")
+    raise typer.Exit(exit_code_of(total))
 
 
 app.command("change")(change_jobs)

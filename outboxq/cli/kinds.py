@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.bulk import Total, sweep, unmarked
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, takes
+from outboxq.cli.options import ActingOptions, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists
 from outboxq.cli.tables import Column
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from outboxq.statements.paging import Page
+    from outboxq.cli.database import Begin
 
 app = Commands(help="Pause and resume kinds of jobs, while the other kinds of their queue go on.")
 
@@ -44,7 +43,7 @@ def list_kinds(connection: "Connection", *, limit: int) -> "Sequence[object]":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KindsOptions(DatabaseOptions):
+class KindsOptions(ActingOptions):
     """A field per option of the commands that change kinds."""
 
     names: Annotated[list[str], typer.Argument(metavar="KIND", help="The names of kinds.", show_default=False)]
@@ -63,10 +62,8 @@ def pause(options: KindsOptions) -> None:
     Example:
       outboxq kinds pause send_welcome --queue mail
     """
-    from outboxq.admin import kinds
-
     with options.transaction() as connection:
-        changed = kinds.pause(connection, options.queue, options.names)
+        changed = options.actions().pause_kinds(connection, options.queue, options.names)
     _report(options, changed, "paused", "paused already")
 
 
@@ -79,33 +76,40 @@ def resume(options: KindsOptions) -> None:
     Example:
       outboxq kinds resume send_welcome --queue mail
     """
-    from outboxq.admin import kinds
-
     with options.open() as begin:
         with begin() as connection:
-            changed = kinds.resume(connection, options.queue, options.names)
-
-        def bring_back(after: "UUID | None") -> "Page":
-            with begin() as connection:
-                ids = kinds.put_off_ids(connection, options.queue, options.names, after=after)
-            with unmarked(begin, ids), begin() as connection:
-                return kinds.bring_back(connection, options.queue, options.names, after=after)
-
+            changed = options.actions().resume_kinds(connection, options.queue, options.names)
         # Committed by now: relays that hear of the resumption do not put them off again.
-        total = sweep(bring_back, "brought back")
-    _report(options, changed, "resumed", "not paused", total)
+        brought = _bring_back(begin, options)
+    _report(options, changed, "resumed", "not paused", brought)
+
+
+def _bring_back(begin: "Begin", options: KindsOptions) -> int:
+    from outboxq.admin import kinds
+    from outboxq.admin.actions import unmarked
+
+    brought = 0
+    after: UUID | None = None
+    while True:
+        with begin() as connection:
+            ids = kinds.put_off_ids(connection, options.queue, options.names, after=after)
+        if not ids:
+            return brought
+        with unmarked(begin, ids, notice), begin() as connection:
+            brought += len(kinds.bring_back(connection, options.queue, options.names, ids).changed)
+        after = ids[-1]
 
 
 def _report(
-    options: KindsOptions, changed: "Sequence[str]", done: str, before: str, total: Total | None = None
+    options: KindsOptions, changed: "Sequence[str]", done: str, before: str, brought: int | None = None
 ) -> None:
     wanted = list(dict.fromkeys(options.names))
     if options.as_json:
         unchanged = [name for name in wanted if name not in changed]
-        brought = {} if total is None else {"brought_back": total.changed}
-        print_json({done: changed, "unchanged": unchanged, **brought})
+        back = {} if brought is None else {"brought_back": brought}
+        print_json({done: changed, "unchanged": unchanged, **back})
         return
     for name in wanted:
         typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} was {before}")
-    if total is not None and total.changed:
-        notice(f"{several(total.changed, 'job that was put off runs', 'jobs that were put off run')} now")
+    if brought:
+        notice(f"{several(brought, 'job that was put off runs', 'jobs that were put off run')} now")

@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from outboxq.admin.actions import Actions
     from outboxq.cli.database import Begin
 
 Options = TypeVar("Options")
@@ -125,3 +126,21 @@ class DatabaseOptions:
         """Connect, for one transaction, which is committed at the end."""
         with self.open() as begin, begin() as connection:
             yield connection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActingOptions(DatabaseOptions):
+    """The options of a command that changes something."""
+
+    because: Annotated[
+        str | None,
+        typer.Option("--because", metavar="TEXT", help="Why it is done: kept in the audit.", show_default=False),
+    ] = None
+
+    def actions(self) -> "Actions":
+        """The actions of the user who runs the command."""
+        from outboxq import config
+        from outboxq.admin.actions import Actions, Actor
+        from outboxq.cli.output import notice
+
+        return Actions(Actor(config.actor_name(), via="cli"), self.because, warn=notice)

@@ -22,7 +22,7 @@ from outboxq.codec.text import escaped_json, printable
 from outboxq.error_record import read_attempts
 
 # Attributes of things that hold JSON as text.
-_DOCUMENTS = ("args", "options", "headers", "errors", "result")
+_DOCUMENTS = ("args", "options", "headers", "errors", "result", "filter", "change")
 # Long texts, behind the short fields.
 _LONG = ("reason", "error")
 _with_json = ContextVar("with_json", default=False)

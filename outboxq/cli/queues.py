@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, DatabaseUrls, Wide, takes
+from outboxq.cli.options import ActingOptions, DatabaseOptions, DatabaseUrls, Wide, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
 from outboxq.cli.values import Estimate, age, duration, in_short
@@ -62,6 +62,7 @@ def list_queues(options: TableOptions) -> None:
         Column("rate"),
         Column("burst"),
         Column("per_group"),
+        Column("keep_dead"),
         Column("paused_at"),
     )
     print_table(columns, found, now=now, wide=options.wide)
@@ -71,7 +72,7 @@ def list_queues(options: TableOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueuesOptions(DatabaseOptions):
+class QueuesOptions(ActingOptions):
     """A field per option of the commands that change queues."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of queues.", show_default=False)]
@@ -89,9 +90,7 @@ def pause(options: QueuesOptions) -> None:
     Example:
       outboxq queues pause accounts mail
     """
-    from outboxq.admin import queues
-
-    _change(options, queues.pause, "paused", "paused already")
+    _change(options, options.actions().pause_queues, "paused", "paused already")
 
 
 @app.command("resume")
@@ -105,9 +104,7 @@ def resume(options: QueuesOptions) -> None:
     Example:
       outboxq queues resume accounts mail
     """
-    from outboxq.admin import queues
-
-    _change(options, queues.resume, "resumed", "not paused")
+    _change(options, options.actions().resume_queues, "resumed", "not paused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,25 +148,52 @@ class LimitOptions(QueuesOptions):
     no_per_group: Annotated[
         bool, typer.Option("--no-per-group", help="Jobs of each group run one at a time again, in their order.")
     ] = False
+    keep_dead: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-dead",
+            metavar="TIME",
+            help="Delete dead letters after so long: 30d, 12h, 90m; or forever, whatever the application declares.",
+            show_default=False,
+        ),
+    ] = None
+    no_keep_dead: Annotated[
+        bool, typer.Option("--no-keep-dead", help="Keep dead letters as the application declares; by default for ever.")
+    ] = False
+
+    @property
+    def are_for_dead(self) -> bool:
+        """Whether it is set how long dead letters are kept."""
+        return self.keep_dead is not None or self.no_keep_dead
+
+    @property
+    def are_for_jobs(self) -> bool:
+        """Whether a limit is set or taken away; also if nothing is, which is refused."""
+        given = (self.limit, self.rate, self.burst, self.per_group)
+        dropped = self.no_limit or self.no_rate or self.no_per_group
+        return dropped or any(each is not None for each in given) or not self.are_for_dead
 
 
 @app.command("set")
 @takes(LimitOptions)
 def set_limits(options: LimitOptions) -> None:
-    """Limit how many jobs of these queues run at a time, and how many begin in a time.
+    """Limit how many jobs of these queues run at a time or begin in a time; say how long dead letters are kept.
 
     Over all relays of the database. What is not given stays as it is. Relays heed it within moments; if a limit is
-    lowered, jobs that run already go on. Without a limit set here, those hold that the application declares.
+    lowered, jobs that run already go on. Without a limit set here, those hold that the application declares. Dead
+    letters whose time is over are deleted by relays, within some minutes.
 
     \b
     Examples:
       outboxq queues set mail --limit 5 --rate 100/min --burst 20
       outboxq queues set mail --no-rate
+      outboxq queues set mail --keep-dead 30d
     """
     from outboxq.admin import queues
-    from outboxq.queue_limits import make_limits
+    from outboxq.queue_limits import make_limits, parse_keep
 
     _refuse_both(options)
+    seconds = None if options.keep_dead is None else parse_keep(options.keep_dead)
     limits = make_limits(running=options.limit, per_group=options.per_group, rate=options.rate, burst=options.burst)
     given: dict[queues.Limit, bool] = {
         "running": options.no_limit,
@@ -177,9 +201,15 @@ def set_limits(options: LimitOptions) -> None:
         "per_group": options.no_per_group,
     }
     drop: list[queues.Limit] = [name for name, wanted in given.items() if wanted]
+    actions = options.actions()
 
     def change(connection: "Connection", names: Sequence[str]) -> tuple[str, ...]:
-        return queues.set_limits(connection, names, limits, drop)
+        changed: set[str] = set()
+        if options.are_for_jobs:
+            changed.update(actions.set_limits(connection, names, limits, drop))
+        if options.are_for_dead:
+            changed.update(actions.keep_dead(connection, names, seconds))
+        return tuple(sorted(changed))
 
     _change(options, change, "limited", "limited so already")
 
@@ -190,6 +220,7 @@ def _refuse_both(options: LimitOptions) -> None:
         ("--limit", options.limit is not None, options.no_limit),
         ("--rate", options.rate is not None or options.burst is not None, options.no_rate),
         ("--per-group", options.per_group is not None, options.no_per_group),
+        ("--keep-dead", options.keep_dead is not None, options.no_keep_dead),
     )
     for name, is_set, is_dropped in pairs:
         if is_set and is_dropped:

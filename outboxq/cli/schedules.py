@@ -9,7 +9,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
-from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, takes
+from outboxq.cli.options import ActingOptions, KindFilter, QueueFilter, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -76,7 +76,7 @@ def show_schedule(connection: "Connection", name: Name) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PutOptions(DatabaseOptions):
+class PutOptions(ActingOptions):
     """A field per option."""
 
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.", show_default=False)]
@@ -151,7 +151,7 @@ def put(options: PutOptions) -> None:
         jitter=timedelta(seconds=options.jitter_seconds),
     )
     with options.transaction() as connection:
-        made = schedules.put(connection, new)
+        made = options.actions().put_schedule(connection, new)
     if options.as_json:
         print_json({"schedule": made})
         return
@@ -173,7 +173,7 @@ def _job(options: PutOptions) -> "NewJob":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NamesOptions(DatabaseOptions):
+class NamesOptions(ActingOptions):
     """A field per option of the commands that change schedules."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of schedules.", show_default=False)]
@@ -188,9 +188,7 @@ def pause(options: NamesOptions) -> None:
     Example:
       outboxq schedules pause nightly
     """
-    from outboxq.admin import schedules
-
-    _change(options, schedules.pause, "paused", "was paused already")
+    _change(options, options.actions().pause_schedules, "paused", "was paused already")
 
 
 @app.command("resume")
@@ -202,9 +200,7 @@ def resume(options: NamesOptions) -> None:
     Example:
       outboxq schedules resume nightly
     """
-    from outboxq.admin import schedules
-
-    _change(options, schedules.resume, "resumed", "was not paused")
+    _change(options, options.actions().resume_schedules, "resumed", "was not paused")
 
 
 @app.command("remove")
@@ -218,13 +214,11 @@ def remove(options: NamesOptions) -> None:
     Example:
       outboxq schedules remove report-7
     """
-    from outboxq.admin import schedules
-
-    _change(options, schedules.remove, "removed", "was not there")
+    _change(options, options.actions().remove_schedules, "removed", "was not there")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NameOptions(DatabaseOptions):
+class NameOptions(ActingOptions):
     """A field per option of `run-now`."""
 
     name: Name
@@ -239,10 +233,8 @@ def run_now(options: NameOptions) -> None:
     Example:
       outboxq schedules run-now nightly
     """
-    from outboxq.admin import schedules
-
     with options.transaction() as connection:
-        added = schedules.run_now(connection, options.name)
+        added = options.actions().run_schedule(connection, options.name)
     if options.as_json:
         print_json({"id": added.id, "kind": added.kind, "queue": added.queue})
     else:

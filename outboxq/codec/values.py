@@ -45,6 +45,17 @@ def _decode_foreign(annotation: type[object], value: object) -> object:
     return validate(value)
 
 
+def check_args_size(args: str) -> None:
+    """Refuse arguments, as JSON text, that are over the cap.
+
+    Raises:
+        ArgumentError: they are.
+    """
+    size_bytes = len(args.encode())
+    if size_bytes > MAX_ARGS_BYTES:
+        raise ArgumentError(f"args takes up to {MAX_ARGS_BYTES:,} bytes, got {size_bytes:,}")
+
+
 ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign)
 _CANONICAL_ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorted")
 

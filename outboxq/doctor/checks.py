@@ -12,6 +12,7 @@ from outboxq.admin.roles import Part
 from outboxq.database.driver import driver_connection, is_lost, run_script
 from outboxq.doctor import (
     cancellation,
+    dead_letters,
     effects,
     job_batches,
     limits,
@@ -54,6 +55,12 @@ CHECKS: tuple[Check, ...] = (
         limits.find_limited_queues,
         _JOB | {"queue", "rate"},
         grant="SELECT on the tables job, queue and rate",
+    ),
+    Check(
+        "dead letters",
+        dead_letters.find_overdue_dead_letters,
+        frozenset({"dead_job", "queue"}),
+        grant="SELECT on the tables dead_job and queue",
     ),
     Check("suspects", work.find_suspects, _JOB, grant="SELECT on the table job"),
     Check("leases", work.find_orphaned_leases, _JOB | {"relay"}, grant="SELECT on the tables job and relay"),

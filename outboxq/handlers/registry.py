@@ -8,6 +8,7 @@ from outboxq.errors import ArgumentError, InvalidKey, RegistryError
 from outboxq.events import Event
 from outboxq.handlers.around import Around, Arounds, F, checked_around
 from outboxq.handlers.context import AsyncContext, Context
+from outboxq.handlers.dead_letters import KeepsDead
 from outboxq.handlers.handler import (
     AnyHandler,
     Arguments,
@@ -35,7 +36,7 @@ E3 = TypeVar("E3")
 E4 = TypeVar("E4")
 
 
-class Jobs(Retained, Scheduled, Limited):
+class Jobs(Retained, Scheduled, Limited, KeepsDead):
     """A registry of handlers, given to the relay.
 
     Args:
@@ -216,7 +217,7 @@ class Jobs(Retained, Scheduled, Limited):
             self._handlers[name] = handler
 
     def include(self, other: "Jobs") -> None:
-        """Register every handler of another registry here too, and its scopes, inboxes and limits of queues.
+        """Register every handler of another registry here too, and its scopes, inboxes and settings of queues.
 
         Its hooks are told the events of this relay, and its arounds wrap its own handlers, also those that are
         registered there later.
@@ -235,6 +236,8 @@ class Jobs(Retained, Scheduled, Limited):
             self._declare(window)
         for queue, limits in other._limits.items():  # noqa: SLF001  # the same class
             self._declare_limits(queue, limits)
+        for queue, time in other._keep_dead.items():  # noqa: SLF001  # the same class
+            self._declare_keep_dead(queue, time)
         self._included.append(other)
 
     def _with_included(self) -> list["Jobs"]:
@@ -277,6 +280,7 @@ class Jobs(Retained, Scheduled, Limited):
             handler.check()
             _check_same_queue(firsts.setdefault(handler.queue, handler), handler)
         self._check_limits(set(firsts))
+        self._check_keep_dead(set(firsts))
         horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
         check_windows(self._windows.values(), horizons)
         return Registry(
@@ -293,6 +297,7 @@ class Jobs(Retained, Scheduled, Limited):
                 [schedule for each in self._with_included() for schedule in each._schedules],  # noqa: SLF001  # the same class
                 self._handlers.values(),
             ),
+            MappingProxyType(dict(self._keep_dead)),
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ class Registry:
     Attributes:
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
+        keep_dead: How long each queue keeps its dead letters, if not for ever.
     """
 
     handlers: Mapping[str, AnyHandler]
@@ -39,6 +40,7 @@ class Registry:
     arounds: Mapping[str, Arounds]
     limits: Mapping[str, QueueLimits]
     schedules: tuple[NewSchedule, ...] = ()
+    keep_dead: Mapping[str, timedelta] = field(default_factory=dict)
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""
@@ -65,6 +67,15 @@ class Registry:
             return self.handlers[kind]
         except KeyError:
             raise UnknownKind(kind, tuple(sorted(self.handlers))) from None
+
+    def check_args(self, kind: str, args: str) -> None:
+        """Refuse arguments, as JSON text, that do not fit the handler of a kind.
+
+        Raises:
+            PayloadError: they do not.
+            UnknownKind: no handler is registered.
+        """
+        self.find(kind).signature().decode(args)
 
     def loads_late(self, kind: str) -> bool:
         """Whether rows of this kind's jobs are loaded and locked behind its arounds alone, which use its session."""

@@ -1,9 +1,12 @@
 """Step 11: what relays did and how the queues stood, minute by minute; finished jobs; what operators did. Frozen.
 
-No table of before is touched: relays of the version before work on, and write nothing here.
+Relays of the version before work on, write nothing here, and delete no dead letters. Every claim reads `queue`: its new
+column is added under the lock that no claim holds up.
 """
 
-UP = """\
+from outboxq.migrations.step_07_checks import LOCK
+
+UP = f"""\
     -- What each relay says of itself, several times a minute: free room on the page keeps the updates HOT.
     CREATE TABLE @schema@.relay_status (
       id uuid NOT NULL PRIMARY KEY,
@@ -97,16 +100,29 @@ UP = """\
       db_user text NOT NULL DEFAULT session_user,
       action text NOT NULL,
       target text,
+      -- Which rows were meant, and what was to become of them: never arguments, results or other payloads.
       filter jsonb,
+      change jsonb,
       reason text,
       -- How many rows the preview showed, were changed, and were passed over because others held them.
       expected bigint,
       changed bigint NOT NULL DEFAULT 0,
       held bigint NOT NULL DEFAULT 0,
+      -- The last row of a change of many rows that was looked at: it goes on behind that one.
+      position uuid,
+      stopped_at timestamptz,
       error text,
       CONSTRAINT audit_via CHECK (via IN ('cli', 'web', 'api'))
     );
-    CREATE INDEX audit_at ON @schema@.audit (at);"""
+    CREATE INDEX audit_at ON @schema@.audit (at);
 
-DOWN = """\
+{LOCK}
+    -- How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
+    ALTER TABLE @schema@.queue
+      ADD COLUMN keep_dead_seconds double precision,
+      ADD CONSTRAINT queue_keep_dead CHECK (keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200);"""
+
+DOWN = f"""\
+{LOCK}
+    ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
     DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.audit;"""

@@ -89,12 +89,7 @@ class RelayRun:
         self._scheduler = Scheduler(beside.transact, beside.rest, self.emit, self.stopping, self.until_empty)
         self._state = self._make_state()
         self._maintenance = Maintenance.from_config(
-            self.config,
-            self.limits.first_prune_seconds,
-            self._connector,
-            self.emit,
-            self.stopping,
-            until_empty=self.until_empty,
+            self.config, self.limits, self._connector, self.emit, self.stopping, self.registry, self.until_empty
         )
         self._historian = self._make_historian()
         self._deadlines = DeadlineEnforcer(

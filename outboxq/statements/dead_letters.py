@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, case, delete, exists, func, literal_column, or_, select, true
+from sqlalchemy import ColumnElement, Executable, case, delete, exists, func, literal, literal_column, or_, select, true
 from sqlalchemy.dialects.postgresql import insert
 
 from outboxq.statements.builtin import pg
@@ -69,8 +69,14 @@ def select_dead_letter(job_id: UUID) -> Executable:
     return select(*(dead_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(dead_job.c.id == job_id)
 
 
-def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Turn the next page of dead letters that match, and that are not locked, into ready jobs.
+def select_ids(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
+    """The next ids that match, in order. Index: the primary key, from `after`; no locks."""
+    start = [] if after is None else [dead_job.c.id > after]
+    return select(dead_job.c.id).where(*wanted.conditions(), *start).order_by(dead_job.c.id).limit(limit)
+
+
+def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str | None = None) -> Executable:
+    """Turn the next page of dead letters that match, and that are not locked, into ready jobs, with `args` if given.
 
     One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
     chose the id twice, if it is longer than a job may be, or if a living job has its unique key: of several with one
@@ -85,7 +91,8 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     state = case((dead_job.c.group_key.is_(None), literal_column("'ready'")), else_=literal_column("'grouped'"))
     has_no_key = _KEY.is_(None)
     has_its_key = dead_job.c.id.in_(select(taken.c.job_id))
-    rows = select(*(dead_job.c[name] for name in moved), state).where(
+    given = dead_job.c.args if args is None else literal(args, dead_job.c.args.type)
+    rows = select(given, *(dead_job.c[name] for name in moved[1:]), state).where(
         dead_job.c.id == picked.c.id, *_can_be_jobs(), or_(has_no_key, has_its_key)
     )
     added = insert(job).from_select([*moved, "state"], rows, include_defaults=False)
@@ -94,9 +101,10 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executa
     return page_outcome(page, picked, moved_away, blocked)
 
 
-def count_matching(wanted: DeadFilter, *, to_retry: bool) -> Executable:
-    """How many match, by queue and kind; `to_retry`: without those that `retry_page` leaves."""
-    return count_kinds(dead_job, [*wanted.conditions(), *((*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ())])
+def count_matching(wanted: DeadFilter, *, to_retry: bool, most: int | None = None) -> Executable:
+    """How many match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves."""
+    retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
+    return count_kinds(dead_job, [*wanted.conditions(), *retried], most)
 
 
 def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:

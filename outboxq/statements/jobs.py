@@ -171,8 +171,11 @@ def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executab
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
-    """How many of these jobs wait, or run in a transaction. Index: the primary key; no locks."""
-    waits = job.c.state.in_(("ready", "scheduled", "grouped", "group_waiting"))
+    """How many of these jobs are in a state that is claimed, or run in a transaction. Index: the primary key; no locks.
+
+    A job in another state comes to such a state by an UPDATE, which leaves no mark.
+    """
+    waits = job.c.state.in_(("ready", "scheduled", "grouped"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
@@ -213,9 +216,9 @@ def find_job(job_id: UUID) -> Select[Any]:
     return select(found).limit(1)
 
 
-def count_matching(wanted: JobFilter) -> Executable:
-    """How many jobs match, by queue and kind. Reads the table once; no locks."""
-    return count_kinds(job, wanted.conditions())
+def count_matching(wanted: JobFilter, *, most: int | None = None) -> Executable:
+    """How many jobs match, by queue and kind, as `count_kinds` counts them."""
+    return count_kinds(job, wanted.conditions(), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,13 +45,12 @@ def paused_kinds() -> Select[Any]:
     return select(paused_kind, jobs.label("jobs")).order_by(paused_kind.c.queue, paused_kind.c.kind)
 
 
-def bring_back_page(queue: str, kinds: Sequence[str], *, after: UUID | None, limit: int) -> Executable:
-    """Let the next page of jobs of these kinds that were put off run now.
+def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Executable:
+    """Let those of these jobs that are of these kinds, and were put off, run now.
 
-    Index, locks and bound are those of `pick_page`.
+    Index and locks are those of `pick_page`.
     """
-    conditions = _put_off(queue, kinds)
-    page, picked = pick_page(job, conditions, after, limit)
+    page, picked = pick_page(job, [job.c.id.in_(ids), *_put_off(queue, kinds)], None, len(ids))
     back = (
         update(job)
         .where(job.c.id == picked.c.id)

@@ -91,8 +91,14 @@ class KindCount:
     count: int
 
 
-def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]]) -> Executable:
-    """How many rows match, by queue and kind. Reads the table once; no locks."""
+def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]], most: int | None = None) -> Executable:
+    """How many rows match, by queue and kind; with `most`, as if there were no more than so many.
+
+    Reads the table once, or until it has found `most` rows; no locks.
+    """
+    if most is not None:
+        rows = select(rows.c.queue, rows.c.kind).where(*conditions).limit(most).subquery("some")
+        conditions = ()
     by = (rows.c.queue, rows.c.kind)
     return select(*by, count()).where(*conditions).group_by(*by).order_by(*by)
 

@@ -1,4 +1,4 @@
-"""Pruning: deleting what has expired from the inbox and from the effects, a batch at a time.
+"""Pruning: deleting what has expired from the inbox, the effects and the dead letters, a batch at a time.
 
 Sent as text on the pruner's own connection. A batch is a transaction: `BEGIN`, one deletion, COMMIT. Should the
 process die, or the answer to COMMIT be lost, the next round deletes what is left.
@@ -74,6 +74,51 @@ def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
     of which there are few; index: the job's primary key. Locks: the rows, skipping those that others hold.
     """
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
+
+
+# As JSON, because tables of before step 11 have no such column.
+_KEEP: LiteralString = "pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"
+_SELECT_KEPT: LiteralString = """\
+SELECT kept.name, kept.keep FROM (SELECT name, {keep} AS keep FROM {queue_table} AS settings) AS kept
+WHERE kept.keep IS NOT NULL ORDER BY kept.name"""
+# What operators have set is read in the statement itself: if it is taken back, no later deletion goes by it.
+_DELETE_DEAD: LiteralString = """\
+WITH kept AS MATERIALIZED (
+  SELECT coalesce((SELECT ({keep})::float8 FROM {queue_table} AS settings WHERE settings.name = {queue}), {declared})
+    AS seconds
+), expired AS MATERIALIZED (
+  SELECT letter.id FROM {dead} AS letter
+  WHERE letter.queue = {queue}
+    AND letter.died_at < pg_catalog.statement_timestamp() - pg_catalog.make_interval(
+      secs => (SELECT seconds FROM kept WHERE seconds > 0::float8))
+  ORDER BY letter.died_at
+  LIMIT {limit} OFFSET {skip}
+  FOR UPDATE OF letter SKIP LOCKED
+), deleted AS (
+  DELETE FROM {dead} AS gone USING expired WHERE gone.id = expired.id RETURNING 1
+)
+SELECT pg_catalog.count(*) FROM deleted"""
+
+
+def select_kept(schema: str) -> str:
+    """The queues for which operators have set how long dead letters are kept, and for how many seconds: 0 for ever.
+
+    Reads the small table `queue`; no locks.
+    """
+    return render(schema, _SELECT_KEPT, keep=sql.SQL(_KEEP))
+
+
+def delete_dead(schema: str, queue: str, declared: float | None, limit: int, skip: int = 0) -> str:
+    """Delete up to `limit` dead letters of a queue whose time is over, but for the oldest `skip`; a row, their number.
+
+    Index: dead_job_queue (queue, died_at), from the queue's oldest; the primary key. Locks: the rows, skipping those
+    that another transaction holds. One that died again meanwhile is not deleted: its time begins anew.
+
+    Args:
+        declared: For how many seconds the application keeps them, if operators have not set it; None for ever.
+    """
+    seconds = sql.SQL("NULL::float8") if declared is None else sql.SQL("{}::float8").format(float(declared))
+    return render(schema, _DELETE_DEAD, keep=sql.SQL(_KEEP), queue=queue, declared=seconds, limit=limit, skip=skip)
 
 
 def _delete(

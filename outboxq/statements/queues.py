@@ -3,7 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, FromClause, Select, and_, or_, select, union, update
+from sqlalchemy import (
+    ColumnElement,
+    Double,
+    Executable,
+    FromClause,
+    Select,
+    and_,
+    cast,
+    literal_column,
+    or_,
+    select,
+    union,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 
@@ -20,7 +33,7 @@ LIMITS = (
 
 
 def known_queues() -> Executable:
-    """Every queue with a setting, a job or a dead letter, since when it is paused, and its limits.
+    """Every queue with a setting, a job or a dead letter, since when it is paused, and what else is set.
 
     Indexes: job_ready, job_scheduled, job_suspect, job_group_state, job_group and dead_job_queue, one probe per
     distinct queue each ("Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
@@ -30,9 +43,13 @@ def known_queues() -> Executable:
     leased = select(job.c.queue).where(job.c.state == "leased")
     names = union(*walks, _walk(dead_job, None, "dead"), leased, select(queue.c.name)).subquery("names")
     name = names.c[0]
+    # As JSON, because tables of before step 11 have no such column.
+    settings = queue.alias("settings")
+    kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Double)
+    limits = (settings.c[column.name] for column in LIMITS)
     return (
-        select(name.label("queue"), queue.c.paused_at, *LIMITS)
-        .select_from(names.outerjoin(queue, queue.c.name == name))
+        select(name.label("queue"), settings.c.paused_at, *limits, kept.label("keep_dead_seconds"))
+        .select_from(names.outerjoin(settings, settings.c.name == name))
         .where(name.is_not(None))
         .order_by(name)
     )
@@ -51,15 +68,15 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
     ).returning(queue.c.name)
 
 
-def set_limits(names: Sequence[str], limits: Mapping[str, object]) -> ReturningInsert[Any]:
-    """Set limits of queues, with a setting or without, by column; returns the queues whose limits were others before.
+def set_values(names: Sequence[str], given: Mapping[str, object]) -> ReturningInsert[Any]:
+    """Set values of queues, with a setting or without, by column; returns the queues that had others before.
 
     Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
     """
-    row = insert(queue).values([{"name": name, **limits} for name in names])
-    changed = or_(*(queue.c[column].is_distinct_from(row.excluded[column]) for column in limits))
+    row = insert(queue).values([{"name": name, **given} for name in names])
+    changed = or_(*(queue.c[column].is_distinct_from(row.excluded[column]) for column in given))
     return row.on_conflict_do_update(
-        index_elements=[queue.c.name], set_={column: row.excluded[column] for column in limits}, where=changed
+        index_elements=[queue.c.name], set_={column: row.excluded[column] for column in given}, where=changed
     ).returning(queue.c.name)
 
 

@@ -116,12 +116,17 @@ audit = Table(
     Column("db_user", StoredText, nullable=False, server_default=text("session_user")),
     Column("action", StoredText, nullable=False),
     Column("target", StoredText),
+    # Which rows were meant, and what was to become of them: never arguments, results or other payloads.
     Column("filter", JsonText),
+    Column("change", JsonText),
     Column("reason", StoredText),
     # How many rows the preview showed, were changed, and were passed over because others held them.
     Column("expected", BigInteger),
     Column("changed", BigInteger, nullable=False, server_default=text("0")),
     Column("held", BigInteger, nullable=False, server_default=text("0")),
+    # The last row of a change of many rows that was looked at: it goes on behind that one.
+    Column("position", Uuid),
+    Column("stopped_at", DateTime(timezone=True)),
     Column("error", StoredText),
     CheckConstraint("via IN ('cli', 'web', 'api')", name="audit_via"),
 )

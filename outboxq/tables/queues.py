@@ -16,6 +16,8 @@ queue = Table(
     Column("rate_jobs", Integer),
     Column("rate_seconds", Double),
     Column("rate_burst", Integer),
+    # How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
+    Column("keep_dead_seconds", Double),
     CheckConstraint(
         "max_running BETWEEN 1 AND 10000 AND max_per_group BETWEEN 1 AND 1000",
         name="queue_running",
@@ -26,6 +28,7 @@ queue = Table(
         "AND rate_burst BETWEEN 1 AND 1000000",
         name="queue_rate",
     ),
+    CheckConstraint("keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200", name="queue_keep_dead"),
 )
 
 # The theoretical arrival time of the generic cell rate algorithm, for each queue with a rate.

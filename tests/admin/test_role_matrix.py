@@ -24,7 +24,7 @@ MAY: Mapping[str, Mapping[Part, str]] = {
     table: dict(zip(_PARTS, rights, strict=True))
     for table, rights in {
         "job": ("", "", "", "SIUDRarx", "Sa", "SIUDRarx"),
-        "dead_job": ("", "", "", "SIURarx", "Sa", "SIUDRarx"),
+        "dead_job": ("", "", "", "SIUDRarx", "Sa", "SIUDRarx"),
         "queue": ("", "", "", "Sa", "Sa", "SIURarx"),
         "relay": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "inbox": ("", "", "SIar", "SIUDRarx", "Sa", "SUDRarx"),

@@ -36,7 +36,65 @@ class Mutant:
 _COALESCE = "tests/flow/test_coalesce.py"
 _THROTTLE = "tests/flow/test_throttle.py"
 
+_BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
+
 MUTANTS = (
+    Mutant(
+        "the count of a page in the page's own transaction",
+        "outboxq/admin/bulk.py",
+        "                connection.execute(statements.count_page(",
+        "                with self._begin() as beside: beside.execute(statements.count_page(",
+        (f"{_BULK}::test_the_answer_to_commit_is_lost_and_the_audit_is_right",),
+    ),
+    Mutant(
+        "the place at which a process has left a change of many rows",
+        "outboxq/admin/bulk.py",
+        " or row.position != self._position:",
+        ":",
+        (f"{_BULK}::test_one_that_was_taken_over_does_no_page_again",),
+    ),
+    Mutant(
+        "the stop of a change of many rows",
+        "outboxq/admin/bulk.py",
+        "        return row.stopped_at is None\n",
+        "        return True\n",
+        (f"{_BULK}::test_a_run_is_stopped_before_its_next_page",),
+    ),
+    Mutant(
+        "the time of a preview, behind which nothing is touched",
+        "outboxq/admin/bulk.py",
+        "        action = _until(action, database_clock(connection))\n",
+        "        database_clock(connection)\n",
+        (f"{_BULK}::test_a_preview_counts_shows_and_bounds_and_locks_nothing",),
+    ),
+    Mutant(
+        "the row of an action in the transaction of the change",
+        "outboxq/admin/actions.py",
+        "        self._journal.record(connection, action, target,",
+        "        with connection.engine.begin() as connection: self._journal.record(connection, action, target,",
+        ("tests/admin/test_actions.py::test_an_action_that_is_rolled_back_has_none",),
+    ),
+    Mutant(
+        "the look at an operator's setting in the deletion of dead letters",
+        "outboxq/statements/prune.py",
+        "FROM {queue_table} AS settings WHERE settings.name = {queue})",
+        "FROM {queue_table} AS settings WHERE settings.name = {queue} AND false)",
+        (f"{_KEPT}::test_a_setting_that_is_taken_back_holds_for_the_next_deletion",),
+    ),
+    Mutant(
+        "the passing over of dead letters that others hold",
+        "outboxq/statements/prune.py",
+        "  FOR UPDATE OF letter SKIP LOCKED\n",
+        "  FOR UPDATE OF letter\n",
+        (f"{_KEPT}::test_what_another_transaction_holds_is_passed_over",),
+    ),
+    Mutant(
+        "the lock that looks again at how long a job is dead",
+        "outboxq/statements/prune.py",
+        "  FOR UPDATE OF letter SKIP LOCKED\n",
+        "",
+        (f"{_KEPT}::test_a_job_that_dies_again_meanwhile_stays",),
+    ),
     Mutant(
         "the number of a flush in the relay's own row",
         "outboxq/statements/history.py",
@@ -996,16 +1054,16 @@ MUTANTS = (
     ),
     Mutant(
         "the marks of an operator's page that was rolled back",
-        "outboxq/cli/bulk.py",
-        "        if not _clear_marks(begin, ids):\n",
-        "        if not ids:\n",
+        "outboxq/admin/marks.py",
+        "        if ids and not _clear(begin, ids):\n",
+        "        if ids and not ids:\n",
         ("tests/cli/test_interrupted.py",),
     ),
     Mutant(
         "the rows of an operator's page",
-        "outboxq/cli/bulk.py",
-        "IDS_PER_TRANSACTION = 200",
-        "IDS_PER_TRANSACTION = 1_000",
+        "outboxq/statements/paging.py",
+        "MAX_PAGE_ROWS = 200",
+        "MAX_PAGE_ROWS = 1_000",
         ("tests/cli/test_interrupted.py::test_no_transaction_changes_more_than_a_page",),
     ),
     Mutant(

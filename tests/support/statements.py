@@ -20,6 +20,7 @@ from outboxq import statements
 from outboxq.job import Job
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, UniqueAnswer, UniqueJob, UniqueKey
 from outboxq.statements.aside import WAITS
+from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.effect_admin import EffectFilter
@@ -75,6 +76,11 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "names: list[str]": (["public"], ["public", "app"]),
     "names: tuple[str, ...]": (("work_mem", "jit"), ("jit",)),
     "wanted: list[tuple[str, str]]": ([("job", "DELETE")], [("job", "INSERT")]),
+    "values": (
+        {"id": _ID, "actor": "anna", "via": "cli", "action": "dead.retry", "filter": "{}", "expected": 7},
+        {"id": _ID, "actor": "anna", "role": "admin", "via": "web", "action": "queue.pause", "reason": "why"},
+    ),
+    "AuditFilter": (AuditFilter(_NOW, "dead", "anna"), AuditFilter()),
     "errors": ("[]", importlib.import_module("outboxq.statements.settle").errors_with("[]", "{}")),
     "bool": (True, False),
     "str": ("mail", "mail"),
@@ -85,7 +91,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "datetime | None": (_NOW, None),
     "rows: Sequence[Mapping[str, object]]": ([_SCHEDULE], [_SCHEDULE, {**_SCHEDULE, "name": "weekly"}]),
     "without": ((), ("nightly", "weekly")),
-    "limits: Mapping[str, object]": ({"max_running": 5}, {"max_running": None, "max_per_group": 2}),
+    "given: Mapping[str, object]": ({"max_running": 5}, {"max_running": None, "max_per_group": 2}),
     "float": (7.5, 7.5),
     "float | None": (7.5, None),
     "bytes | None": (b"x", None),
@@ -136,6 +142,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
 _PARAMETERS: Mapping[str, Mapping[str, object]] = {
     "accept_messages": accept_parameters("mail", {"7": b"x", "8": None}, timedelta(days=1)),
     "running": {"names": ["mail"], "most": [5]},
+    "overdue": {"names": ["mail"], "seconds": [86_400.0], "late": 60.0},
     "_MARKER": {"marker": "outboxq.migration"},
     "_TRY_LOCK": {"schema": "outboxq"},
     "_LOCK": {"schema": "outboxq"},

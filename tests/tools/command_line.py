@@ -119,6 +119,10 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "schedules show": [("nightly",)],
     "batches list": [()],
     "batches show": [(numbered(201),)],
+    "audit list": [(), ("--action", "queue", "--json")],
+    "audit show": [(numbered(301),)],
+    "bulk resume": [(numbered(301), "--because", "reviewed")],
+    "bulk stop": [(numbered(301),), (numbered(302),)],
     "kinds list": [()],
     "queues pause": [("accounts", "mail")],
     "queues resume": [("accounts", "mail")],
@@ -159,6 +163,15 @@ INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, started_a
   CAST(:at AS timestamptz) - interval '1 hour', :at, 'serving',
   '{accounts,mail}', '{charge,send_welcome}', 4, 1, true, '[{"id": "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d12", "queue":
   "accounts", "kind": "charge", "attempt": 1, "seconds": 4.2, "pid": 812}]', 240)"""
+
+_AUDIT = f"""\
+INSERT INTO outboxq.audit (id, at, finished_at, actor, role, via, db_user, action, target, filter, reason, expected,
+  changed, held, position) VALUES
+('{numbered(302)}', CAST(:at AS timestamptz) - interval '1 hour', CAST(:at AS timestamptz) - interval '1 hour', 'bob',
+  NULL, 'cli', 'ops', 'queue.pause', 'mail', NULL, 'the mail server is down', NULL, 1, 0, NULL),
+('{numbered(301)}', CAST(:at AS timestamptz) - interval '5 minutes', NULL, 'anna', 'admin', 'web', 'dashboard',
+  'dead.discard', NULL, '{{"queue": "accounts", "died_before": "2100-01-31T11:54:58Z"}}', 'the bank has told them',
+  31250, 31000, 12, '{numbered(5)}')"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,6 +280,9 @@ class _Sampler:
             connection.execute(text("DELETE FROM outboxq.relay_status"))
             if name == "history":
                 connection.execute(text(_HISTORY))
+            connection.execute(text("DELETE FROM outboxq.audit"))
+            if name.startswith(("audit", "bulk")):
+                connection.execute(text(_AUDIT), {"at": staged_at})
             if name == "relays list":
                 connection.execute(text(_RELAY), {"at": staged_at})
             if name == "relay":

@@ -1,4 +1,4 @@
-"""The pruner: the periodic task that deletes what is over (messages, effects, unique keys, cancellations).
+"""The pruner: the periodic task that deletes what is over: messages, effects, unique keys, cancellations, dead letters.
 
 It sweeps batches (`jobs.batch`), too. One is over without a relay coming to it if the relay of its last member died
 between that one's COMMIT and its look, or if an operator, a reaper or an older relay removed the member.
@@ -9,8 +9,9 @@ relays may prune at once, and nothing depends on when it happens: only the table
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 from uuid import UUID
 
@@ -18,7 +19,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from outboxq.database.driver import run_on_libpq
-from outboxq.events import Pruned
+from outboxq.events import DeadLettersPruned, Pruned
 from outboxq.execution.aside import is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
@@ -49,7 +50,9 @@ class Pruner(PeriodicTask):
         first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
         deletes: Whether to delete what has expired. Batches are swept in any case.
         batch_rows: The most rows that one transaction deletes.
-        max_batches: The most batches of each table in one round.
+        max_batches: The most batches of each table in one round; of dead letters, of each queue.
+        keep_dead: For how many seconds the application keeps the dead letters of its queues, if operators have not set
+            it.
     """
 
     name = "pruner"
@@ -58,19 +61,37 @@ class Pruner(PeriodicTask):
     batch_rows: int = 1_000
     max_batches: int = 100
     deletes: bool = True
+    keep_dead: Mapping[str, float] = field(default_factory=dict)
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
     # The next round looks at the unique keys behind this one.
     _last_key: str = field(default="", init=False)
 
-    def _run_on(self, connection: PGconn) -> Pruned | None:
+    def _run_on(self, connection: PGconn) -> Sequence[Pruned | DeadLettersPruned]:
         messages = effects = keys = 0
         if self.deletes:
             messages = self._delete_all(connection, "messages", statements.delete_messages)
             effects = self._delete_all(connection, "effects", statements.delete_effects)
             keys = self._delete_idle_keys(connection)
+        dead = self._delete_dead(connection) if self.deletes else []
         self._delete_all(connection, "cancellations", statements.delete_requests)
         batches = self._sweep(connection)
-        return Pruned(messages, effects, keys, batches) if messages or effects or keys or batches else None
+        return [Pruned(messages, effects, keys, batches), *dead] if messages or effects or keys or batches else dead
+
+    def _delete_dead(self, connection: PGconn) -> list[DeadLettersPruned]:
+        """Delete the dead letters whose time is over, of the queues that keep them for a time."""
+        try:
+            found = run_on_libpq(connection, statements.select_kept(self.schema))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            self._report("dead letters", error)
+            return []
+        kept = {**self.keep_dead, **{str(name): float(str(seconds)) for name, seconds in found}}
+        pruned: list[DeadLettersPruned] = []
+        for queue in sorted(name for name, seconds in kept.items() if seconds):
+            deletion = partial(_dead_of, queue, self.keep_dead.get(queue))
+            jobs = self._delete_all(connection, "dead letters", deletion)
+            if jobs:
+                pruned.append(DeadLettersPruned(queue, jobs))
+        return pruned
 
     def _sweep(self, connection: PGconn) -> int:
         """Add the callbacks of batches that are over; how many were."""
@@ -169,6 +190,10 @@ class Pruner(PeriodicTask):
                 _ADVICE.get(sqlstate, _OTHERWISE),
                 extra={"outboxq_sqlstate": sqlstate},
             )
+
+
+def _dead_of(queue: str, declared: float | None, schema: str, limit: int, skip: int) -> str:
+    return statements.delete_dead(schema, queue, declared, limit, skip)
 
 
 def _delete_keys(connection: PGconn, schema: str, after: str, limit: int) -> tuple[int, int, str]:

@@ -7,6 +7,7 @@ tables rebuilds such indexes, beside its work; nothing depends on that. Under an
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psycopg
@@ -52,13 +53,14 @@ class Reindexer(PeriodicTask):
     _paused_until: float = field(default=0.0, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
 
-    def _run_on(self, connection: PGconn) -> IndexRebuilt | None:
+    def _run_on(self, connection: PGconn) -> Sequence[IndexRebuilt]:
         """Rebuild one index at most."""
         try:
-            return self._check(connection)
+            rebuilt = self._check(connection)
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
             self._report(error)
-            return None
+            return ()
+        return () if rebuilt is None else (rebuilt,)
 
     def _check(self, connection: PGconn) -> IndexRebuilt | None:
         if _value(connection, statements.backend_pid()) != str(connection.backend_pid):

@@ -8,6 +8,8 @@ from typing import TypeAlias
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection
 from outboxq.emitter import Emitter
+from outboxq.handlers.resolved import Registry
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.maintenance.pruner import Pruner
 from outboxq.relay.maintenance.reindexer import Reindexer
 from outboxq.relay.maintenance.task import PeriodicTask
@@ -29,19 +31,20 @@ class Maintenance:
     def from_config(
         cls,
         config: RelayConfig,
-        first_prune_seconds: float,
+        limits: RelayLimits,
         connector: Callable[[str | None], Connector],
         emit: Emitter,
         stopping: threading.Event,
-        *,
+        registry: Registry,
         until_empty: bool,
     ) -> "Maintenance":
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
         seconds = config.prune_seconds or _SWEEP_SECONDS
-        pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, first_prune_seconds)
+        pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, limits.first_prune_seconds)
         # Batches are swept in any case: without the sweep the callback of one might never run.
         pruner.deletes = config.prune_seconds > 0
+        pruner.keep_dead = {queue: time.total_seconds() for queue, time in registry.keep_dead.items()}
         made.append(pruner)
         if until_empty:
             # The drain of a cron job may be the only relay there is.

@@ -6,7 +6,7 @@ The relay's work depends on no task: if one fails, that is logged, and the task 
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ class PeriodicTask:
     Args:
         connect: Opens a connection outside a transaction.
         schema: The schema of the tables.
-        emit: Called with the event of what was done, after the connection was closed.
+        emit: Called with the events of what was done, after the connection was closed.
         stopping: Set when the relay stops: no further step is begun.
         seconds: The longest pause between two runs; each pause is random, so that many relays take turns.
         first_seconds: The longest pause before the first run, if that is shorter.
@@ -62,14 +62,14 @@ class PeriodicTask:
             logger.debug("no connection for the %s", self.name, extra={"error_type": type(error).__name__})
             return
         try:
-            event = self._run_on(connection.pgconn)
+            events = self._run_on(connection.pgconn)
         finally:
             connection.pgconn.finish()
-        if event is not None:
+        for event in events:
             self.emit(event)
 
-    def _run_on(self, connection: PGconn) -> Event | None:
-        """Run once; return an event to emit, or None. Raises nothing."""
+    def _run_on(self, connection: PGconn) -> Sequence[Event]:
+        """Run once; return the events to emit. Raises nothing."""
         raise NotImplementedError
 
     def _run(self) -> None:

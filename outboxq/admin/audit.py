@@ -1,0 +1,216 @@
+"""The audit: who did what, when and why, written in the transaction of what was done.
+
+A row is there if and only if the change is. It names what was meant, and holds no arguments, results, headers or error
+texts of jobs.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TypeAlias, get_args
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection, Row
+
+from outboxq.clock import uuid7s
+from outboxq.errors import ArgumentError, AuditNotFound
+from outboxq.names import MAX_SCOPE_BYTES, check_key
+from outboxq.statements import audit as statements
+from outboxq.statements.audit import AuditFilter as AuditFilter
+from outboxq.tables import mapped_schema
+
+logger = logging.getLogger("outboxq.audit")
+
+Via: TypeAlias = Literal["cli", "web", "api"]
+MAX_REASON_BYTES = 2_000
+
+_UNWRITTEN = {
+    "missing": "the table is missing: run `outboxq migrate`",
+    "forbidden": "the role may not write it: run what `outboxq roles --sql` prints",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who acts: a name, a role if the application knows roles, and the way it came.
+
+    Raises:
+        InvalidKey: a name or a role that is empty, over 255 bytes, or has control characters.
+        ArgumentError: another way than "cli", "web" or "api".
+    """
+
+    name: str
+    role: str | None = None
+    via: Via = "api"
+
+    def __post_init__(self) -> None:
+        check_key("actor's name", self.name, MAX_SCOPE_BYTES)
+        if self.role is not None:
+            check_key("actor's role", self.role, MAX_SCOPE_BYTES)
+        if self.via not in get_args(Via):
+            raise ArgumentError(f"via takes 'cli', 'web' or 'api', got {self.via!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """What was done.
+
+    Attributes:
+        finished_at: None while a change of many rows goes on, and if it was stopped or cut off.
+        action: Such as `dead.retry`.
+        target: What it was done to, if that is one thing or a few names.
+        expected: How many rows the preview counted; None without one.
+        changed: How many rows were changed; `held`, how many were passed over because others held them.
+        error: Why a change of many rows ended early, if it did: the type of the error and its SQLSTATE.
+    """
+
+    id: UUID
+    at: datetime
+    finished_at: datetime | None
+    stopped_at: datetime | None
+    actor: str
+    role: str | None
+    via: str
+    db_user: str
+    action: str
+    target: str | None
+    reason: str | None
+    expected: int | None
+    changed: int
+    held: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDetail:
+    """Everything that is stored of an action; `filter` and `change` are JSON text.
+
+    Attributes:
+        position: The last row that a change of many rows has looked at.
+        filter: Which rows were meant.
+        change: What was to become of them; instead of arguments it says that they are not kept.
+    """
+
+    entry: AuditEntry
+    position: UUID | None
+    filter: str | None
+    change: str | None
+
+
+class Journal:
+    """Writes what one actor does into the audit.
+
+    If the table is missing, or the role may not write it, that is said once, and actions go on without.
+
+    Args:
+        reason: Why, in the actor's words: up to 2,000 bytes.
+        warn: Told why nothing is written.
+
+    Raises:
+        ArgumentError: a reason that cannot be stored.
+    """
+
+    def __init__(self, actor: Actor, reason: str | None = None, warn: Callable[[str], None] = logger.warning) -> None:
+        self._actor = actor
+        self._reason = None if reason is None else _check_reason(reason)
+        self._warn = warn
+        self._may_write: bool | None = None
+
+    def may_write(self, connection: Connection) -> bool:
+        """Whether there is an audit for this role; asked of the database once."""
+        if self._may_write is None:
+            found: str = connection.execute(statements.may_write(mapped_schema(connection))).scalar_one()
+            self._may_write = found == "yes"
+            if not self._may_write:
+                self._warn(f"this is not written into the audit: {_UNWRITTEN[found]}")
+        return self._may_write
+
+    def record(
+        self,
+        connection: Connection,
+        action: str,
+        target: str | None = None,
+        *,
+        changed: int,
+        held: int = 0,
+        filter: Mapping[str, object] | None = None,  # noqa: A002  # the column's name
+        change: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write down something that was done as a whole, in its transaction."""
+        if self.may_write(connection):
+            counts = {"changed": changed, "held": held}
+            self.write(connection, action, target, filter, change, counts, finished=True)
+
+    def write(
+        self,
+        connection: Connection,
+        action: str,
+        target: str | None,
+        filter: Mapping[str, object] | None,  # noqa: A002  # the column's name
+        change: Mapping[str, object] | None,
+        counts: Mapping[str, int | None],
+        *,
+        finished: bool,
+    ) -> UUID:
+        """Add a row, for something that is over or that goes on; returns its id."""
+        entry = UUID(uuid7s(1)[0])
+        values = {
+            "id": entry,
+            "actor": self._actor.name,
+            "role": self._actor.role,
+            "via": self._actor.via,
+            "action": action,
+            "target": target,
+            "filter": _json(filter),
+            "change": _json(change),
+            "reason": self._reason,
+            **counts,
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        connection.execute(statements.add_entry(given, finished=finished))
+        return entry
+
+
+def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:
+    """What was done, the latest first."""
+    rows = connection.execute(statements.select_entries(wanted or AuditFilter(), limit=limit))
+    return [AuditEntry(*row) for row in rows]
+
+
+def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
+    """One action with what was meant.
+
+    Raises:
+        AuditNotFound: no action has this id.
+    """
+    row = connection.execute(statements.select_entry(entry)).one_or_none()
+    if row is None:
+        raise AuditNotFound(entry)
+    return detail_of(row)
+
+
+def detail_of(row: Row[Any]) -> AuditDetail:
+    """A row of `select_entry` or `lock_entry`."""
+    summary = len(statements.SUMMARY_COLUMNS)
+    return AuditDetail(AuditEntry(*row[:summary]), *row[summary:])
+
+
+def _check_reason(reason: str) -> str:
+    try:
+        size_bytes = len(reason.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise ArgumentError("a reason is a text in UTF-8") from None
+    if "\0" in reason or not reason.strip():
+        raise ArgumentError("a reason says something, without NUL")
+    if size_bytes > MAX_REASON_BYTES:
+        raise ArgumentError(f"a reason takes up to {MAX_REASON_BYTES:,} bytes, got {size_bytes:,}")
+    return reason
+
+
+def _json(given: Mapping[str, object] | None) -> str | None:
+    """The JSON of what was given, without what is None."""
+    if given is None:
+        return None
+    return msgspec.json.encode({name: value for name, value in given.items() if value is not None}).decode()

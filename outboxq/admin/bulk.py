@@ -1,0 +1,284 @@
+"""Change many rows by a filter: look first, then go on page by page, each a transaction with its part of the audit.
+
+A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or takes the
+answer to a COMMIT away, the audit says what was done, and where to go on. It also keeps two processes from working on
+one change: a page begins where its own process has left the row, or the process ends.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal, TypeAlias
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.admin.audit import AuditDetail, Journal, detail_of, show_audit
+from outboxq.admin.bulk_actions import BulkAction, CancelJobs, ChangeJobs, DiscardDead, RetryDead, fields_of
+from outboxq.admin.bulk_actions import read_action as read_action
+from outboxq.admin.dead_letters import DeadJob
+from outboxq.admin.jobs import WaitingJob
+from outboxq.admin.marks import Begin, unmarked
+from outboxq.database.errors import describe_error
+from outboxq.errors import RunElsewhere, RunNotResumable
+from outboxq.statements import audit as statements
+from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
+
+MAX_COUNT = 10_000
+SAMPLES = 10
+
+CheckArgs: TypeAlias = Callable[[str, str], object]
+Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What an action would change.
+
+    Attributes:
+        action: The action as it is to be run: without what comes from now on.
+        kinds: How many rows it would change, by queue and kind.
+        is_capped: Whether there are more, which were not counted.
+        samples: Some of the rows.
+    """
+
+    action: BulkAction
+    kinds: tuple[KindCount, ...]
+    is_capped: bool
+    samples: Sequence[DeadJob | WaitingJob]
+
+    @property
+    def count(self) -> int:
+        """How many rows were counted."""
+        return sum(each.count for each in self.kinds)
+
+
+@dataclass(slots=True)
+class Total:
+    """What became of the rows of all pages.
+
+    Attributes:
+        refused: Rows that cannot be changed so.
+        key_taken: Dead letters whose unique key a living job has.
+        not_found: Ids that are not there.
+        is_stopped: An operator has stopped it before its end.
+        entry: The row of the audit; None if none is written.
+    """
+
+    changed: int = 0
+    held: list[UUID] = field(default_factory=list)
+    refused: list[UUID] = field(default_factory=list)
+    key_taken: list[UUID] = field(default_factory=list)
+    not_found: list[UUID] = field(default_factory=list)
+    is_stopped: bool = False
+    entry: UUID | None = None
+
+    def add(self, page: Page) -> None:
+        """Count what became of a page."""
+        self.changed += len(page.changed)
+        self.held += page.held
+        self.refused += page.refused
+        self.key_taken += page.key_taken
+
+
+def preview(
+    connection: Connection, action: BulkAction, *, most: int | None = MAX_COUNT, samples: int = SAMPLES
+) -> Preview:
+    """Look at what an action would change. Reads only, and locks nothing.
+
+    Args:
+        most: Count up to so many rows; None for all.
+        samples: How many rows to show.
+    """
+    if action.ids is None:
+        action = _until(action, database_clock(connection))
+    kinds = action.count(connection, None if most is None else most + 1)
+    shown = action.sample(connection, samples) if samples else ()
+    is_capped = most is not None and sum(each.count for each in kinds) > most
+    return Preview(action, kinds, is_capped, shown)
+
+
+def _until(action: BulkAction, moment: datetime) -> BulkAction:
+    match action:
+        case RetryDead():
+            return RetryDead(action.until(moment), action.args)
+        case DiscardDead():
+            return DiscardDead(action.until(moment))
+        case CancelJobs():
+            return CancelJobs(action.until(moment))
+        case ChangeJobs():
+            return ChangeJobs(action.until(moment), action.to)
+
+
+class BulkRun:
+    """An action on its way through its pages.
+
+    Args:
+        begin: Begins a transaction; called for each page, and for each look for the next one.
+        action: As a preview has it, so that nothing newer is touched.
+        expected: How many rows the preview has counted.
+        follows: The row of the audit of an action that was begun before, to be gone on with.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        action: BulkAction,
+        journal: Journal,
+        *,
+        expected: int | None = None,
+        warn: Callable[[str], None],
+        follows: AuditDetail | None = None,
+    ) -> None:
+        self._begin = begin
+        self._action = action
+        self._journal = journal
+        self._expected = expected
+        self._warn = warn
+        self._position = None if follows is None else follows.position
+        self.total = Total(entry=None if follows is None else follows.entry.id)
+        self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
+
+    def run(self, on_page: Callable[[Total], None] = lambda _: None) -> Total:
+        """Change page after page until nothing matches, or an operator stops it; each page commits by itself.
+
+        An error leaves what was committed, and notes in the audit that it came to it.
+
+        Raises:
+            RunElsewhere: another process has taken it over.
+        """
+        try:
+            while True:
+                ids = self._find()
+                is_last = len(ids) < MAX_PAGE_ROWS
+                if not self._change(ids, is_last=is_last):
+                    self.total.is_stopped = True
+                    on_page(self.total)
+                    return self.total
+                on_page(self.total)
+                if is_last:
+                    return self.total
+        except RunElsewhere:
+            raise
+        except BaseException as error:
+            self._note(error)
+            raise
+
+    def _find(self) -> Sequence[UUID]:
+        """The next rows. Found before they are locked: so it is known which marks are to be cleared."""
+        after = self._position
+        if self._ids is not None:
+            return [each for each in self._ids if after is None or each > after][:MAX_PAGE_ROWS]
+        with self._begin() as connection:
+            return self._action.find(connection, after)
+
+    def _change(self, ids: Sequence[UUID], *, is_last: bool) -> bool:
+        """Change a page; False if an operator has stopped it."""
+        entry = self.total.entry
+        with unmarked(self._begin, ids if self._action.leaves_marks else (), self._warn), self._begin() as connection:
+            if entry is None and self._journal.may_write(connection):
+                entry = self._write(connection)
+            elif entry is not None and not self._may_go_on(connection, entry):
+                return False
+            page = self._action.run(connection, ids) if ids else Page((), ())
+            position = ids[-1] if ids else None
+            if entry is not None:
+                counts = {"changed": len(page.changed), "held": len(page.held)}
+                connection.execute(statements.count_page(entry, **counts, position=position, finished=is_last))
+        # Committed.
+        self.total.entry = entry
+        self.total.add(page)
+        if self._ids is not None:
+            seen = {*page.changed, *page.held, *page.refused, *page.key_taken}
+            self.total.not_found += [each for each in ids if each not in seen]
+        self._position = position or self._position
+        return True
+
+    def _write(self, connection: Connection) -> UUID:
+        """The row of the audit, in the transaction of the first page."""
+        ids = self._action.ids
+        target = str(ids[0]) if ids is not None and len(ids) == 1 else None
+        wanted = fields_of(self._action.wanted)
+        counts = {"expected": self._expected}
+        return self._journal.write(
+            connection, self._action.name, target, wanted, self._action.change, counts, finished=False
+        )
+
+    def _may_go_on(self, connection: Connection, entry: UUID) -> bool:
+        row = connection.execute(statements.lock_entry(entry, skip_locked=False)).one_or_none()
+        if row is None or row.finished_at is not None or row.position != self._position:
+            raise RunElsewhere(entry)
+        return row.stopped_at is None
+
+    def _note(self, error: BaseException) -> None:
+        if self.total.entry is None:
+            return
+        # The server is gone, perhaps: what counts is the error itself.
+        with contextlib.suppress(Exception), self._begin() as connection:
+            connection.execute(statements.note_error(self.total.entry, describe_error(error)))
+
+
+def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
+    """Have `check` look at the arguments that an action gives, for each kind that is meant.
+
+    Raises:
+        PayloadError: they do not fit a handler.
+        UnknownKind: a kind has none.
+    """
+    if action.args is not None:
+        for kind in sorted({each.kind for each in action.count(connection, None)}):
+            check(kind, action.args)
+
+
+def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
+    """Stop a change of many rows before its next page, when the caller's transaction commits.
+
+    Waits for the page that is under way.
+
+    Raises:
+        AuditNotFound: no action has this id.
+    """
+    if connection.execute(statements.stop(entry)).first() is not None:
+        journal.record(connection, "bulk.stop", str(entry), changed=1)
+        return "stopped"
+    return "over" if show_audit(connection, entry).entry.finished_at is not None else "stopped already"
+
+
+def resume(
+    begin: Begin,
+    journal: Journal,
+    entry: UUID,
+    *,
+    args: str | None = None,
+    check: CheckArgs | None = None,
+    warn: Callable[[str], None],
+) -> BulkRun:
+    """Make ready to go on with a change of many rows that was stopped or cut off, behind its last page.
+
+    Args:
+        args: The arguments that it gives, if it gives some: the audit does not keep them.
+        check: Called with each kind and these arguments.
+
+    Raises:
+        AuditNotFound: no action has this id.
+        RunNotResumable: it is over, or was none of many rows.
+        RunElsewhere: a page of it is under way.
+        ArgumentError: it gives arguments, and `args` does not, or the other way round.
+    """
+    with begin() as connection:
+        row = connection.execute(statements.lock_entry(entry, skip_locked=True)).one_or_none()
+        if row is None:
+            show_audit(connection, entry)
+            raise RunElsewhere(entry)
+        found = detail_of(row)
+        if found.entry.finished_at is not None:
+            raise RunNotResumable(entry, "it is over")
+        action = read_action(found.entry.action, found.filter, found.change, args)
+        if action is None:
+            raise RunNotResumable(entry, f"it is {found.entry.action}, which is none of many rows")
+        if check is not None:
+            check_args(connection, action, check)
+        connection.execute(statements.reopen(entry))
+        journal.record(connection, "bulk.resume", str(entry), changed=1)
+    return BulkRun(begin, action, journal, warn=warn, follows=found)

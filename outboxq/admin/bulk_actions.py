@@ -1,0 +1,188 @@
+"""What can be done to many rows: each action finds its next rows, changes them, and says what the audit keeps of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from typing import ClassVar, TypeAlias
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Connection
+
+from outboxq.admin import dead_letters, jobs
+from outboxq.admin.dead_letters import DeadFilter, DeadJob
+from outboxq.admin.jobs import JobChange, JobFilter, WaitingJob
+from outboxq.errors import ArgumentError
+from outboxq.statements.paging import KindCount, Page
+
+# What stands in the audit instead of arguments.
+NOT_KEPT = "not kept"
+
+
+@dataclass(frozen=True, slots=True)
+class _OfDead:
+    """The part of actions on dead letters that finds and shows them."""
+
+    wanted: DeadFilter
+
+    leaves_marks: ClassVar[bool] = False
+    to_retry: ClassVar[bool] = False
+
+    @property
+    def ids(self) -> tuple[UUID, ...] | None:
+        """The ids, if these are meant and no filter."""
+        return self.wanted.ids
+
+    def until(self, moment: datetime) -> DeadFilter:
+        """The filter without what dies from now on."""
+        return replace(self.wanted, died_before=moment)
+
+    def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
+        """The next dead letters, in order."""
+        return dead_letters.find_ids(connection, self.wanted, after=after)
+
+    def count(self, connection: Connection, most: int | None) -> tuple[KindCount, ...]:
+        """How many there are, by queue and kind."""
+        return dead_letters.count_matching(connection, self.wanted, to_retry=self.to_retry, most=most)
+
+    def sample(self, connection: Connection, limit: int) -> Sequence[DeadJob]:
+        """Some of them."""
+        return dead_letters.list_dead(connection, self.wanted, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDead(_OfDead):
+    """Make dead letters ready jobs again, with other arguments if `args` gives some."""
+
+    args: str | None = field(default=None, repr=False)
+
+    name: ClassVar[str] = "dead.retry"
+    to_retry: ClassVar[bool] = True
+
+    def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
+        """Retry those of these that still match."""
+        return dead_letters.retry_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids), args=self.args)
+
+    @property
+    def change(self) -> dict[str, object] | None:
+        """What the audit keeps of the change."""
+        return None if self.args is None else {"args": NOT_KEPT}
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardDead(_OfDead):
+    """Delete dead letters for good."""
+
+    name: ClassVar[str] = "dead.discard"
+    args: ClassVar[None] = None
+    change: ClassVar[None] = None
+
+    def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
+        """Discard those of these that still match."""
+        return dead_letters.discard_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _OfJobs:
+    """The part of actions on jobs that finds and shows them."""
+
+    wanted: JobFilter
+
+    leaves_marks: ClassVar[bool] = True
+
+    @property
+    def ids(self) -> tuple[UUID, ...] | None:
+        """The ids, if these are meant and no filter."""
+        return self.wanted.ids
+
+    def until(self, moment: datetime) -> JobFilter:
+        """The filter without what is added from now on."""
+        return replace(self.wanted, created_before=moment)
+
+    def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
+        """The next jobs, in order, without locking any."""
+        return jobs.find_ids(connection, self.wanted, after=after)
+
+    def count(self, connection: Connection, most: int | None) -> tuple[KindCount, ...]:
+        """How many there are, by queue and kind."""
+        return jobs.count_matching(connection, self.wanted, most=most)
+
+    def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
+        """Some of them."""
+        return jobs.list_jobs(connection, self.wanted, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJobs(_OfJobs):
+    """Delete jobs that wait."""
+
+    name: ClassVar[str] = "job.cancel"
+    args: ClassVar[None] = None
+    change: ClassVar[None] = None
+
+    def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
+        """Cancel those of these that still match."""
+        if self.wanted == JobFilter(ids=self.wanted.ids):
+            done = jobs.cancel_jobs(connection, ids)
+            return Page(changed=done.cancelled, held=done.running)
+        return jobs.cancel_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeJobs(_OfJobs):
+    """Change jobs that wait."""
+
+    to: JobChange
+
+    name: ClassVar[str] = "job.change"
+
+    @property
+    def args(self) -> str | None:
+        """The arguments that they are given, if any."""
+        return self.to.args
+
+    def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
+        """Change those of these that still match."""
+        return jobs.change_page(connection, replace(self.wanted, ids=tuple(ids)), self.to, limit=len(ids))
+
+    @property
+    def change(self) -> dict[str, object]:
+        """What the audit keeps of the change."""
+        to = self.to
+        found = {"priority": to.priority, "run_at": to.run_at, "run_now": to.run_now or None}
+        return {**found, **({} if to.args is None else {"args": NOT_KEPT})}
+
+
+BulkAction: TypeAlias = RetryDead | DiscardDead | CancelJobs | ChangeJobs
+
+
+def fields_of(wanted: DeadFilter | JobFilter) -> dict[str, object]:
+    """A filter as it was asked for, by the names of its fields."""
+    return {each.name: getattr(wanted, each.name) for each in fields(wanted)}
+
+
+def read_action(name: str, wanted: str | None, change: str | None, args: str | None) -> BulkAction | None:
+    """The action that the audit keeps by these texts; None if it is none of many rows.
+
+    Args:
+        args: The arguments, which the audit does not keep.
+
+    Raises:
+        ArgumentError: the action gives arguments, and `args` does not, or the other way round.
+    """
+    if name not in ("dead.retry", "dead.discard", "job.cancel", "job.change"):
+        return None
+    to = msgspec.json.decode(change or "{}", type=dict[str, msgspec.Raw])
+    if (to.pop("args", None) is None) is not (args is None):
+        raise ArgumentError(
+            "it gives jobs other arguments, which the audit does not keep: give them again"
+            if args is None
+            else "it gives jobs no other arguments: give none"
+        )
+    if name.startswith("dead."):
+        dead = msgspec.json.decode(wanted or "{}", type=DeadFilter)
+        return RetryDead(dead, args) if name == "dead.retry" else DiscardDead(dead)
+    found = msgspec.json.decode(wanted or "{}", type=JobFilter)
+    if name == "job.cancel":
+        return CancelJobs(found)
+    return ChangeJobs(found, replace(msgspec.json.decode(msgspec.json.encode(to), type=JobChange), args=args))

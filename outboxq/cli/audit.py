@@ -1,0 +1,170 @@
+"""`outboxq audit`, what operators did, and `outboxq bulk`, which stops and resumes what they do to many rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.arguments import App, Args, GivenArguments, Unchecked
+from outboxq.cli.bulk import exit_code_of, showing
+from outboxq.cli.help import Commands
+from outboxq.cli.inbox import read_moment
+from outboxq.cli.options import ActingOptions, OneId, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.reading import lists, shows
+from outboxq.cli.tables import Column
+from outboxq.codec.text import several
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+app = Commands(help="List and show what operators did, and why.")
+runs = Commands(help="Stop and resume changes of many rows.")
+
+
+@app.command("list")
+@lists(
+    "audit",
+    (
+        Column("id", "id"),
+        Column("at"),
+        Column("actor", "name"),
+        Column("action", "name"),
+        Column("target", "name", rank=1),
+        Column("changed", if_empty=True),
+        Column("held", rank=2),
+        Column("expected", rank=5),
+        Column("finished_at", rank=4),
+        Column("stopped_at", rank=3),
+        Column("via", rank=6),
+        Column("role", "name", rank=7),
+        Column("db_user", "name", rank=8),
+        Column("error", "text", rank=3),
+        Column("reason", "text"),
+    ),
+    "--since, --action or --actor",
+    things="actions",
+)
+def list_audit(
+    connection: "Connection",
+    since: Annotated[
+        "datetime | None",
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            parser=read_moment,
+            help="Only since then: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
+            show_default=False,
+        ),
+    ] = None,
+    action: Annotated[
+        str | None,
+        typer.Option(
+            "--action",
+            metavar="NAME",
+            help="Only this action, such as dead.retry, or this sort of them, such as dead.",
+            show_default=False,
+        ),
+    ] = None,
+    actor: Annotated[
+        str | None, typer.Option("--actor", metavar="NAME", help="Only what this one did.", show_default=False)
+    ] = None,
+    *,
+    limit: int,
+) -> Sequence[object]:
+    """List what operators did, the latest first.
+
+    Each row was written in the transaction of the change, and neither stands without the other. A change of many rows
+    that has no time in `finished` goes on, was stopped, or was cut off: `outboxq bulk resume` does the rest.
+
+    \b
+    Examples:
+      outboxq audit list
+      outboxq audit list --action dead --since 2026-01-31 --json
+    """
+    from outboxq.admin import audit
+
+    return audit.list_audit(connection, audit.AuditFilter(since=since, action=action, actor=actor), limit=limit)
+
+
+@app.command("show")
+@shows
+def show_audit(connection: "Connection", entry: OneId) -> object:
+    """Show one action: which rows were meant, and what was to become of them. Arguments are not kept.
+
+    \b
+    Example:
+      outboxq audit show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+    """
+    from outboxq.admin import audit
+
+    return audit.show_audit(connection, entry)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopOptions(ActingOptions):
+    """A field per option."""
+
+    entry: OneId
+
+
+@runs.command("stop")
+@takes(StopOptions)
+def stop(options: StopOptions) -> None:
+    """Stop a change of many rows before its next page of 200, wherever it runs. What is changed stays so.
+
+    \b
+    Example:
+      outboxq bulk stop 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+    """
+    with options.transaction() as connection:
+        became = options.actions().stop(connection, options.entry)
+    if options.as_json:
+        print_json({"id": options.entry, "became": became})
+    else:
+        typer.echo(f"{options.entry} was over already" if became == "over" else f"{options.entry} is {became}")
+    raise typer.Exit(1 if became == "over" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeOptions(ActingOptions):
+    """A field per option."""
+
+    entry: OneId
+    args: Args = None
+    app: App = None
+    unchecked: Unchecked = False
+
+
+@runs.command("resume")
+@takes(ResumeOptions)
+def resume(options: ResumeOptions) -> None:
+    """Go on with a change of many rows that was stopped or cut off.
+
+    It changes what it was to change when it began, behind the last row that it looked at. Rows that it passed over,
+    because others held them, are not tried again. If it gives jobs other arguments, give them again: the audit does not
+    keep them. A process that still works on it ends at its next page.
+
+    \b
+    Example:
+      outboxq bulk resume 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
+    """
+    given = GivenArguments(options.args, options.app, options.unchecked)
+    given.check_options()
+    with options.open() as begin, showing("changed") as show:
+        total = options.actions().resume(begin, options.entry, args=options.args, check=given.checker(), on_page=show)
+    if options.as_json:
+        refused = [*total.refused, *total.key_taken]
+        print_json({"changed": total.changed, "held": total.held, "refused": refused, "not_found": total.not_found})
+    else:
+        typer.echo(f"changed {several(total.changed, 'row', 'rows')}")
+    for job_id in total.held:
+        notice(f"not changed, because another transaction holds it: {job_id}")
+    for job_id in (*total.refused, *total.key_taken):
+        notice(f"not changed, because it cannot be: {job_id}")
+    for job_id in total.not_found:
+        notice(f"not there: {job_id}")
+    raise typer.Exit(exit_code_of(total))

@@ -1,0 +1,120 @@
+"""The audit: what operators did. A row is written in the transaction of the change that it is about."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Executable, TextClause, insert, null, or_, select, text, update
+
+from outboxq.statements.builtin import pg
+from outboxq.statements.paging import matching
+from outboxq.statements.render import quote_identifier
+from outboxq.tables import audit
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFilter:
+    """Which rows are meant. `action` is the whole name, such as `dead.retry`, or what stands before its dot."""
+
+    since: datetime | None = None
+    action: str | None = None
+    actor: str | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `audit`."""
+        found = matching(audit, actor=self.actor)
+        if self.since is not None:
+            found.append(audit.c.at >= self.since)
+        if self.action is not None:
+            first = pg.split_part(audit.c.action, ".", 1, type_=audit.c.action.type)
+            found.append(or_(audit.c.action == self.action, first == self.action))
+        return found
+
+
+SUMMARY_COLUMNS = (
+    "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
+    "expected", "changed", "held", "error",
+)  # fmt: skip
+DETAIL_COLUMNS = ("position", "filter", "change")
+
+_RIGHTS = ("SELECT", "INSERT", "UPDATE")
+
+
+def may_write(schema: str) -> TextClause:
+    """Whether the table is there and may be written: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
+    rights = " AND ".join(f"pg_catalog.has_table_privilege(audit.oid, '{right}')" for right in _RIGHTS)
+    name = f"{quote_identifier(schema)}.audit"
+    return text(
+        f"SELECT CASE WHEN audit.oid IS NULL THEN 'missing' WHEN {rights} THEN 'yes' ELSE 'forbidden' END "
+        "FROM (SELECT pg_catalog.to_regclass(:name)::oid AS oid) AS audit"
+    ).bindparams(name=name)
+
+
+def add_entry(values: Mapping[str, Any], *, finished: bool) -> Executable:
+    """Add a row, finished now or still open."""
+    at = {"finished_at": pg.clock_timestamp()} if finished else {}
+    return insert(audit).values(**values, **at)
+
+
+def lock_entry(entry: UUID, *, skip_locked: bool) -> Executable:
+    """How far a change of many rows has come; waits for a page of it that is under way, or passes it over.
+
+    Index: the primary key. Locks: the row, FOR UPDATE, so that pages of one change follow one another.
+    """
+    shown = (audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))
+    return select(*shown).where(audit.c.id == entry).with_for_update(skip_locked=skip_locked)
+
+
+def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, finished: bool) -> Executable:
+    """Count what one page has changed, and where the next one begins; behind `lock_entry`, in the page's transaction.
+
+    Index: the primary key.
+    """
+    values: dict[str, Any] = {"changed": audit.c.changed + changed, "held": audit.c.held + held}
+    if position is not None:
+        values["position"] = position
+    if finished:
+        values["finished_at"] = pg.clock_timestamp()
+    return update(audit).where(audit.c.id == entry).values(**values)
+
+
+def note_error(entry: UUID, error: str) -> Executable:
+    """Note why a change of many rows has ended early, unless a page of it is under way. Index: the primary key."""
+    free = select(audit.c.id).where(audit.c.id == entry, audit.c.finished_at.is_(None))
+    locked = free.with_for_update(skip_locked=True).cte("free").prefix_with("MATERIALIZED")
+    return update(audit).where(audit.c.id == locked.c.id).values(error=error)
+
+
+def stop(entry: UUID) -> Executable:
+    """Stop a change of many rows before its next page; a row if it was open. Waits for the page that is under way.
+
+    Index: the primary key.
+    """
+    is_open = (audit.c.finished_at.is_(None), audit.c.stopped_at.is_(None))
+    stopped = update(audit).where(audit.c.id == entry, *is_open).values(stopped_at=pg.clock_timestamp())
+    return stopped.returning(audit.c.id)
+
+
+def reopen(entry: UUID) -> Executable:
+    """Let a change of many rows go on; behind `lock_entry`. Index: the primary key."""
+    return update(audit).where(audit.c.id == entry).values(stopped_at=null(), error=null())
+
+
+def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:
+    """The rows that match, the latest first.
+
+    Index: audit_at, backwards, until there are `limit` rows; if few match, as far as `since`. No locks.
+    """
+    return (
+        select(*(audit.c[name] for name in SUMMARY_COLUMNS))
+        .where(*wanted.conditions())
+        .order_by(audit.c.at.desc())
+        .limit(limit)
+    )
+
+
+def select_entry(entry: UUID) -> Executable:
+    """One row with everything that is stored of it. Index: the primary key; no locks."""
+    return select(*(audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(audit.c.id == entry)

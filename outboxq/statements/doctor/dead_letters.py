@@ -1,0 +1,30 @@
+"""How long queues keep their dead letters, and how old the oldest is. No locks."""
+
+from sqlalchemy import TextClause, text
+
+from outboxq.statements.doctor.sessions import qualified
+from outboxq.statements.prune import select_kept
+
+_OVERDUE = """\
+SELECT kept.name AS queue, kept.seconds AS keep_seconds, oldest.seconds AS oldest_seconds
+FROM ROWS FROM (
+  pg_catalog.unnest(CAST(:names AS text[])), pg_catalog.unnest(CAST(:seconds AS float8[]))
+) AS kept (name, seconds)
+CROSS JOIN LATERAL (
+  SELECT extract(epoch FROM pg_catalog.clock_timestamp() - died_at)::float8 AS seconds
+  FROM {dead} WHERE queue = kept.name ORDER BY died_at LIMIT 1
+) AS oldest
+WHERE oldest.seconds > kept.seconds + CAST(:late AS float8) ORDER BY kept.name"""
+
+
+def kept_queues(schema: str) -> TextClause:
+    """What `select_kept` reads: queues, and for how many seconds operators have them keep their dead letters."""
+    return text(select_kept(schema).replace(":", r"\:"))
+
+
+def overdue(schema: str) -> TextClause:
+    """The queues whose oldest dead letter should have been deleted `late` seconds ago; of `names`, with `seconds`.
+
+    Index: dead_job_queue, one entry a queue.
+    """
+    return text(_OVERDUE.format(dead=qualified(schema, "dead_job")))

@@ -54,16 +54,27 @@ class KindCounts:
     wait: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     run: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
+    def add(self, other: "KindCounts") -> None:
+        """Add another one's numbers."""
+        for outcome, count in other.outcomes.items():
+            self.outcomes[outcome] += count
+        self.wait_seconds += other.wait_seconds
+        self.run_seconds += other.run_seconds
+        self.wait = [one + more for one, more in zip(self.wait, other.wait, strict=True)]
+        self.run = [one + more for one, more in zip(self.run, other.run, strict=True)]
+
 
 Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
 class Aggregate:
-    """What became of jobs since it was last taken."""
+    """What became of jobs since it was last taken, and since the relay began."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counts = {}
+        # What was taken, added up.
+        self._taken: Counts = {}
 
     def add(self, events: Iterable[Event]) -> None:
         """Count the events of what was committed."""
@@ -80,7 +91,16 @@ class Aggregate:
         """Everything that was counted, once."""
         with self._lock:
             taken, self._counts = self._counts, {}
+            _add_all(self._taken, taken)
         return taken
+
+    def totals(self) -> Counts:
+        """Everything that was counted since the relay began, taken or not: each number only grows."""
+        found: Counts = {}
+        with self._lock:
+            _add_all(found, self._taken)
+            _add_all(found, self._counts)
+        return found
 
     def _add(self, event: Event) -> None:
         if isinstance(event, _ENDED):
@@ -101,8 +121,17 @@ class Aggregate:
             self._of(event.queue, event.kind).outcomes["died"] += 1
 
     def _of(self, queue: str, kind: str) -> KindCounts:
-        counts = self._counts.get((queue, kind))
-        if counts is None:
-            key = (queue, kind) if len(self._counts) < KINDS_MOST else (queue, OTHER)
-            counts = self._counts.setdefault(key, KindCounts())
-        return counts
+        return _counts_of(self._counts, queue, kind)
+
+
+def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
+    found = counts.get((queue, kind))
+    if found is None:
+        key = (queue, kind) if len(counts) < KINDS_MOST else (queue, OTHER)
+        found = counts.setdefault(key, KindCounts())
+    return found
+
+
+def _add_all(total: Counts, counts: Counts) -> None:
+    for (queue, kind), each in counts.items():
+        _counts_of(total, queue, kind).add(each)

@@ -31,7 +31,7 @@ OUTCOMES: tuple[Outcome, ...] = ("done", "retried", "died", "snoozed", "discarde
 KINDS_MOST = 200
 OTHER = "_other"
 
-_RAN: dict[type[Event], Outcome] = {
+RAN: dict[type[Event], Outcome] = {
     JobDone: "done",
     JobRetried: "retried",
     JobDied: "died",
@@ -41,7 +41,7 @@ _RAN: dict[type[Event], Outcome] = {
 # A union that is written out is made anew at each call, which is made for each job.
 _ENDED = (JobDone, JobRetried, JobDied, JobSnoozed, JobDiscarded)
 # What a handler was not called for, or whose run did not count.
-_NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
+NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Aggregate:
 
     def _add(self, event: Event) -> None:
         if isinstance(event, _ENDED):
-            job, outcome = event.job, _RAN[type(event)]
+            job, outcome = event.job, RAN[type(event)]
             counts, waited, ran = self._of(job.queue, job.kind), job.waited_seconds, event.seconds
             counts.outcomes[outcome] += 1
             counts.wait_seconds += waited
@@ -112,7 +112,7 @@ class Aggregate:
             counts.run_seconds += ran
             counts.run[bisect_left(BOUNDS, ran)] += 1
         elif isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
-            self._of(event.job.queue, event.job.kind).outcomes[_NOT_RUN[type(event)]] += 1
+            self._of(event.job.queue, event.job.kind).outcomes[NOT_RUN[type(event)]] += 1
         elif isinstance(event, JobCrashed):
             outcomes = self._of(event.queue, event.kind).outcomes
             outcomes["crashed"] += 1

@@ -32,12 +32,14 @@ class RelayLook:
         totals: What became of jobs since it began.
         slots: How many of its slots are in each of `SLOT_STATES`.
         claimed: Of each of its queues, how many jobs its slots have claimed.
+        kinds: Each queue and kind that it runs.
     """
 
     identity: RelayIdentity
     totals: Counts
     slots: Counter[str]
     claimed: Counter[str]
+    kinds: tuple[tuple[str, str], ...]
     hook_failures: int
     flush_failures: int
 
@@ -53,7 +55,9 @@ def look_at(
         states["busy" if running else "asleep" if slot.sleep.is_asleep else "idle"] += 1
         queue = batch.queue if batch is not None else next((job.queue for job in leased.jobs), "") if leased else ""
         claimed[queue or slot.queues[0]] += running
-    return RelayLook(identity, state.aggregate.totals(), states, claimed, hook_failures, flush_failures)
+    handlers = state.registry.handlers.values()
+    kinds = tuple(dict.fromkeys((each.queue, each.kind) for each in handlers if each.queue in identity.queues))
+    return RelayLook(identity, state.aggregate.totals(), states, claimed, kinds, hook_failures, flush_failures)
 
 
 def leased_jobs(slots: Iterable[Slot]) -> set[tuple[str, int]]:

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from outboxq.observability.aggregate import Counts
 from outboxq.observability.metrics.counter import EventCounter
-from outboxq.observability.metrics.reading import KindRow, Reading, add_kinds
+from outboxq.observability.metrics.families import JOBS
+from outboxq.observability.metrics.reading import OUTCOMES, KindRow, Reading, add_kinds
 from outboxq.relay.activity import RelayLook
 
 TELL_SECONDS = 5.0
@@ -28,6 +29,10 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
     reading = counter.read()
     if look is None:
         return reading
+    for kind in look.kinds:
+        for outcome in (*OUTCOMES.values(), "interrupted"):
+            # So that the first failure of a kind is an increase.
+            reading.add(JOBS, (*kind, outcome), 0)
     add_kinds(reading, _rows(look.totals))
     for state, slots in look.slots.items():
         reading.add("outboxq_slots", (state,), slots)

@@ -150,7 +150,6 @@ def add_kinds(reading: Reading, rows: Iterable[KindRow]) -> None:
     """Add what became of jobs: queue, kind, outcomes, the sums of waits and runs, and their histograms."""
     for queue, kind, outcomes, wait_seconds, run_seconds, wait, run in rows:
         for outcome, count in outcomes.items():
-            # All of them, so that the first failure is an increase from 0.
             reading.add(JOBS, (queue, kind, OUTCOMES[outcome]), count)
         reading.add_buckets(WAIT, (queue, kind), wait, wait_seconds)
         reading.add_buckets(RUN, (queue, kind), run, run_seconds)

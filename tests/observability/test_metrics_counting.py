@@ -65,7 +65,7 @@ def test_totals_of_many_kinds_are_bounded_and_none_falls() -> None:
 
 
 def events_of(number: int) -> Iterator[Event]:
-    yield JobRetried(job(kind="k"), f"Error{number}", "", (), 1.0)
+    yield JobRetried(job(queue="q0"), f"Error{number}", "", (), 1.0)
     yield JobsClaimed(f"q{number}", 2, 0.003)
     yield ClaimsEmpty(f"q{number}", 1)
 

@@ -19,7 +19,7 @@ from outboxq.postgres import Database
 from tests.support import app
 from tests.support.cli import REPOSITORY, environment, run
 from tests.support.ledger import enqueue
-from tests.support.metrics import Serving, promtool, serving, value
+from tests.support.metrics import Series, Serving, promtool, serving, value
 from tests.support.waiting import PATIENCE, wait_until
 
 TARGET = "tests.support.app:jobs"
@@ -182,16 +182,15 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        before: dict[object, float] = {}
+        before: dict[Series, float] = {}
         while not self._over.is_set():
             after = self._served.samples()
             self.scrapes += 1
             for series, found in before.items():
-                if str(series[0]).endswith(("_total", "_bucket", "_sum", "_count")):  # type: ignore[index]
-                    is_gone = series not in after
-                    if is_gone or after[series] < found:  # type: ignore[index]
-                        self.fallen.append((series, found, after.get(series)))  # type: ignore[call-overload]
-            before = dict(after)
+                is_counter = series[0].endswith(("_total", "_bucket", "_sum", "_count"))
+                if is_counter and after.get(series, -1.0) < found:
+                    self.fallen.append((series, found, after.get(series)))
+            before = after
 
     def end(self) -> None:
         self._over.set()

@@ -37,6 +37,8 @@ INSERT INTO outboxq.rate VALUES ('accounts', now() + interval '1 hour');
 INSERT INTO outboxq.job (id, queue, kind, args, state, run_at, lease_owner, lease_token) VALUES
   (gen_random_uuid(), 'accounts', 'k', '{}', 'leased', now(), gen_random_uuid(), 1);
 UPDATE outboxq.schedule SET next_at = now() - interval '10 minutes', paused_at = NULL WHERE name = 'nightly';
+"""
+RELAYS = """\
 INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy, listens,
   running, flush) VALUES
   (gen_random_uuid(), 'h', 1, '1', 11, now(), 'serving', '{mail,quiet}', '{}', 3, 0, true, '[]', 1),
@@ -57,7 +59,7 @@ def test_what_the_tables_say_is_exported(outboxq_database: Database, engine: Eng
     """Every part, with the doctor's findings; and promtool has nothing to say."""
     stage(engine)
     with engine.begin() as connection:
-        connection.execute(text(MORE))
+        connection.execute(text(MORE + RELAYS))
     said = call("metrics", "--once", url=outboxq_database.url).ok().stdout
     found = parsed(said)
     assert value(found, "outboxq_exporter_up") == 1
@@ -105,8 +107,7 @@ def test_a_queue_that_is_only_served_has_its_zeros(engine: Engine) -> None:
     for state in ("serving", "draining", "stopping", "dead"):
         assert ("outboxq_relays", frozenset({("database", "db"), ("state", state)})) in found
     with engine.begin() as connection:
-        connection.execute(text(MORE.rpartition("UPDATE")[0].partition("INSERT INTO outboxq.queue")[0]))
-        connection.execute(text("INSERT" + MORE.rpartition("INSERT")[2]))
+        connection.execute(text(RELAYS))
     found = looked(exporter(engine))
     key = frozenset({("database", "db"), ("queue", "quiet"), ("state", "ready")})
     assert found["outboxq_queue_jobs", key] == 0
@@ -202,7 +203,8 @@ def test_what_is_exported_of_the_history_only_grows(engine: Engine) -> None:
     put(ago=0, done=2)
     seen = looked(found)
     assert value(seen, "outboxq_jobs_total", outcome="done") == 9
-    assert value(seen, "outboxq_job_run_seconds_count") == 40
+    # Twice, or three times if a minute began meanwhile.
+    assert value(seen, "outboxq_job_run_seconds_count") in (40, 60)
 
 
 def test_it_is_looked_at_no_more_often_for_many_who_scrape(engine: Engine) -> None:
@@ -272,7 +274,7 @@ def test_every_series_is_one_that_work_leads_to(
 
     stage(engine)
     with engine.begin() as connection:
-        connection.execute(text(MORE))
+        connection.execute(text(MORE + RELAYS))
     with sessions.begin() as session:
         session.add_job(app.record, name="a")
         session.add_job(app.fail, name="b")

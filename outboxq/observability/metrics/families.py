@@ -56,7 +56,7 @@ RELAY = _by_name(
         Family("outboxq_pruned_rows_total", "counter", "Expired rows that were deleted.", ("table",)),
         Family("outboxq_index_rebuilds_total", "counter", "Bloated indexes that were built again."),
         Family("outboxq_relay_child_ends_total", "counter", "Relay processes that did not end in order.", ("reason",)),
-        Family("outboxq_relay_children", "gauge", "Relay processes that there are, of those there should be."),
+        Family("outboxq_relay_children", "gauge", "Relay processes that run."),
         Family("outboxq_relay_info", "gauge", "A relay, and its version.", ("version", "host", "relay")),
         Family("outboxq_effect_calls_total", "counter", "Calls of once by how they ended.", ("scope", "outcome")),
         Family(

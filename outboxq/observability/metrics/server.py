@@ -1,7 +1,7 @@
 """The HTTP server of metrics: /metrics and /healthz, in threads that nothing waits for.
 
-Each connection has a second, and there are eight at a time: a client that is slow, or sends nonsense, is cut off, and
-holds up neither other clients nor the process.
+A read or a write may take a second, a connection four, and there are eight at a time: a client that is slow, or sends
+nonsense, is cut off, and holds up neither other clients for long nor the process.
 """
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger("outboxq.metrics")
 Expose: TypeAlias = Callable[[str], tuple[bytes, str]]
 Address: TypeAlias = tuple[str, int]
 
-_CLIENT_SECONDS = 1.0
+_READ_SECONDS, _CLIENT_SECONDS = 1.0, 4.0
 _CLIENTS_MOST = 8
 _PLAIN_TEXT = "text/plain; charset=utf-8"
 
@@ -67,7 +67,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one client."""
-        ends = threading.Timer(_CLIENT_SECONDS * 4, _cut_off, (request,))
+        ends = threading.Timer(_CLIENT_SECONDS, _cut_off, (request,))
         ends.daemon = True
         ends.start()
         try:
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     # The time that one read or write may take.
-    timeout = _CLIENT_SECONDS
+    timeout = _READ_SECONDS
     server_version, sys_version = "outboxq", ""
 
     def do_GET(self) -> None:  # noqa: N802  # the name that the base calls

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import psycopg
 from sqlalchemy import Connection
@@ -60,7 +61,7 @@ def look_at_tables(connection: Connection, schema: str, reading: Reading) -> Non
     """
     look = TablesLook(connection, schema, reading)
     for name, read in PARTS.items():
-        timed(name, lambda read=read: read(look), connection, reading)  # type: ignore[misc]  # a default binds it
+        timed(name, partial(read, look), connection, reading)
 
 
 def timed(name: str, read: Callable[[], None], connection: Connection, reading: Reading) -> None:

@@ -34,8 +34,8 @@ class MetricsOptions:
         bool,
         typer.Option(
             "--from-history",
-            help="Export what became of jobs too, by the history that relays write. Not beside relays with --metrics on "
-            "the same Prometheus: each job would count twice.",
+            help="Export what became of jobs too, by the history that relays write. Not beside relays with --metrics "
+            "on the same Prometheus: each job would count twice.",
         ),
     ] = False
     shipped: Annotated[

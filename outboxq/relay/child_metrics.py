@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from outboxq.observability.metrics.reading import LabelCaps, Reading
+from outboxq.observability.metrics.reading import Reading
 from outboxq.relay.metrics import receive
 
 # A scrape waits so long for children to answer; of those that do not, their last totals count.

@@ -1,4 +1,4 @@
-"""What the exporter of metrics reads besides what operators and the doctor read: small tables, catalogs, walks that end.
+"""What the exporter of metrics reads besides what operators and the doctor read: small tables, and catalogs.
 
 No locks.
 """

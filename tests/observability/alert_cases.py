@@ -56,9 +56,7 @@ CASES: dict[str, Case] = {
     "OutboxqLeasesLost": _both("0x50 1x30", "1x80", _jobs("lease_lost")),
     "OutboxqKindsParked": _both("4x80", "0x40 4x12 0x30", f"outboxq_parked_jobs{{{_K}}}"),
     "OutboxqEffectsUnknown": _both("1x80", "0x80", f'outboxq_effects{{{_DB},status="unknown"}}'),
-    "OutboxqSnapshotPinned": _both(
-        "0+60x80", "900x80", f'outboxq_oldest_snapshot_seconds{{{_DB},holder="session"}}'
-    ),
+    "OutboxqSnapshotPinned": _both("0+60x80", "900x80", f'outboxq_oldest_snapshot_seconds{{{_DB},holder="session"}}'),
     "OutboxqDatabaseLost": _both(
         "0x50 1x30", "0x50 1x1 0x30", f'outboxq_relay_database_lost{{{_DB},instance="relay:9464"}}'
     ),

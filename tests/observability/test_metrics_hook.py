@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,12 +45,12 @@ def test_a_relay_with_the_hook_counts_as_the_command_does(
         series for series, found in ours.items() if found and series[0].startswith(FROM_BOTH)
     }
     assert {series: found for series, found in hook.items() if "seconds" not in series[0]} == {
-        series: found
-        for series, found in ours.items()
-        if found and "seconds" not in series[0] and series in hook
+        series: found for series, found in ours.items() if found and "seconds" not in series[0] and series in hook
     }
     assert value(hook, "outboxq_jobs_total", kind="record", outcome="done") == 3
-    checked = promtool("check", "metrics", given="\n".join(x for x in exposed.splitlines() if "_created" not in x) + "\n")
+    checked = promtool(
+        "check", "metrics", given="\n".join(x for x in exposed.splitlines() if "_created" not in x) + "\n"
+    )
     assert checked.returncode == 0, checked
 
 
@@ -91,9 +90,17 @@ if len(sys.argv) > 1:
 def test_it_works_with_several_processes(tmp_path: Path) -> None:
     """In the multiprocess mode of prometheus_client, as under gunicorn."""
     variables = environment(PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
-    run: Callable[..., str] = lambda *more: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", MULTIPROCESS, *more], env=variables, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout
+
+    def run(*more: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", MULTIPROCESS, *more],
+            env=variables,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
     run()
     found = parsed(run("print"))
     assert value(found, "outboxq_jobs_total", queue="q", kind="k", outcome="done", database="db") == 2

@@ -37,7 +37,7 @@ def test_what_happened_is_counted(
     relay: Serving, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:
     """By queue, kind and outcome, with waits, runs, errors and claims; every kind has its zeros from the start."""
-    wait_until(lambda: ("outboxq_slots" in relay.get()), "the relay's start")
+    wait_until(lambda: "outboxq_slots" in relay.get(), "the relay's start")
     begun = relay.samples()
     assert value(begun, "outboxq_jobs_total", kind="fail") == 0
     assert any(dict(labels).get("kind") == "fail" for name, labels in begun if name == "outboxq_jobs_total")
@@ -48,11 +48,13 @@ def test_what_happened_is_counted(
         session.add_job(app.end, how="snooze")
         session.add_job(external("unknown", queue="ledger"))
     wait_until(
-        lambda: (found := relay.samples())
-        and value(found, "outboxq_jobs_total", outcome="done") == 20
-        and value(found, "outboxq_jobs_total", outcome="dead") == 1
-        and value(found, "outboxq_jobs_total", outcome="snoozed") == 1
-        and value(found, "outboxq_parked_jobs_total") >= 1,
+        lambda: (
+            (found := relay.samples())
+            and value(found, "outboxq_jobs_total", outcome="done") == 20
+            and value(found, "outboxq_jobs_total", outcome="dead") == 1
+            and value(found, "outboxq_jobs_total", outcome="snoozed") == 1
+            and value(found, "outboxq_parked_jobs_total") >= 1
+        ),
         "all jobs",
     )
     text = relay.get()
@@ -161,9 +163,7 @@ def test_a_drain_serves_metrics_too(outboxq_database: Database, engine: Engine, 
     gate = tmp_path / "gate"
     with sessionmaker(engine, class_=OutboxSession).begin() as session:
         session.add_job(app.record_at_gate, name="a", gate=str(gate))
-    with serving(
-        "relay", TARGET, "--metrics", "0", "--drain", url=outboxq_database.url, log=tmp_path / "log"
-    ) as found:
+    with serving("relay", TARGET, "--metrics", "0", "--drain", url=outboxq_database.url, log=tmp_path / "log") as found:
         wait_until(lambda: found.value("outboxq_running_jobs", queue="ledger") == 1, "the running job")
         assert found.value("outboxq_slots", state="busy") == 1
         gate.touch()
@@ -214,7 +214,9 @@ def test_counters_never_fall_when_processes_are_killed(
                 wait_until(lambda: served.value("outboxq_jobs_total", outcome="done") > 0, "some work")
                 children = wait_until(lambda: _relays(supervisor), "a child")
                 os.kill(children[turn % len(children)].pid, signal.SIGKILL)
-                wait_until(lambda turn=turn: served.value("outboxq_relay_child_ends_total") > turn, "its end is counted")
+                wait_until(
+                    lambda turn=turn: served.value("outboxq_relay_child_ends_total") > turn, "its end is counted"
+                )
                 wait_until(lambda: served.value("outboxq_relay_info") == 3, "another")
         finally:
             watch.end()
@@ -253,8 +255,4 @@ def test_a_process_that_stands_still_holds_up_no_scrape(
 def test_the_supervisor_serves_what_a_drain_has_counted(outboxq_database: Database, engine: Engine) -> None:
     """`--processes 2 --drain` with metrics ends as it does without."""
     enqueue(engine, map(str, range(10)))
-    run(
-        "relay", TARGET, "--processes", 2, "--drain", "--metrics", "0", url=outboxq_database.url, cwd=REPOSITORY
-    ).ok()
-
-
+    run("relay", TARGET, "--processes", 2, "--drain", "--metrics", "0", url=outboxq_database.url, cwd=REPOSITORY).ok()

@@ -92,9 +92,7 @@ def test_a_case_that_is_wrong_is_found(tmp_path: Path) -> None:
     assert all(
         _tried(tmp_path, [_unit_test(alert, case.firing, case.at, fires=False)]) for alert, case in CASES.items()
     )
-    assert all(
-        _tried(tmp_path, [_unit_test(alert, case.silent, case.at, fires=True)]) for alert, case in CASES.items()
-    )
+    assert all(_tried(tmp_path, [_unit_test(alert, case.silent, case.at, fires=True)]) for alert, case in CASES.items())
 
 
 def test_without_an_exporter_the_alert_of_exporters_fires(tmp_path: Path) -> None:
@@ -141,7 +139,9 @@ def test_the_board_has_its_rows_and_overlaps_nowhere() -> None:
     for panel in panels:
         place = panel["gridPos"]
         cells = {
-            (x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
         }
         assert not taken & cells, panel["title"]
         assert place["x"] + place["w"] <= 24

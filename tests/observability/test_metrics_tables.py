@@ -39,15 +39,15 @@ INSERT INTO outboxq.job (id, queue, kind, args, state, run_at, lease_owner, leas
 UPDATE outboxq.schedule SET next_at = now() - interval '10 minutes', paused_at = NULL WHERE name = 'nightly';
 """
 RELAYS = """\
-INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy, listens,
-  running, flush) VALUES
+INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy,
+  listens, running, flush) VALUES
   (gen_random_uuid(), 'h', 1, '1', 11, now(), 'serving', '{mail,quiet}', '{}', 3, 0, true, '[]', 1),
   (gen_random_uuid(), 'h', 2, '1', 11, now() - interval '2 minutes', 'serving', '{mail}', '{}', 5, 0, true, '[]', 1);
 """
 
 
 def exporter(engine: Engine, minutes: MinuteSums | None = None, schema: str = "outboxq") -> DatabaseExporter:
-    return DatabaseExporter(connect=engine.connect, schema=schema, find=lambda: [], minutes=minutes)
+    return DatabaseExporter(connect=engine.connect, schema=schema, find=list, minutes=minutes)
 
 
 def looked(found: DatabaseExporter) -> dict[object, float]:

@@ -59,9 +59,7 @@ RELAY = _by_name(
         Family("outboxq_relay_children", "gauge", "Relay processes that run."),
         Family("outboxq_relay_info", "gauge", "A relay, and its version.", ("version", "host", "relay")),
         Family("outboxq_effect_calls_total", "counter", "Calls of once by how they ended.", ("scope", "outcome")),
-        Family(
-            "outboxq_inbox_messages_total", "counter", "Messages that inboxes were given.", ("consumer", "outcome")
-        ),
+        Family("outboxq_inbox_messages_total", "counter", "Messages that inboxes were given.", ("consumer", "outcome")),
         Family("outboxq_enqueued_jobs_total", "counter", "Jobs that were added, and committed.", _KIND),
     )
 )
@@ -80,9 +78,7 @@ TABLES = _by_name(
         Family("outboxq_parked_jobs", "gauge", "Jobs whose kind no relay knows that saw them.", _KIND),
         Family("outboxq_effects", "gauge", "Effects that wait for an operator or a retry.", ("status",)),
         Family("outboxq_relays", "gauge", "Relays by their state.", ("state",)),
-        Family(
-            "outboxq_oldest_snapshot_seconds", "gauge", "The age of what keeps vacuum from its work.", ("holder",)
-        ),
+        Family("outboxq_oldest_snapshot_seconds", "gauge", "The age of what keeps vacuum from its work.", ("holder",)),
         Family("outboxq_oldest_snapshot_transactions", "gauge", "The same in transactions.", ("holder",)),
         Family("outboxq_table_dead_rows", "gauge", "Rows that vacuum has not removed yet.", ("table",)),
         Family("outboxq_relation_bytes", "gauge", "The size of tables and indexes.", ("relation",)),

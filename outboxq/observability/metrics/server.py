@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _READ_SECONDS
     server_version, sys_version = "outboxq", ""
 
-    def do_GET(self) -> None:  # noqa: N802  # the name that the base calls
+    def do_GET(self) -> None:  # the name that the base calls
         """Answer a scrape or a probe."""
         path = self.path.partition("?")[0]
         if path == "/metrics":

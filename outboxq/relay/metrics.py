@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from outboxq.observability.aggregate import Counts
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.families import JOBS
-from outboxq.observability.metrics.reading import OUTCOMES, KindRow, Reading, add_kinds
+from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
 from outboxq.relay.activity import RelayLook
 
 TELL_SECONDS = 5.0
@@ -33,7 +32,7 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
         for outcome in (*OUTCOMES.values(), "interrupted"):
             # So that the first failure of a kind is an increase.
             reading.add(JOBS, (*kind, outcome), 0)
-    add_kinds(reading, _rows(look.totals))
+    add_kinds(reading, look.totals)
     for state, slots in look.slots.items():
         reading.add("outboxq_slots", (state,), slots)
     for queue, jobs in look.claimed.items():
@@ -45,13 +44,6 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
     identity = look.identity
     reading.add("outboxq_relay_info", (identity.version, identity.host, str(identity.id)), 1)
     return reading
-
-
-def _rows(totals: Counts) -> list[KindRow]:
-    return [
-        (queue, kind, each.outcomes, each.wait_seconds, each.run_seconds, each.wait, each.run)
-        for (queue, kind), each in totals.items()
-    ]
 
 
 class MetricsTeller:

@@ -3,7 +3,7 @@
 No locks.
 """
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
@@ -12,6 +12,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Executable,
+    Interval,
     TextClause,
     cast,
     literal_column,
@@ -26,7 +27,7 @@ from outboxq.statements.history import BUCKETS, OUTCOMES
 from outboxq.tables import batch, relay_status, schedule, stat
 
 _NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=DateTime(timezone=True))
-_MINUTE = literal_column("interval '1 minute'")
+_MINUTE: ColumnElement[timedelta] = literal_column("interval '1 minute'", Interval())
 _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00:00+00'", DateTime(timezone=True))
 
 

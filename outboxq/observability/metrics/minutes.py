@@ -4,8 +4,9 @@ The rows of the history grow, become those of an hour, and are removed; what is 
 nothing is added to any more are added up here, once, and those that may still grow are read anew by each look.
 """
 
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 from sqlalchemy import Connection, Row
 
@@ -15,7 +16,6 @@ from outboxq.statements import gauges as statements
 
 # A relay adds to the minute in which its flush began, which takes some seconds at the most.
 _OPEN_MINUTES = 5
-_Rows: TypeAlias = list[Row[Any]]
 
 
 class MinuteSums:
@@ -49,17 +49,11 @@ class MinuteSums:
         """The sums, with the same caps at each call."""
         reading = Reading(caps=self._caps)
         for counts in (self._closed, self._open):
-            add_kinds(
-                reading,
-                (
-                    (queue, kind, each.outcomes, each.wait_seconds, each.run_seconds, each.wait, each.run)
-                    for (queue, kind), each in counts.items()
-                ),
-            )
+            add_kinds(reading, counts)
         return reading
 
 
-def _add(total: Counts, rows: _Rows) -> None:
+def _add(total: Counts, rows: Sequence[Row[Any]]) -> None:
     for row in rows:
         outcomes = {outcome: getattr(row, outcome) for outcome in OUTCOMES}
         counts = KindCounts(outcomes, row.wait_seconds, row.run_seconds, list(row.wait), list(row.run))

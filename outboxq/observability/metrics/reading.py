@@ -3,13 +3,13 @@
 The number of series is bounded: what is beyond a label's cap is counted under `_other`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
-from outboxq.observability.aggregate import OTHER
+from outboxq.observability.aggregate import OTHER, Counts, Outcome
 from outboxq.observability.metrics.families import FAMILIES, JOBS, RUN, WAIT, Family
 
 Labels: TypeAlias = tuple[str, ...]
@@ -139,17 +139,16 @@ def _without_kind(family: Family, labels: Labels) -> Labels:
 
 
 # By the names of the history, those of the metric.
-OUTCOMES: Mapping[str, str] = {
+OUTCOMES: Mapping[Outcome, str] = {
     "done": "done", "retried": "retried", "died": "dead", "snoozed": "snoozed", "discarded": "discarded",
     "crashed": "crashed", "lost": "lease_lost",
 }  # fmt: skip
-KindRow: TypeAlias = tuple[str, str, Mapping[str, int], float, float, Sequence[int], Sequence[int]]
 
 
-def add_kinds(reading: Reading, rows: Iterable[KindRow]) -> None:
-    """Add what became of jobs: queue, kind, outcomes, the sums of waits and runs, and their histograms."""
-    for queue, kind, outcomes, wait_seconds, run_seconds, wait, run in rows:
-        for outcome, count in outcomes.items():
+def add_kinds(reading: Reading, counts: Counts) -> None:
+    """Add what became of jobs."""
+    for (queue, kind), each in counts.items():
+        for outcome, count in each.outcomes.items():
             reading.add(JOBS, (queue, kind, OUTCOMES[outcome]), count)
-        reading.add_buckets(WAIT, (queue, kind), wait, wait_seconds)
-        reading.add_buckets(RUN, (queue, kind), run, run_seconds)
+        reading.add_buckets(WAIT, (queue, kind), each.wait, each.wait_seconds)
+        reading.add_buckets(RUN, (queue, kind), each.run, each.run_seconds)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, Relay
@@ -205,6 +205,43 @@ def test_what_is_exported_of_the_history_only_grows(engine: Engine) -> None:
     assert value(seen, "outboxq_jobs_total", outcome="done") == 9
     # Twice, or three times if a minute began meanwhile.
     assert value(seen, "outboxq_job_run_seconds_count") in (40, 60)
+
+
+LARGE = """\
+INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
+SELECT gen_random_uuid(), 'q' || number % 3, 'k', '{}', (ARRAY['ready', 'scheduled'])[1 + number % 2], now()
+FROM generate_series(1, 30000) AS number;
+INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at)
+SELECT gen_random_uuid(), 'q', 'k', '{}', '{}', 0, 1, 0, '[]', 'no luck', now() FROM generate_series(1, 30000);
+INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, attempts, lock_token, locked_until, expires_at)
+SELECT 's', number::text, 'done', false, gen_random_uuid(), 1, gen_random_uuid(), now(), now() + interval '1 day'
+FROM generate_series(1, 30000) AS number;
+"""
+
+
+def test_no_look_reads_a_large_table_from_end_to_end(engine: Engine) -> None:
+    """Each statement that is sent walks an index of the tables that grow with the work, or does without them."""
+    with engine.begin() as connection:
+        connection.execute(text(MORE + RELAYS))
+        connection.execute(text(LARGE))
+        connection.execute(text("ANALYZE"))
+    plans: dict[str, str] = {}
+
+    def explain(connection: Connection, cursor: object, statement: str, parameters: object, *_: object) -> None:
+        if statement.lstrip().startswith(("SELECT", "WITH")):
+            with connection.connection.cursor() as second:
+                second.execute(f"EXPLAIN {statement}", parameters)
+                plans[statement] = "\n".join(line for (line,) in second.fetchall())
+
+    event.listen(engine, "before_cursor_execute", explain)
+    try:
+        found = looked(exporter(engine, MinuteSums()))
+    finally:
+        event.remove(engine, "before_cursor_execute", explain)
+    assert value(found, "outboxq_exporter_query_ok") == len(PARTS) + 1
+    assert len(plans) > 20
+    read = {statement for statement, plan in plans.items() if re.search(r"Seq Scan on (job|dead_job|effect)\b", plan)}
+    assert read == set()
 
 
 def test_it_is_looked_at_no_more_often_for_many_who_scrape(engine: Engine) -> None:

@@ -80,7 +80,8 @@ WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'i') ORDER BY 1"""
 
 def minute(minutes_ago: int) -> Executable:
     """The beginning of a minute, by the database's clock."""
-    return select(pg.date_bin(_MINUTE, _NOW, _ORIGIN, type_=DateTime(timezone=True)) - minutes_ago * _MINUTE)
+    before: ColumnElement[timedelta] = literal_column(f"interval '{minutes_ago:d} minutes'", Interval())
+    return select(pg.date_bin(_MINUTE, _NOW - before, _ORIGIN, type_=DateTime(timezone=True)))
 
 
 def sum_minutes(since: datetime, before: datetime | None) -> Executable:

@@ -212,7 +212,8 @@ INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
 SELECT gen_random_uuid(), 'q' || number % 3, 'k', '{}', (ARRAY['ready', 'scheduled'])[1 + number % 2], now()
 FROM generate_series(1, 30000) AS number;
 INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at)
-SELECT gen_random_uuid(), 'q', 'k', '{}', '{}', 0, 1, 0, '[]', 'no luck', now() FROM generate_series(1, 30000);
+SELECT gen_random_uuid(), 'q' || number % 50, 'k', '{}', '{}', 0, 1, 0, '[]', 'no luck', now()
+FROM generate_series(1, 30000) AS number;
 INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, attempts, lock_token, locked_until, expires_at)
 SELECT 's', number::text, 'done', false, gen_random_uuid(), 1, gen_random_uuid(), now(), now() + interval '1 day'
 FROM generate_series(1, 30000) AS number;

@@ -131,7 +131,7 @@ class DatabaseExporter:
             self._ask_doctor(reading)
         except Exception as error:  # noqa: BLE001  # whatever it is, the next look may succeed
             if not self._is_failing:
-                logger.warning("the database cannot be looked at, trying again: error_type=%s", type(error).__name__)
+                logger.warning("the database cannot be looked at: error_type=%s", type(error).__name__)
             self._is_failing = True
             self._keep(None)
         else:

@@ -100,7 +100,7 @@ TABLES = _by_name(
         Family("outboxq_batch_oldest_seconds", "gauge", "The age of the oldest open batch."),
         Family("outboxq_doctor_findings", "gauge", "What outboxq doctor finds.", ("code", "severity")),
         Family("outboxq_schema_step", "gauge", "The step of the tables."),
-        Family("outboxq_exporter_up", "gauge", "Whether the last look at the database came to its end."),
+        Family("outboxq_exporter_up", "gauge", "Whether the last look at the database succeeded."),
         Family("outboxq_exporter_query_seconds", "gauge", "How long each part of a look took.", ("query",)),
         Family("outboxq_exporter_query_ok", "gauge", "Whether each part of a look was answered.", ("query",)),
     )

@@ -105,23 +105,20 @@ class Aggregate:
     def _add(self, event: Event) -> None:
         if isinstance(event, _ENDED):
             job, outcome = event.job, RAN[type(event)]
-            counts, waited, ran = self._of(job.queue, job.kind), job.waited_seconds, event.seconds
+            counts, waited, ran = _counts_of(self._counts, job.queue, job.kind), job.waited_seconds, event.seconds
             counts.outcomes[outcome] += 1
             counts.wait_seconds += waited
             counts.wait[bisect_left(BOUNDS, waited)] += 1
             counts.run_seconds += ran
             counts.run[bisect_left(BOUNDS, ran)] += 1
         elif isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
-            self._of(event.job.queue, event.job.kind).outcomes[NOT_RUN[type(event)]] += 1
+            _counts_of(self._counts, event.job.queue, event.job.kind).outcomes[NOT_RUN[type(event)]] += 1
         elif isinstance(event, JobCrashed):
-            outcomes = self._of(event.queue, event.kind).outcomes
+            outcomes = _counts_of(self._counts, event.queue, event.kind).outcomes
             outcomes["crashed"] += 1
             outcomes["died"] += event.dead_letter
         elif isinstance(event, JobSetAside):
-            self._of(event.queue, event.kind).outcomes["died"] += 1
-
-    def _of(self, queue: str, kind: str) -> KindCounts:
-        return _counts_of(self._counts, queue, kind)
+            _counts_of(self._counts, event.queue, event.kind).outcomes["died"] += 1
 
 
 def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:

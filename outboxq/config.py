@@ -19,6 +19,7 @@ TEST_DATABASE_URL_VARIABLE = "OUTBOXQ_TEST_DATABASE_URL"
 PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
 HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
+METRICS_SOCKET_VARIABLE = "OUTBOXQ_METRICS_SOCKET"
 DATABASE_LABEL_VARIABLE = "OUTBOXQ_DATABASE_LABEL"
 ACTOR_VARIABLE = "OUTBOXQ_ACTOR"
 
@@ -133,6 +134,11 @@ def parent_pipe() -> int | None:
 def heartbeat_pipe() -> int | None:
     """The pipe for a supervised relay's heartbeats, if its supervisor wants them. Only the first call returns it."""
     return _inherited_pipe(HEARTBEAT_PIPE_VARIABLE)
+
+
+def metrics_socket() -> int | None:
+    """The socket by which a supervised relay tells its metrics, if they are wanted. Only the first call returns it."""
+    return _inherited_pipe(METRICS_SOCKET_VARIABLE)
 
 
 def _inherited_pipe(variable: str) -> int | None:

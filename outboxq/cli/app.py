@@ -17,6 +17,7 @@ from outboxq.cli import (
     inbox,
     jobs,
     kinds,
+    metrics,
     migrate,
     queues,
     relay,
@@ -33,7 +34,7 @@ class _Root(PlainGroup):
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {
         "Start": ("demo", "torture", "migrate", "roles"),
-        "Run": ("relay", "health"),
+        "Run": ("relay", "health", "metrics"),
         "Look": (
             "stats",
             "history",
@@ -114,6 +115,7 @@ app.command("migrate")(migrate.migrate)
 app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
+app.command("metrics")(metrics.metrics)
 app.command("stats")(queues.stats)
 app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)

@@ -134,6 +134,22 @@ class RelayOptions:
             show_default=False,
         ),
     ] = None
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            metavar="ADDRESS",
+            help="Serve metrics for Prometheus on [HOST:]PORT, /metrics; the host is 127.0.0.1 if it is left out. With "
+            "several processes, theirs added up. Needs outboxq[metrics].",
+            show_default=False,
+        ),
+    ] = None
+    metrics_detail: Annotated[
+        Literal["kind", "queue"],
+        typer.Option(
+            "--metrics-detail", metavar="DETAIL", help="kind: a series for each kind of job; queue: for each queue."
+        ),
+    ] = "kind"
     listen_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -221,6 +237,8 @@ class RelayOptions:
         if self.reload and (self.processes > 1 or self.drain or databases > 1):
             other = "--drain" if self.drain else "--processes" if self.processes > 1 else "all databases but one"
             raise WrongUsage(f"--reload keeps one relay running, for development: leave {other} out")
+        if self.reload and self.metrics is not None:
+            raise WrongUsage("--reload is for development: leave --metrics out")
 
     def of_one_process(self) -> list[str]:
         """The command line of one of several processes; without the URLs, which other users could read there."""
@@ -260,6 +278,7 @@ def relay(options: RelayOptions) -> None:
       outboxq relay myapp.jobs:jobs --queue accounts=4 --queue urgent,normal=2
       outboxq relay myapp.jobs:jobs --processes 2 --log-format json
       outboxq relay myapp.jobs:jobs --processes 4 --health-file /tmp/relay.json
+      outboxq relay myapp.jobs:jobs --metrics 0.0.0.0:9464
       outboxq relay myapp.jobs:jobs --database-url "$A" --database-url "$B"
       outboxq relay myapp.jobs:jobs --drain
       outboxq relay myapp.jobs:jobs --reload

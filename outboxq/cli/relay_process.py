@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NoReturn
 
@@ -26,7 +27,11 @@ from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
 from outboxq.observability.logging import JsonFormatter, LineFormatter, log_event
+from outboxq.observability.metrics.counter import EventCounter
+from outboxq.observability.metrics.reading import Reading, without_kinds
 from outboxq.relay import health
+from outboxq.relay.child_metrics import ChildMetrics
+from outboxq.relay.metrics import MetricsTeller, read_relay
 from outboxq.relay.relay import Relay
 from outboxq.relay.signals import stop_signals, stop_when_parent_dies
 from outboxq.relay.slot_groups import resolve_groups
@@ -62,7 +67,7 @@ def _start(options: RelayOptions) -> None:
     }
     first = next(iter(databases.values()))
     if options.processes == 1 and not options.reload and len(databases) == 1:
-        _run(options, *first)
+        _run(options, next(iter(databases)), *first)
         return
     # Once, for all processes.
     for url, settings in databases.values():
@@ -74,16 +79,23 @@ def _start(options: RelayOptions) -> None:
         _supervise(options, databases)
 
 
-def _run(options: RelayOptions, url: URL, settings: RelayConfig) -> None:
+def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> None:
     """Run one relay in this process."""
     # Before the application's code, which may start processes of its own.
-    parent, heartbeat = config.parent_pipe(), config.heartbeat_pipe()
+    parent, heartbeat, metrics = config.parent_pipe(), config.heartbeat_pipe(), config.metrics_socket()
     jobs = load_jobs(options.target)
     _set_up_logging(options)
     state = health.StateHook()
     hooks: list[Hook] = [partial(log_event, tracebacks=not options.no_log_tracebacks), state]
+    counter = None if options.metrics is None and metrics is None else EventCounter()
+    if counter is not None:
+        hooks.append(counter)
     relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _say_that_it_waits])
-    with stop_signals(relay.stop), health.health_file(options.health_file, lambda: health.Health(state.state)):
+    with ExitStack() as stack:
+        if counter is not None:
+            _tell_metrics(stack, options, metrics, lambda: {name: read_relay(relay.look(), counter)})
+        stack.enter_context(stop_signals(relay.stop))
+        stack.enter_context(health.health_file(options.health_file, lambda: health.Health(state.state)))
         if parent is not None:
             stop_when_parent_dies(parent, relay.stop)
         if heartbeat is not None:
@@ -98,6 +110,34 @@ def _run(options: RelayOptions, url: URL, settings: RelayConfig) -> None:
         if state.state != "stopping":
             queues = [name for group, _ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
             _say_what_is_left(url, settings.schema, queues)
+
+
+def _tell_metrics(
+    stack: ExitStack, options: RelayOptions, metrics: int | None, read: Callable[[], dict[str, Reading]]
+) -> None:
+    """Tell the supervisor what the relay counts, or serve it."""
+    if metrics is not None:
+        teller = MetricsTeller(metrics, lambda: next(iter(read().values())))
+        stack.callback(teller.finish)
+    else:
+        _serve_metrics(stack, options, read)
+
+
+def _serve_metrics(stack: ExitStack, options: RelayOptions, read: Callable[[], dict[str, Reading]]) -> None:
+    if options.metrics is None:
+        return
+    # Needs the extra.
+    from outboxq.observability.metrics.exposition import expose, registry_of
+    from outboxq.observability.metrics.server import parse_address, serving
+
+    has_kinds = options.metrics_detail == "kind"
+
+    def shown() -> dict[str, Reading]:
+        found = read()
+        return found if has_kinds else {name: without_kinds(reading) for name, reading in found.items()}
+
+    registry = registry_of(shown)
+    stack.enter_context(serving(parse_address(options.metrics), partial(expose, registry)))
 
 
 def _say_that_it_waits(event: Event) -> None:
@@ -163,18 +203,25 @@ def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayCo
         for name, (url, settings) in databases.items()
     }
     url, settings = next(iter(databases.values()))
+    named = len(several) > 1
+    metrics = None if options.metrics is None else ChildMetrics({name if named else "": name for name in databases})
     supervisor = Supervisor(
         options.of_one_process(),
         options.processes,
         environment=_child_environment(url, settings),
         drain_seconds=settings.drain_seconds,
         emit=Emitter((log_event,), lambda _hook, _event: None),
-        databases=several if len(several) > 1 else {},
+        databases=several if named else {},
         finite=options.drain,
         stall_seconds=options.stall_seconds,
         health_path=options.health_file,
+        metrics=metrics,
     )
-    raise typer.Exit(supervisor.run())
+    with ExitStack() as stack:
+        if metrics is not None:
+            _serve_metrics(stack, options, metrics.read)
+        exit_code = supervisor.run()
+    raise typer.Exit(exit_code)
 
 
 def _child_environment(url: URL, settings: RelayConfig) -> Mapping[str, str]:

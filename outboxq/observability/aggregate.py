@@ -31,7 +31,7 @@ OUTCOMES: tuple[Outcome, ...] = ("done", "retried", "died", "snoozed", "discarde
 KINDS_MOST = 200
 OTHER = "_other"
 
-_RAN: dict[type[Event], Outcome] = {
+RAN: dict[type[Event], Outcome] = {
     JobDone: "done",
     JobRetried: "retried",
     JobDied: "died",
@@ -41,7 +41,7 @@ _RAN: dict[type[Event], Outcome] = {
 # A union that is written out is made anew at each call, which is made for each job.
 _ENDED = (JobDone, JobRetried, JobDied, JobSnoozed, JobDiscarded)
 # What a handler was not called for, or whose run did not count.
-_NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
+NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
 
 
 @dataclass(slots=True)
@@ -54,6 +54,15 @@ class KindCounts:
     wait: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     run: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
+    def add(self, other: "KindCounts") -> None:
+        """Add another one's numbers."""
+        for outcome, count in other.outcomes.items():
+            self.outcomes[outcome] += count
+        self.wait_seconds += other.wait_seconds
+        self.run_seconds += other.run_seconds
+        self.wait = [one + more for one, more in zip(self.wait, other.wait, strict=True)]
+        self.run = [one + more for one, more in zip(self.run, other.run, strict=True)]
+
 
 # Of no queue: the name of a queue is never empty.
 _NO_COUNTS = KindCounts()
@@ -61,11 +70,13 @@ Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
 class Aggregate:
-    """What became of jobs since it was last taken."""
+    """What became of jobs since it was last taken, and since the relay began."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counts = {}
+        # What was taken, added up.
+        self._taken: Counts = {}
 
     def add(self, events: Iterable[Event]) -> None:
         """Count the events of what was committed."""
@@ -79,9 +90,9 @@ class Aggregate:
                 # Mostly of one kind: it is looked up once.
                 if job.kind != kind or job.queue != queue:
                     queue, kind = job.queue, job.kind
-                    counts = self._of(queue, kind)
+                    counts = _counts_of(self._counts, queue, kind)
                 waited = job.waited_seconds
-                counts.outcomes[_RAN[type(event)]] += 1
+                counts.outcomes[RAN[type(event)]] += 1
                 counts.wait_seconds += waited
                 counts.wait[bisect_left(BOUNDS, waited)] += 1
                 counts.run_seconds += ran
@@ -96,21 +107,36 @@ class Aggregate:
         """Everything that was counted, once."""
         with self._lock:
             taken, self._counts = self._counts, {}
+            _add_all(self._taken, taken)
         return taken
+
+    def totals(self) -> Counts:
+        """Everything that was counted since the relay began, taken or not: each number only grows."""
+        found: Counts = {}
+        with self._lock:
+            _add_all(found, self._taken)
+            _add_all(found, self._counts)
+        return found
 
     def _add_not_run(self, event: Event) -> None:
         if isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
-            self._of(event.job.queue, event.job.kind).outcomes[_NOT_RUN[type(event)]] += 1
+            _counts_of(self._counts, event.job.queue, event.job.kind).outcomes[NOT_RUN[type(event)]] += 1
         elif isinstance(event, JobCrashed):
-            outcomes = self._of(event.queue, event.kind).outcomes
+            outcomes = _counts_of(self._counts, event.queue, event.kind).outcomes
             outcomes["crashed"] += 1
             outcomes["died"] += event.dead_letter
         elif isinstance(event, JobSetAside):
-            self._of(event.queue, event.kind).outcomes["died"] += 1
+            _counts_of(self._counts, event.queue, event.kind).outcomes["died"] += 1
 
-    def _of(self, queue: str, kind: str) -> KindCounts:
-        counts = self._counts.get((queue, kind))
-        if counts is None:
-            key = (queue, kind) if len(self._counts) < KINDS_MOST else (queue, OTHER)
-            counts = self._counts.setdefault(key, KindCounts())
-        return counts
+
+def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
+    found = counts.get((queue, kind))
+    if found is None:
+        key = (queue, kind) if len(counts) < KINDS_MOST else (queue, OTHER)
+        found = counts.setdefault(key, KindCounts())
+    return found
+
+
+def _add_all(total: Counts, counts: Counts) -> None:
+    for (queue, kind), each in counts.items():
+        _counts_of(total, queue, kind).add(each)

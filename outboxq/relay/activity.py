@@ -1,13 +1,16 @@
-"""What a relay is at, and who it is, as it says so in the history's tables."""
+"""What a relay is at, and who it is, as it says so in the history's tables, and to those who ask for its metrics."""
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
 from outboxq import __version__
+from outboxq.observability.aggregate import Counts
 from outboxq.observability.flush import RelayActivity, RelayIdentity
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
@@ -16,6 +19,54 @@ from outboxq.statements.relays import MOST_KINDS
 _RUNNING_MOST = 50
 # Jobs that have run for so long are named.
 _LONG_SECONDS = 1.0
+
+
+SLOT_STATES = ("busy", "idle", "asleep")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLook:
+    """A relay at one moment.
+
+    Args:
+        totals: What became of jobs since it began.
+        slots: How many of its slots are in each of `SLOT_STATES`.
+        claimed: Of each of its queues, how many jobs its slots have claimed.
+        kinds: Each queue and kind that it runs.
+    """
+
+    identity: RelayIdentity
+    totals: Counts
+    slots: Counter[str]
+    claimed: Counter[str]
+    kinds: tuple[tuple[str, str], ...]
+    hook_failures: int
+    flush_failures: int
+
+
+def look_at(
+    identity: RelayIdentity, state: RelayState, slots: Iterable[Slot], hook_failures: int, flush_failures: int
+) -> RelayLook:
+    """What a relay has done and is at, as far as it can be read while its slots work."""
+    states = Counter(dict.fromkeys(SLOT_STATES, 0))
+    claimed = Counter(dict.fromkeys(identity.queues, 0))
+    for slot in slots:
+        running, batch, leased = slot.running, slot.batch, slot.leased_batch
+        states["busy" if running else "asleep" if slot.sleep.is_asleep else "idle"] += 1
+        queue = batch.queue if batch is not None else next((job.queue for job in leased.jobs), "") if leased else ""
+        claimed[queue or slot.queues[0]] += running
+    handlers = state.registry.handlers.values()
+    kinds = tuple(dict.fromkeys((each.queue, each.kind) for each in handlers if each.queue in identity.queues))
+    return RelayLook(identity, state.aggregate.totals(), states, claimed, kinds, hook_failures, flush_failures)
+
+
+def leased_jobs(slots: Iterable[Slot]) -> set[tuple[str, int]]:
+    """The jobs that these slots run under the lease, or will run next, with their tokens."""
+    slots = list(slots)
+    jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
+    # All jobs of the claim: a settled one among them does no harm.
+    jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
+    return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
 
 def identity_of(state: RelayState, queues: tuple[str, ...], slots: int) -> RelayIdentity:

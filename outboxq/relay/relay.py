@@ -13,6 +13,7 @@ from outboxq.events import Hook
 from outboxq.execution.frames import homes_of
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import log_event
+from outboxq.relay.activity import RelayLook
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.run import RelayRun
@@ -57,6 +58,7 @@ class Relay:
         self._hooks = tuple(hooks)
         self._stopping = threading.Event()
         self._wakers: list[Callable[[], None]] = []
+        self._run: RelayRun | None = None
 
     def run(self) -> RelayReport:
         """Work until `stop()`, SIGTERM or SIGINT, then let the running handlers finish.
@@ -87,6 +89,10 @@ class Relay:
         for wake in list(self._wakers):
             wake()
 
+    def look(self) -> RelayLook | None:
+        """What the relay has done and is at, from any thread, also when it has ended; None before it began."""
+        return None if self._run is None else self._run.look()
+
     def _work(self, *, until_empty: bool) -> RelayReport:
         for handler in self._registry.handlers.values():
             # Looked up now, because it takes a while and is needed when an attempt has failed.
@@ -94,7 +100,7 @@ class Relay:
         limits = self._limits.hooks
         finish_seconds = min(limits.finish_seconds, self.config.drain_seconds)
         hook_thread = HookThread(self._registry.hooks, replace(limits, finish_seconds=finish_seconds))
-        run = RelayRun(
+        run = self._run = RelayRun(
             self._engines,
             self._registry,
             self._groups,

@@ -23,7 +23,7 @@ from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.flush import Flusher, RelayActivity
-from outboxq.relay.activity import activity_of, identity_of
+from outboxq.relay.activity import RelayLook, activity_of, identity_of, leased_jobs, look_at
 from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
@@ -146,8 +146,8 @@ class RelayRun:
 
     def _make_historian(self) -> Historian:
         config, state = self.config, self._state
-        identity = identity_of(state, self._queues, sum(group.slots for group, _ in self.groups))
-        flusher = Flusher(config.schema, identity, state.aggregate, self._activity, state.clock)
+        self._identity = identity_of(state, self._queues, sum(group.slots for group, _ in self.groups))
+        flusher = Flusher(config.schema, self._identity, state.aggregate, self._activity, state.clock)
         beside = SideConnection(self.engines, config.schema, self._loop)
         connect, limits = self._connector(None), self.limits.history
         return Historian(flusher, connect, beside, config.schema, self.stopping, limits, config.stats_seconds)
@@ -155,6 +155,11 @@ class RelayRun:
     def _activity(self) -> RelayActivity:
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
         return activity_of(state, [runner.slot for runner in list(self._runners)])
+
+    def look(self) -> RelayLook:
+        """What the relay has done so far and is at; from any thread."""
+        slots = [runner.slot for runner in list(self._runners)]
+        return look_at(self._identity, self._state, slots, self.hooks.failures, self._historian.failures)
 
     def _make_listener(self, poller: SharedPoller) -> Listener:
         config = self.config
@@ -268,11 +273,7 @@ class RelayRun:
         # With slots that were cut off: their job has started, and is charged if it takes the process with it.
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
-        slots = [runner.slot for runner in [*serving, *hanging]]
-        jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
-        # All jobs of the claim: a settled one among them does no harm.
-        jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
-        return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
+        return leased_jobs(runner.slot for runner in [*serving, *hanging])
 
     def _record_reaped(self, event: JobCrashed) -> None:
         self._state.count(BatchReport(0, (event,)))

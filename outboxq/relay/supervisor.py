@@ -8,6 +8,7 @@ Through a pipe of its own each child shows that it lives, and what it is doing.
 """
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outboxq.config import HEARTBEAT_PIPE_VARIABLE, PARENT_PIPE_VARIABLE
+from outboxq.config import HEARTBEAT_PIPE_VARIABLE, METRICS_SOCKET_VARIABLE, PARENT_PIPE_VARIABLE
 from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, ChildUnresponsive
+from outboxq.relay.child_metrics import ChildMetrics, ChildSocket, EndReason
 from outboxq.relay.health import BEAT_SECONDS, Health, State, health_file, read_beats
 from outboxq.relay.signals import stop_signals
 
@@ -34,24 +36,42 @@ _LEAST_STALL_SECONDS = 4 * BEAT_SECONDS
 class _Child:
     """A relay process, and the pipe through which it shows that it lives."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], parent_pipe: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        parent_pipe: int,
+        database: str = "",
+        metrics: ChildMetrics | None = None,
+    ) -> None:
         self.started_at = time.monotonic()
         self.state: State = "starting"
         self.has_reported = False
         self.silent_seconds = self.stopping_seconds = 0.0
+        # What it is killed for, if it is.
+        self.killed_as: EndReason | None = None
+        self._metrics = metrics
+        self._socket: ChildSocket | None = None
+        inherited: socket.socket | None = None
         self._read_end, write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        pipes = {PARENT_PIPE_VARIABLE: str(parent_pipe), HEARTBEAT_PIPE_VARIABLE: str(write_end)}
+        numbers = {PARENT_PIPE_VARIABLE: parent_pipe, HEARTBEAT_PIPE_VARIABLE: write_end}
         try:
+            if metrics is not None:
+                self._socket, inherited = metrics.open(database)
+                numbers[METRICS_SOCKET_VARIABLE] = inherited.fileno()
+            pipes = {name: str(number) for name, number in numbers.items()}
             # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
             self.process = subprocess.Popen(  # noqa: S603  # our own command line
-                command, env={**environment, **pipes}, pass_fds=(parent_pipe, write_end), start_new_session=True
+                command, env={**environment, **pipes}, pass_fds=tuple(numbers.values()), start_new_session=True
             )
         except BaseException:
-            os.close(self._read_end)
+            self.close()
             raise
         finally:
             os.close(write_end)
+            if inherited is not None:
+                inherited.close()
 
     def listen(self, elapsed_seconds: float) -> None:
         """Read what the child sent since the last call, `elapsed_seconds` ago."""
@@ -64,8 +84,10 @@ class _Child:
             self.stopping_seconds += elapsed_seconds
 
     def close(self) -> None:
-        """Close the pipe of a child that has died."""
+        """Close the pipe and the socket of a child that has died."""
         os.close(self._read_end)
+        if self._metrics is not None and self._socket is not None:
+            self._metrics.close(self._socket)
 
 
 @dataclass(slots=True)
@@ -102,6 +124,7 @@ class Supervisor:
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
         stall_seconds: A child that sent signs of life, and then none for so long, is killed and replaced. 0: never.
         health_path: Where to write, once a second, what this process and its children are doing.
+        metrics: Adds up what the children count, if they are to tell it.
         well_after_seconds: After a child that lived so long, the next restart is quick again.
 
     Raises:
@@ -117,6 +140,7 @@ class Supervisor:
     finite: bool = False
     stall_seconds: float = 0.0
     health_path: Path | None = None
+    metrics: ChildMetrics | None = None
     first_restart_seconds: float = 0.5
     restart_cap_seconds: float = 30.0
     well_after_seconds: float = 60.0
@@ -199,7 +223,7 @@ class Supervisor:
             return 0
         if place.child is None:
             if time.monotonic() >= place.restart_at:
-                place.child = _Child(self.command, place.environment, self._read_end)
+                place.child = _Child(self.command, place.environment, self._read_end, place.database, self.metrics)
             return 0
         code = place.child.process.poll()
         if code is None:
@@ -214,12 +238,12 @@ class Supervisor:
             self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds, database))
             # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
             child.process.kill()
-            child.silent_seconds = 0.0
+            child.silent_seconds, child.killed_as = 0.0, "silent"
         # A child that stops by itself, after a failure: nothing else bounds its end.
         if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
             self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds, database))
             child.process.kill()
-            child.stopping_seconds = 0.0
+            child.stopping_seconds, child.killed_as = 0.0, "lingers"
 
     def _after_exit(self, place: _Place, child: _Child, code: int) -> int:
         place.child = None
@@ -233,9 +257,15 @@ class Supervisor:
         elif code == EXIT_STUCK:
             # The child's job is to blame, and its attempt will count.
             self.emit(ChildStuck(child.process.pid, place.database))
+            self._count_end(place, "stuck")
         else:
+            self._count_end(place, child.killed_as or "died")
             self._plan_restart(place, child, code)
         return 0
+
+    def _count_end(self, place: _Place, reason: EndReason) -> None:
+        if self.metrics is not None:
+            self.metrics.count_end(place.database, reason)
 
     def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
         if time.monotonic() - child.started_at >= self.well_after_seconds:

@@ -20,6 +20,7 @@ COMMANDS = [
     ("doctor",),
     ("explain",),
     ("health",),
+    ("metrics",),
     ("roles",),
     ("torture",),
     ("queues", "list"),

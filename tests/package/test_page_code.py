@@ -65,6 +65,7 @@ session = Session()
 session.add(Account(id=7, balance=0))
 session.commit()
 """,
+    "metrics.md": "from myapp.jobs import jobs\nURL = engine.url\n",
     "coalescing.md": JOBS
     + """
 from datetime import timedelta
@@ -132,6 +133,13 @@ BEHIND = {
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",
     "history.md": "assert slow == [] and alive == [] and late == []\n",
+    "metrics.md": """
+from prometheus_client import REGISTRY
+relay.drain()
+producer.dispose()
+labels = {"database": ""}
+assert REGISTRY.get_sample_value("outboxq_relay_database_lost", labels) == 0
+""",
     "limits.md": "assert jobs.resolve().limits['mail'].running == 5\n",
     "scheduling.md": "finish(jobs, done=1, failed=0)\n",
     "unique-jobs.md": "finish(jobs, done=3, failed=0)\n",

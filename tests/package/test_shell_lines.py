@@ -38,6 +38,8 @@ RUN_HERE = {
     "outboxq history --by kind --since 24h": (0,),
     "outboxq history --queue mail --by hour --since 7d": (0,),
     "outboxq relays list": (0,),
+    "outboxq metrics --print rules > outboxq.rules.yml": (0,),
+    "outboxq metrics --print dashboard > outboxq.json": (0,),
     "outboxq schedules show nightly": (1,),
     "outboxq schedules pause nightly": (1,),
     "outboxq schedules resume nightly": (1,),
@@ -117,6 +119,11 @@ NOT_RUN = {
     "kubectl create secret generic shop-database --from-literal=url=postgresql://relay:...@db/shop": CLUSTER,
     "kubectl create secret generic shop-database-owner --from-literal=url=postgresql://owner:...@db/shop": CLUSTER,
     "kubectl wait --for=condition=complete --timeout=10m job/shop-migrate": CLUSTER,
+    "pip install 'outboxq[metrics]'": INSTALLS,
+    "outboxq relay myapp.jobs:jobs --metrics 0.0.0.0:9464": "it serves until Ctrl-C, on every address of the machine; "
+    "tests/observability serves on one",
+    "outboxq metrics --listen 0.0.0.0:9465": "it serves until Ctrl-C, on every address of the machine; "
+    "tests/observability serves on one",
     "outboxq relay shop.jobs:jobs": "it works until Ctrl-C, for an application of the reader's",
     "outboxq migrate --database-url postgresql://localhost/shop": SERVER_OF_YOURS,
     "outboxq migrate --sql | psql -v ON_ERROR_STOP=1 shop": "it needs psql; tests/migrations runs the SQL",

@@ -88,6 +88,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "int": (7, 7),
     "int | None": (7, None),
     "datetime": (_NOW, _NOW),
+    "before": (_NOW, None),
     "datetime | None": (_NOW, None),
     "rows: Sequence[Mapping[str, object]]": ([_SCHEDULE], [_SCHEDULE, {**_SCHEDULE, "name": "weekly"}]),
     "without": ((), ("nightly", "weekly")),

@@ -101,6 +101,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "roles": [()],
     "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
     "health": [("relay.json",)],
+    "metrics": [("--once", "--database", "shop=postgresql://127.0.0.1:1/shop")],
     "stats": [(), ("--wide",)],
     "history": [("--by", "kind", "--since", "24h")],
     "relays list": [("--json",)],

@@ -43,6 +43,9 @@ class Historian:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
         beside: Where gauges are written, and the upkeep is done.
         stopping: Set when the relay stops: no more gauges and no upkeep.
+
+    Attributes:
+        failures: How many rounds have failed.
     """
 
     flusher: Flusher
@@ -54,6 +57,7 @@ class Historian:
     stats_seconds: float = 15.0
 
     def __post_init__(self) -> None:
+        self.failures = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outboxq-history", daemon=True)
         self._warned: set[str] = set()
@@ -125,6 +129,7 @@ class Historian:
         try:
             step()
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            self.failures += 1
             self._report(error)
             return False
         finally:

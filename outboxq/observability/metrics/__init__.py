@@ -1,0 +1,1 @@
+"""Metrics: what relays count and what the tables hold, for Prometheus."""

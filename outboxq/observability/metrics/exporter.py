@@ -1,0 +1,170 @@
+"""The exporter: looks at the tables every 15 seconds, and keeps what it saw for those who scrape.
+
+A thread for each database. So a scrape never waits for a database, and what looks cost does not depend on how many
+scrape. The doctor is asked once a minute.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sqlalchemy import Connection
+
+from outboxq.clock import clock
+from outboxq.database.driver import driver_connection
+from outboxq.observability.metrics.minutes import MinuteSums
+from outboxq.observability.metrics.reading import Reading
+from outboxq.observability.metrics.tables import look_at_tables, timed
+from outboxq.tables import SCHEMA
+
+logger = logging.getLogger("outboxq.metrics")
+
+LOOK_SECONDS, DOCTOR_SECONDS = 15.0, 60.0
+# Without a look for so long the database is not taken to be seen.
+_STALE_SECONDS = 60.0
+_FIRST_SECONDS = 5.0
+# Looks that last longer are stuck.
+_STUCK_SECONDS = 180.0
+_UP = "outboxq_exporter_up"
+
+
+class FindingLike(Protocol):
+    """What the doctor found, as far as it is counted."""
+
+    @property
+    def code(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def severity(self) -> str:
+        """How grave it is."""
+        ...
+
+    @property
+    def detail(self) -> object:
+        """A mapping."""
+        ...
+
+
+@dataclass(eq=False)
+class DatabaseExporter:
+    """The looks at one database.
+
+    Args:
+        connect: Opens a connection, which may take some seconds.
+        find: Asks the doctor, on connections of its own.
+        minutes: What became of jobs, if that is exported too.
+    """
+
+    connect: Callable[[], AbstractContextManager[Connection]]
+    schema: str
+    find: Callable[[], Iterable[FindingLike]]
+    minutes: MinuteSums | None = None
+    look_seconds: float = LOOK_SECONDS
+    doctor_seconds: float = DOCTOR_SECONDS
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _seen: Reading | None = field(default=None, init=False)
+    _seen_at: float = field(default=float("-inf"), init=False)
+    _findings: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
+    _abandoned: int = field(default=0, init=False)
+    _asked_at: float = field(default=float("-inf"), init=False)
+    _doctor_took: float = field(default=0.0, init=False)
+    _is_failing: bool = field(default=False, init=False)
+    _first: threading.Event = field(default_factory=threading.Event, init=False)
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def start(self) -> None:
+        """Begin to look, in a thread."""
+        threading.Thread(target=self._run, name="outboxq-exporter", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more. Does not wait for a look that is under way."""
+        self._over.set()
+
+    def read(self) -> Reading:
+        """What the last look saw; nothing but that it failed, if it did. Waits for the first look, 5 s at most."""
+        self._first.wait(_FIRST_SECONDS)
+        reading = Reading.without_caps()
+        with self._lock:
+            seen, is_up = self._seen, self.is_up
+        if seen is not None and is_up:
+            reading.merge(seen)
+        reading.add(_UP, (), int(is_up))
+        return reading
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last look came to its end, and not long ago."""
+        return self._seen is not None and clock() - self._seen_at < _STALE_SECONDS
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether looks come to their end, in whatever way."""
+        return not self._first.is_set() or clock() - self._seen_at < _STUCK_SECONDS
+
+    def look(self) -> None:
+        """Look once. Never raises."""
+        # Caps of its own for what there is now: queues come and go.
+        reading, counted = Reading(), Reading()
+        try:
+            with self.connect() as given:
+                # A pooler's next backend does not know what was prepared on this one.
+                driver_connection(given).prepare_threshold = None
+                options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self.schema}}
+                connection = given.execution_options(**options)
+                try:
+                    look_at_tables(connection, self.schema, reading)
+                    if self.minutes is not None:
+                        minutes = self.minutes
+                        timed("history", lambda: minutes.look(connection), connection, reading)
+                        counted = minutes.read()
+                except BaseException:
+                    # Closing it would send a ROLLBACK to a server that may be gone.
+                    given.invalidate()
+                    raise
+            self._ask_doctor(reading)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the next look may succeed
+            if not self._is_failing:
+                logger.warning("the database cannot be looked at: error_type=%s", type(error).__name__)
+            self._is_failing = True
+            self._keep(None)
+        else:
+            self._is_failing = False
+            whole = Reading.without_caps()
+            whole.merge(reading)
+            whole.merge(counted)
+            self._keep(whole)
+
+    def _keep(self, reading: Reading | None) -> None:
+        with self._lock:
+            self._seen, self._seen_at = reading, clock()
+        self._first.set()
+
+    def _ask_doctor(self, reading: Reading) -> None:
+        if clock() - self._asked_at >= self.doctor_seconds:
+            began_at = time.perf_counter()
+            found = list(self.find())
+            self._findings = Counter((finding.code, finding.severity) for finding in found)
+            self._abandoned = sum(_effects(finding) for finding in found if finding.code == "effects-abandoned")
+            self._asked_at, self._doctor_took = clock(), time.perf_counter() - began_at
+        for labels, findings in self._findings.items():
+            reading.add("outboxq_doctor_findings", labels, findings)
+        reading.add("outboxq_effects", ("abandoned",), self._abandoned)
+        reading.highest("outboxq_exporter_query_seconds", ("doctor",), self._doctor_took)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.look()
+            self._over.wait(self.look_seconds)
+
+
+def _effects(finding: FindingLike) -> int:
+    detail = finding.detail
+    number = detail.get("effects") if isinstance(detail, dict) else None
+    return number if isinstance(number, int) else 1

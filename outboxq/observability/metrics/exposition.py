@@ -1,0 +1,76 @@
+"""The exposition: a reading in the text format of Prometheus, made by prometheus_client."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+
+from outboxq.errors import ConfigError
+from outboxq.observability.metrics.families import FAMILIES, Family
+from outboxq.observability.metrics.reading import Buckets, Labels, Reading
+from outboxq.statements.history import BOUNDS
+
+try:
+    from prometheus_client import CollectorRegistry, exposition
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ConfigError("metrics need prometheus-client: pip install 'outboxq[metrics]'") from error
+
+_UPPER = (*(f"{bound:g}" if bound != int(bound) else f"{bound:.1f}" for bound in BOUNDS), "+Inf")
+_PLAIN = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
+class ReadingCollector(Collector):
+    """Makes prometheus_client's values of readings, at each scrape and never in between.
+
+    Args:
+        read: The reading of each database at this moment, by the database's name.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Reading]]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        """Nothing: a registry asks for this when the collector is registered, which must not read."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric that has a series."""
+        readings = self._read()
+        for name, family in FAMILIES.items():
+            values = [(database, reading.values.get(name, {})) for database, reading in readings.items()]
+            buckets = [(database, reading.histograms.get(name, {})) for database, reading in readings.items()]
+            if family.type == "histogram":
+                yield from _histogram(family, buckets)
+            else:
+                yield from _values(family, values)
+
+
+def _values(family: Family, found: list[tuple[str, dict[Labels, float]]]) -> Iterator[Metric]:
+    metric = _PLAIN[family.type](family.name, family.help, labels=("database", *family.labels))
+    for database, series in found:
+        for labels, value in sorted(series.items()):
+            metric.add_metric((database, *labels), value)
+    if metric.samples:
+        yield metric
+
+
+def _histogram(family: Family, found: list[tuple[str, dict[Labels, Buckets]]]) -> Iterator[Metric]:
+    metric = HistogramMetricFamily(family.name, family.help, labels=("database", *family.labels))
+    for database, series in found:
+        for labels, (counts, seconds) in sorted(series.items()):
+            metric.add_metric((database, *labels), list(zip(_UPPER, accumulate(counts), strict=True)), seconds)
+    if metric.samples:
+        yield metric
+
+
+def registry_of(read: Callable[[], Mapping[str, Reading]]) -> CollectorRegistry:
+    """A registry that has these readings alone."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ReadingCollector(read))
+    return registry
+
+
+def expose(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
+    """What a scrape is answered with, in the format that its header `Accept` prefers, and the format's name."""
+    encode, content_type = exposition.choose_encoder(accept)
+    return encode(registry), content_type

@@ -1,0 +1,60 @@
+"""What became of jobs since the exporter began, by the history that relays write.
+
+The rows of the history grow, become those of an hour, and are removed; what is exported only grows. So the minutes that
+nothing is added to any more are added up here, once, and those that may still grow are read anew by each look.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from outboxq.observability.aggregate import OUTCOMES, Counts, KindCounts
+from outboxq.observability.metrics.reading import LabelCaps, Reading, add_kinds
+from outboxq.statements import gauges as statements
+
+# A relay adds to the minute in which its flush began, which takes some seconds at the most.
+_OPEN_MINUTES = 5
+
+
+class MinuteSums:
+    """The sums of the minutes since the first look."""
+
+    def __init__(self) -> None:
+        self._closed: Counts = {}
+        self._open: Counts = {}
+        # Minutes before this one are in `_closed`, or older than the exporter.
+        self._since: datetime | None = None
+        self._caps = LabelCaps()
+
+    def look(self, connection: Connection) -> None:
+        """Read what was added since the last look, in the caller's transaction."""
+        execute = connection.execute
+        if self._since is None:
+            # The minute that has begun counts as a whole.
+            self._since = execute(statements.minute(0)).scalar_one()
+        before: datetime = execute(statements.minute(_OPEN_MINUTES)).scalar_one()
+        if before > self._since:
+            closed = execute(statements.sum_minutes(self._since, before)).all()
+            opened = execute(statements.sum_minutes(before, None)).all()
+            _add(self._closed, closed)
+            self._since = before
+        else:
+            opened = execute(statements.sum_minutes(self._since, None)).all()
+        self._open = {}
+        _add(self._open, opened)
+
+    def read(self) -> Reading:
+        """The sums, with the same caps at each call."""
+        reading = Reading(caps=self._caps)
+        for counts in (self._closed, self._open):
+            add_kinds(reading, counts)
+        return reading
+
+
+def _add(total: Counts, rows: Sequence[Row[Any]]) -> None:
+    for row in rows:
+        outcomes = {outcome: getattr(row, outcome) for outcome in OUTCOMES}
+        counts = KindCounts(outcomes, row.wait_seconds, row.run_seconds, list(row.wait), list(row.run))
+        total.setdefault((row.queue, row.kind), KindCounts()).add(counts)

@@ -1,0 +1,16 @@
+"""What `outboxq metrics --print` prints."""
+
+import json
+from importlib.resources import files
+
+from outboxq.observability.metrics.board import dashboard as board
+
+
+def rules() -> str:
+    """The alerts for Prometheus, as YAML."""
+    return files(__package__).joinpath("rules.yml").read_text(encoding="utf-8")
+
+
+def dashboard() -> str:
+    """The board for Grafana, as JSON."""
+    return json.dumps(board(), indent=2) + "\n"

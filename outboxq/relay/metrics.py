@@ -1,0 +1,111 @@
+"""The metrics of a relay: what it counts, read when they are asked for.
+
+A process that a supervisor keeps is asked through a socket, and tells by itself every few seconds and at its end: so
+what it had counted stays in the supervisor's totals, whatever ends it.
+"""
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from outboxq.observability.metrics.counter import EventCounter
+from outboxq.observability.metrics.families import JOBS
+from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
+from outboxq.relay.activity import RelayLook
+
+TELL_SECONDS = 5.0
+_SEND_SECONDS = 1.0
+_LENGTH = struct.Struct("!I")
+# A reading has some hundred kilobytes at the most.
+MOST_BYTES = 64 * 1024**2
+
+
+def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
+    """What a relay has counted, and is at."""
+    reading = counter.read()
+    if look is None:
+        return reading
+    for kind in look.kinds:
+        for outcome in (*OUTCOMES.values(), "interrupted"):
+            # So that the first failure of a kind is an increase.
+            reading.add(JOBS, (*kind, outcome), 0)
+    add_kinds(reading, look.totals)
+    for state, slots in look.slots.items():
+        reading.add("outboxq_slots", (state,), slots)
+    for queue, jobs in look.claimed.items():
+        reading.add("outboxq_running_jobs", (queue,), jobs)
+        for name in ("outboxq_parked_jobs_total", "outboxq_suspected_jobs_total", "outboxq_rolled_back_batches_total"):
+            reading.add(name, (queue,), 0)
+    reading.add("outboxq_hook_failures_total", (), look.hook_failures)
+    reading.add("outboxq_stat_flush_failures_total", (), look.flush_failures)
+    identity = look.identity
+    reading.add("outboxq_relay_info", (identity.version, identity.host, str(identity.id)), 1)
+    return reading
+
+
+class MetricsTeller:
+    """Tells a supervisor what this process has counted: when it asks, every few seconds, and at the end.
+
+    Args:
+        number: The file descriptor of the socket.
+    """
+
+    def __init__(self, number: int, read: Callable[[], Reading]) -> None:
+        self._socket = socket.socket(fileno=number)
+        self._socket.settimeout(_SEND_SECONDS)
+        self._read = read
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="outboxq-metrics", daemon=True).start()
+
+    def tell(self) -> None:
+        """Send the totals.
+
+        Raises:
+            OSError: the supervisor is gone, or takes nothing.
+        """
+        with self._lock:
+            data = self._read().encoded()
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def finish(self) -> None:
+        """Send them for the last time."""
+        with suppress(OSError):
+            self.tell()
+
+    def _run(self) -> None:
+        # Ends with the supervisor, or if half of a message was sent in time: the rest would be nonsense.
+        with suppress(OSError):
+            while True:
+                is_asked, _, _ = select.select([self._socket], [], [], TELL_SECONDS)
+                if is_asked and not self._socket.recv(4096):
+                    return
+                self.tell()
+
+
+def receive(connection: socket.socket) -> Reading | None:
+    """The next totals that a `MetricsTeller` sends; None at the end.
+
+    Raises:
+        OSError: the connection failed.
+        msgspec.DecodeError: what came is nothing of ours.
+    """
+    head = _receive_exactly(connection, _LENGTH.size)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = _receive_exactly(connection, length) if length <= MOST_BYTES else None
+    return None if data is None else Reading.decoded(data)
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes | None:
+    parts: list[bytes] = []
+    while length:
+        part = connection.recv(min(length, 1_048_576))
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)

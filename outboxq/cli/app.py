@@ -22,6 +22,7 @@ from outboxq.cli import (
     relays,
     roles,
     schedules,
+    top,
     trials,
 )
 from outboxq.cli.help import Commands, PlainGroup
@@ -34,6 +35,7 @@ class _Root(PlainGroup):
         "Start": ("demo", "torture", "migrate", "roles"),
         "Run": ("relay", "health"),
         "Look": (
+            "top",
             "stats",
             "history",
             "doctor",
@@ -43,6 +45,7 @@ class _Root(PlainGroup):
             "kinds list",
             "jobs list",
             "jobs show",
+            "jobs watch",
             "dead list",
             "dead show",
             "inbox list",
@@ -109,6 +112,7 @@ app.command("migrate")(migrate.migrate)
 app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
+app.command("top")(top.top)
 app.command("stats")(queues.stats)
 app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)

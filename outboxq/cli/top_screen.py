@@ -89,6 +89,10 @@ class Top(App[None]):
         self._filter = ""
         self.is_frozen = False
 
+    def rows(self, view: str) -> list[Any]:
+        """The rows that a view shows, in their order."""
+        return self._rows[view]
+
     def compose(self) -> ComposeResult:
         """A line that says how things stand, the tabs, and the keys."""
         yield Static("Looking …", id="summary")

@@ -118,7 +118,7 @@ VIEWS = (
             Column("busy", if_empty=True),
             Column("slots"),
             Column("longest", rank=3),
-            Column("seen_at", rank=2),
+            Column("seen_at", rank=6),
             Column("started_at", rank=4),
             Column("version", rank=5),
         ),

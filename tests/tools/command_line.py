@@ -101,6 +101,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "roles": [()],
     "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
     "health": [("relay.json",)],
+    "top": [("--once",)],
     "stats": [(), ("--wide",)],
     "history": [("--by", "kind", "--since", "24h")],
     "relays list": [("--json",)],
@@ -109,6 +110,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "queues list": [()],
     "jobs list": [(), ("--state", "scheduled", "--json"), ("--queue", "nosuch")],
     "jobs show": [(numbered(4),), (numbered(9), "--json")],
+    "jobs watch": [(numbered(101),), ("--queue", "accounts", "--timeout", "0")],
     "dead list": [()],
     "dead show": [(numbered(101),)],
     "inbox list": [()],
@@ -267,7 +269,7 @@ class _Sampler:
             connection.execute(text("DELETE FROM outboxq.relay_status"))
             if name == "history":
                 connection.execute(text(_HISTORY))
-            if name == "relays list":
+            if name in ("top", "relays list"):
                 connection.execute(text(_RELAY), {"at": staged_at})
             if name == "relay":
                 connection.execute(text("DELETE FROM outboxq.job WHERE queue = 'mail' OR parked > 0"))

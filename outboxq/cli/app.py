@@ -24,6 +24,7 @@ from outboxq.cli import (
     relays,
     roles,
     schedules,
+    top,
     trials,
 )
 from outboxq.cli.help import Commands, PlainGroup
@@ -36,6 +37,7 @@ class _Root(PlainGroup):
         "Start": ("demo", "torture", "migrate", "roles"),
         "Run": ("relay", "health", "metrics"),
         "Look": (
+            "top",
             "stats",
             "history",
             "doctor",
@@ -45,6 +47,7 @@ class _Root(PlainGroup):
             "kinds list",
             "jobs list",
             "jobs show",
+            "jobs watch",
             "dead list",
             "dead show",
             "inbox list",
@@ -116,6 +119,7 @@ app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
 app.command("metrics")(metrics.metrics)
+app.command("top")(top.top)
 app.command("stats")(queues.stats)
 app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)

@@ -96,7 +96,7 @@ def doctor(options: DoctorOptions) -> None:
       outboxq doctor myapp.jobs:jobs --older-than 60
       outboxq doctor --json | jq -r '.findings[] | .severity + " " + .code'
     """
-    found = _run_checks(options)
+    found = examine(options)
     if len(found) == 1:
         (findings,) = found.values()
         if options.as_json:
@@ -113,7 +113,7 @@ def doctor(options: DoctorOptions) -> None:
         raise typer.Exit(1)
 
 
-def _run_checks(options: DoctorOptions) -> "dict[str, list[Finding]]":
+def examine(options: DoctorOptions) -> "dict[str, list[Finding]]":
     """What was found in each database, by its name."""
     from outboxq import config
     from outboxq.handlers.loading import load_jobs

@@ -14,6 +14,7 @@ from outboxq.cli.options import GroupFilter, KindFilter, OneId, QueueFilter, Sta
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
+from outboxq.cli.watching import watch_jobs
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def show_job(connection: "Connection", job_id: OneId) -> object:
         if dead_letters.is_dead(connection, job_id):
             raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
         raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
+
+
+app.command("watch")(watch_jobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,6 +66,12 @@ def print_json(value: object) -> None:
     typer.echo(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
+def print_json_line(value: object) -> None:
+    """One JSON value on a line of standard output, which is there at once."""
+    typer.echo(_one_line(value))
+    sys.stdout.flush()
+
+
 def print_wrapped(text: str, indent: str = "", hanging: str | None = None) -> None:
     """A line on standard output; at a terminal, broken between words where it is too long.
 

@@ -51,7 +51,11 @@ class Column:
     @property
     def heading(self) -> str:
         """The key without the unit or the `_at`, which a short value shows by itself: `run_at: in 5 m`."""
-        return self.name.removesuffix("_at").removesuffix("_seconds")
+        return self.name.removesuffix("_at").removesuffix("_seconds").replace("_per_minute", "/min")
+
+    def cell(self, value: object, now: datetime | None) -> str:
+        """A value as a table shows it: an id that is a number, as a pid is, has no separators."""
+        return in_full(value) if self.sort == "id" else in_short(value, now)
 
 
 @dataclass(slots=True)
@@ -117,19 +121,15 @@ def _print_tabbed(columns: Sequence[Column], found: Sequence[Sequence[object]]) 
 
 
 def _shown(column: Column, values: Sequence[object], now: datetime | None) -> _Shown:
-    return _Shown(column, [_cell(column, value, now) for value in values], _is_number(values))
-
-
-def _cell(column: Column, value: object, now: datetime | None) -> str:
-    # An id that is a number, as a pid is, has no separators.
-    return in_full(value) if column.sort == "id" else in_short(value, now)
+    return _Shown(column, [column.cell(value, now) for value in values], is_number(values))
 
 
 def _transposed(rows: Sequence[Sequence[object]], width: int) -> list[list[object]]:
     return [[row[number] for row in rows] for number in range(width)]
 
 
-def _is_number(values: Sequence[object]) -> bool:
+def is_number(values: Sequence[object]) -> bool:
+    """Whether a column is one of numbers, which stand at its right edge."""
     return all(value is None or isinstance(value, int | float) for value in values)
 
 

@@ -15,6 +15,10 @@ class Latency(float):
     """Seconds that may be few."""
 
 
+class Rate(float):
+    """How many a minute."""
+
+
 def in_full(value: object) -> str:
     """A value for a program's eyes or a reader of details: a time as in the JSON, a number without separators."""
     match value:
@@ -24,6 +28,8 @@ def in_full(value: object) -> str:
             return str(value).lower()
         case Latency():
             return f"{value:.4g}"
+        case Rate():
+            return f"{value:.1f}"
         case float():
             return f"{value:.1f}"
         case datetime():
@@ -49,6 +55,8 @@ def in_short(value: object, now: datetime | None) -> str:
             return f"{value * 1000:.3g} ms"
         case Latency() if value < 10:
             return f"{value:.1f} s"
+        case Rate():
+            return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
         case float():
             return duration(value)
         case datetime() if now is not None:

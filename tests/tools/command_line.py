@@ -102,6 +102,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
     "health": [("relay.json",)],
     "metrics": [("--once", "--database", "shop=postgresql://127.0.0.1:1/shop")],
+    "top": [("--once",)],
     "stats": [(), ("--wide",)],
     "history": [("--by", "kind", "--since", "24h")],
     "relays list": [("--json",)],
@@ -110,6 +111,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "queues list": [()],
     "jobs list": [(), ("--state", "scheduled", "--json"), ("--queue", "nosuch")],
     "jobs show": [(numbered(4),), (numbered(9), "--json")],
+    "jobs watch": [(numbered(101),), ("--queue", "accounts", "--timeout", "0")],
     "dead list": [()],
     "dead show": [(numbered(101),)],
     "inbox list": [()],
@@ -284,7 +286,7 @@ class _Sampler:
             connection.execute(text("DELETE FROM outboxq.audit"))
             if name.startswith(("audit", "bulk")):
                 connection.execute(text(_AUDIT), {"at": staged_at})
-            if name == "relays list":
+            if name in ("top", "relays list"):
                 connection.execute(text(_RELAY), {"at": staged_at})
             if name == "relay":
                 connection.execute(text("DELETE FROM outboxq.job WHERE queue = 'mail' OR parked > 0"))

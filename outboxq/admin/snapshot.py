@@ -1,0 +1,160 @@
+"""A snapshot: how queues, kinds and relays stand at this moment, and what jobs died of lately, in one look.
+
+It takes some milliseconds, however many jobs wait, locks no row, and gives up a part of itself that takes longer than
+two seconds.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+import psycopg
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+
+from outboxq.admin.history import HistoryRow, read_history
+from outboxq.admin.relays import RelaySummary, list_relays
+from outboxq.admin.stats import QueueStats, Stats, collect_stats
+from outboxq.database.driver import is_lost, run_script
+from outboxq.database.errors import sqlstate_of
+from outboxq.statements.dead_groups import group_newest
+from outboxq.statements.paging import database_clock
+from outboxq.tables import mapped_schema
+
+Part = TypeVar("Part")
+
+# Rates are those of the last five minutes that began, and of the one that goes on.
+RATE_MINUTES = 5
+# Dead letters are grouped among those of the newest jobs.
+NEWEST_DEAD = 1_000
+_MOST_GROUPS, _MOST_RELAYS = 100, 1_000
+_SETTINGS = "SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; SET LOCAL jit = off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSnapshot(QueueStats):
+    """One queue: its jobs by state, and what becomes of them.
+
+    Args:
+        relays: How many relays that live serve it.
+        done_per_minute: Jobs that were done, in the last five minutes.
+        failed_per_minute: Attempts that failed, also the last ones of jobs that died, in the last five minutes.
+    """
+
+    relays: int = 0
+    done_per_minute: float = 0.0
+    failed_per_minute: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeadGroup:
+    """Dead letters that died of the same.
+
+    Args:
+        error: The type of the last error, or the reason if there was none.
+        line: The innermost line of the handler's own code, if it is known.
+    """
+
+    queue: str
+    kind: str
+    error: str
+    line: str | None
+    jobs: int
+    first_died_at: datetime
+    last_died_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What `take_snapshot` found.
+
+    Args:
+        at: By the database's clock.
+        kinds: What became of the jobs of each kind in the last five minutes.
+        dead_groups: Of the dead letters of the 1,000 newest jobs among them, the largest group first.
+        not_known: Parts that the database refused or did not know in two seconds, and therefore are empty.
+    """
+
+    at: datetime
+    queues: tuple[QueueSnapshot, ...]
+    kinds: tuple[HistoryRow, ...]
+    relays: tuple[RelaySummary, ...]
+    dead_groups: tuple[DeadGroup, ...]
+    unknown_effects: int
+    not_known: tuple[str, ...] = ()
+
+
+def take_snapshot(connection: Connection) -> Snapshot:
+    """Look at queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was."""
+    looks = _Looks(connection)
+    now = database_clock(connection)
+    stats = looks.at("queues", lambda: collect_stats(connection), Stats((), (), 0))
+    kinds = looks.at("kinds", lambda: read_history(connection, by="kind", since=timedelta(minutes=RATE_MINUTES)), [])
+    relays = looks.at("relays", lambda: list_relays(connection, limit=_MOST_RELAYS), [])
+    groups = looks.at("dead letters", lambda: find_dead_groups(connection), [])
+    return Snapshot(
+        at=now,
+        queues=_queues(stats, kinds, relays, RATE_MINUTES + now.second / 60),
+        kinds=tuple(kinds),
+        relays=tuple(relays),
+        dead_groups=tuple(groups),
+        unknown_effects=stats.unknown_effects,
+        not_known=tuple(looks.refused),
+    )
+
+
+def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> list[DeadGroup]:
+    """What the dead letters of the newest jobs died of, the largest group first; 100 groups at most."""
+    statement = group_newest(mapped_schema(connection), newest=newest, limit=_MOST_GROUPS)
+    return [DeadGroup(*row) for row in connection.execute(statement)]
+
+
+class _Looks:
+    """Looks in a savepoint each, which is rolled back, and its settings with it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.refused: list[str] = []
+
+    def at(self, name: str, look: Callable[[], Part], nothing: Part) -> Part:
+        """What a look finds, or nothing if the database refuses it.
+
+        Raises:
+            DBAPIError: the connection is lost.
+        """
+        savepoint = self._connection.begin_nested()
+        try:
+            run_script(self._connection, _SETTINGS)
+            return look()
+        except (DBAPIError, psycopg.Error) as error:
+            if sqlstate_of(error) is None or is_lost(self._connection):
+                raise
+            self.refused.append(name)
+            return nothing
+        finally:
+            if not is_lost(self._connection):
+                savepoint.rollback()
+
+
+def _queues(
+    stats: Stats, kinds: Sequence[HistoryRow], relays: Sequence[RelaySummary], minutes: float
+) -> tuple[QueueSnapshot, ...]:
+    """Each queue that has a job, a dead letter or a history, or that a relay serves, by name."""
+    counted = {queue.queue: queue for queue in stats.queues}
+    done: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    for row in kinds:
+        done[row.queue or ""] += row.done
+        failed[row.queue or ""] += row.retried + row.died
+    serving = Counter(name for relay in relays if relay.state != "dead" for name in relay.queues)
+    return tuple(
+        QueueSnapshot(
+            **asdict(counted.get(name, QueueStats(queue=name))),
+            relays=serving[name],
+            done_per_minute=done[name] / minutes,
+            failed_per_minute=failed[name] / minutes,
+        )
+        for name in sorted({*counted, *done, *serving})
+    )

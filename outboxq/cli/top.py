@@ -1,0 +1,122 @@
+"""`outboxq top`."""
+
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outboxq.cli.errors import WrongUsage
+from outboxq.cli.options import DatabaseOptions, Wide, takes
+from outboxq.cli.output import notice, print_json
+from outboxq.cli.tables import print_table
+from outboxq.cli.values import moment
+from outboxq.codec.text import several
+
+if TYPE_CHECKING:
+    from outboxq.admin.snapshot import Snapshot
+    from outboxq.cli.database import Begin
+
+# To the upper left corner, and whatever stood there before away.
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopOptions(DatabaseOptions):
+    """The options of `outboxq top`."""
+
+    every_seconds: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.5, max=3600.0, help="How often to look.")
+    ] = 2.0
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Only tables, printed again and again; needs no extra of outboxq.")
+    ] = False
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the tables once, as with --json and without a terminal.")
+    ] = False
+    wide: Wide = False
+
+
+@takes(TopOptions)
+def top(options: TopOptions) -> None:
+    """Watch queues, kinds, relays, jobs that run for long, and what jobs died of.
+
+    Keys: the arrows and Tab move, s and r sort, / filters, Enter shows all of a row, e explains a queue or a job, p
+    pauses or resumes a queue after a question, Space freezes, q quits. Needs outboxq[top]; --plain and --once do not. A
+    look takes the database some milliseconds, however many jobs wait.
+
+    \b
+    Examples:
+      outboxq top
+      outboxq top --plain --every 10
+      outboxq top --once --json | jq '.queues[] | select(.relays == 0) | .queue'
+    """
+    if options.once or options.as_json or not sys.stdout.isatty():
+        _print_once(options)
+    elif options.plain:
+        _print_always(options)
+    elif find_spec("textual") is None:
+        raise WrongUsage("outboxq top needs textual: pip install 'outboxq[top]', or look with --plain")
+    else:
+        from outboxq.cli.top_screen import show_top
+
+        show_top(options)
+
+
+def _print_once(options: TopOptions) -> None:
+    with options.open() as begin:
+        snapshot = look(begin)
+    if options.as_json:
+        print_json(snapshot)
+    else:
+        print_snapshot(snapshot, wide=options.wide)
+
+
+def _print_always(options: TopOptions) -> None:
+    with options.open() as begin:
+        while True:
+            snapshot = look(begin)
+            sys.stdout.write(_CLEAR)
+            print_snapshot(snapshot, wide=options.wide)
+            time.sleep(options.every_seconds)
+
+
+def look(begin: "Begin") -> "Snapshot":
+    """A snapshot, in a transaction of its own."""
+    from outboxq.admin.snapshot import take_snapshot
+
+    with begin() as connection:
+        return take_snapshot(connection)
+
+
+def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
+    """Every table that has rows, with a line that says how things stand above them."""
+    from outboxq.cli.top_views import VIEWS
+
+    typer.echo(summary(snapshot))
+    for view in VIEWS:
+        rows = view.rows(snapshot)
+        if rows:
+            print_table(view.columns, rows, now=snapshot.at, wide=wide, title=f"{view.title}:")
+    for part in snapshot.not_known:
+        notice(f"{part}: not known in 2 s; `outboxq doctor` looks at what may be in the way")
+
+
+def summary(snapshot: "Snapshot") -> str:
+    """How things stand, in a line: the relays that live, their slots, and what waits for an operator."""
+    alive = [relay for relay in snapshot.relays if relay.state != "dead"]
+    busy, slots = sum(relay.busy for relay in alive), sum(relay.slots for relay in alive)
+    said = [moment(snapshot.at.replace(microsecond=0)), several(len(alive), "relay lives", "relays live")]
+    if slots:
+        said.append(f"{busy} of {several(slots, 'slot', 'slots')} busy")
+    lost = len(snapshot.relays) - len(alive)
+    if lost:
+        said.append(several(lost, "relay is dead", "relays are dead"))
+    dead = sum(queue.dead for queue in snapshot.queues)
+    if dead:
+        said.append(several(dead, "dead letter", "dead letters"))
+    if snapshot.unknown_effects:
+        said.append(several(snapshot.unknown_effects, "effect of unknown outcome", "effects of unknown outcome"))
+    return ", ".join(said)

@@ -1,0 +1,364 @@
+"""The screen of `outboxq top`: a tab for each view, and actions on the row under the cursor.
+
+Looks and actions run in threads, each on a connection of its own: a slow database never stops the keyboard.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import UUID
+
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+from textual.worker import get_current_worker
+
+from outboxq.cli.tables import Column, is_number
+from outboxq.cli.top import TopOptions, look, summary
+from outboxq.cli.top_views import VIEWS, View
+from outboxq.cli.values import in_full
+from outboxq.codec.text import printable
+from outboxq.errors import OutboxqError
+
+if TYPE_CHECKING:
+    from outboxq.admin.explain import Explanation
+    from outboxq.admin.snapshot import Snapshot
+
+# How often the doctor looks.
+_DOCTOR_SECONDS = 60.0
+# After a look that failed.
+_PAUSE_SECONDS = 2.0
+_STYLE = """
+#summary { height: 1; padding: 0 1; background: $primary-background; }
+#filter { display: none; height: 3; }
+#filter.shown { display: block; }
+DataTable { height: 1fr; }
+Detail { align: center middle; }
+Detail VerticalScroll { width: 90%; max-width: 120; height: auto; max-height: 80%; border: round $primary; padding: 1 2; }
+"""
+
+
+class Detail(ModalScreen[bool]):
+    """A text above the tables; of a question, y answers with yes, and any other key with no."""
+
+    def __init__(self, said: str, *, asks: bool = False) -> None:
+        super().__init__()
+        self._said, self._asks = said, asks
+
+    def compose(self) -> ComposeResult:
+        """The text, which is never read as markup."""
+        with VerticalScroll():
+            yield Static(Text(self._said))
+
+    def on_key(self, event: Any) -> None:
+        """Close; keys that scroll do not."""
+        if event.key in ("up", "down", "pageup", "pagedown", "home", "end"):
+            return
+        event.stop()
+        self.dismiss(self._asks and event.key == "y")
+
+
+class Top(App[None]):
+    """The tables, which a thread fills anew after each look."""
+
+    CSS = _STYLE
+    TITLE = "outboxq top"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("s", "sort", "Sort"),
+        Binding("r", "reverse", "Reverse"),
+        Binding("slash", "filter", "Filter"),
+        Binding("e", "explain", "Explain"),
+        Binding("p", "pause", "Pause or resume"),
+        Binding("space", "freeze", "Freeze"),
+        Binding("q", "quit", "Quit"),
+        Binding("escape", "leave_filter", show=False),
+    ]
+
+    def __init__(self, options: TopOptions) -> None:
+        super().__init__()
+        self._options = options
+        self._snapshot: Snapshot | None = None
+        self._rows: dict[str, list[Any]] = {view.name: [] for view in VIEWS}
+        # Of each view the column that it is sorted by, and whether backwards; without one, as the snapshot has it.
+        self._sorted: dict[str, tuple[str, bool]] = {}
+        self._filter = ""
+        self.is_frozen = False
+
+    def rows(self, view: str) -> list[Any]:
+        """The rows that a view shows, in their order."""
+        return self._rows[view]
+
+    def compose(self) -> ComposeResult:
+        """A line that says how things stand, the tabs, and the keys."""
+        yield Static("Looking …", id="summary")
+        with TabbedContent():
+            for view in VIEWS:
+                with TabPane(view.title.partition(",")[0], id=view.name):
+                    yield DataTable(cursor_type="row", zebra_stripes=True)
+            with TabPane("Doctor", id="doctor"), VerticalScroll():
+                yield Static("Looking …", id="findings")
+        yield Input(placeholder="only rows that contain this text", id="filter")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self._look_always()
+        self._examine_always()
+
+    @work(thread=True)
+    def _look_always(self) -> None:
+        worker = get_current_worker()
+        while not worker.is_cancelled:
+            try:
+                with self._options.open() as begin:
+                    while not worker.is_cancelled:
+                        if not self.is_frozen:
+                            self.call_from_thread(self.show_snapshot, look(begin))
+                        self._wait(worker, self._options.every_seconds)
+            except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
+                if worker.is_cancelled:
+                    return
+                self.call_from_thread(self._show_trouble, error)
+                self._wait(worker, _PAUSE_SECONDS)
+
+    @work(thread=True)
+    def _examine_always(self) -> None:
+        worker = get_current_worker()
+        while not worker.is_cancelled:
+            if not self.is_frozen:
+                try:
+                    said = _found(self._options)
+                except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
+                    said = f"{type(error).__name__}; looking again in a minute"
+                if not worker.is_cancelled:
+                    self.call_from_thread(self.query_one("#findings", Static).update, Text(said))
+            self._wait(worker, _DOCTOR_SECONDS)
+
+    @staticmethod
+    def _wait(worker: Any, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not worker.is_cancelled and (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+
+    def _show_trouble(self, error: Exception) -> None:
+        said = str(error) if isinstance(error, OutboxqError) else f"{type(error).__name__}; looking again"
+        self.query_one("#summary", Static).update(Text(printable(said), style="red"))
+
+    def show_snapshot(self, snapshot: "Snapshot") -> None:
+        """Fill every table anew, and leave each cursor on the row that it was on."""
+        self._snapshot = snapshot
+        said = summary(snapshot)
+        if snapshot.not_known:
+            said += f"; not known in 2 s: {', '.join(snapshot.not_known)}"
+        self.query_one("#summary", Static).update(Text(said))
+        for view in VIEWS:
+            self._fill(view)
+
+    def _fill(self, view: View) -> None:
+        if self._snapshot is None:
+            return
+        now = self._snapshot.at
+        rows = list(view.rows(self._snapshot))
+        shown = [each for each in view.columns if each.if_empty or any(getattr(row, each.name) for row in rows)]
+        rows = [row for row in rows if self._matches(row, shown)]
+        if view.name in self._sorted:
+            name, backwards = self._sorted[view.name]
+            rows.sort(key=lambda row: _sort_key(getattr(row, name)), reverse=backwards)
+        table = self._table(view)
+        before = self._key_under_cursor(view)
+        self._rows[view.name] = rows
+        table.clear(columns=True)
+        numbers = {each.name for each in shown if is_number([getattr(row, each.name) for row in rows])}
+        for each in shown:
+            table.add_column(self._heading(view, each), key=each.name)
+        for row in rows:
+            cells = (_cell(each, getattr(row, each.name), now, is_number=each.name in numbers) for each in shown)
+            table.add_row(*cells)
+        keys = [_key(view, row) for row in rows]
+        if before in keys:
+            table.move_cursor(row=keys.index(before), animate=False)
+
+    def _matches(self, row: object, shown: Sequence[Column]) -> bool:
+        texts = (in_full(getattr(row, each.name)) for each in shown)
+        return not self._filter or any(self._filter.lower() in text.lower() for text in texts)
+
+    def _heading(self, view: View, column: Column) -> Text:
+        name, backwards = self._sorted.get(view.name, ("", False))
+        arrow = (" ▼" if backwards else " ▲") if name == column.name else ""
+        return Text(f"{column.heading}{arrow}")
+
+    @property
+    def _view(self) -> View | None:
+        """The view of the active tab; None for the doctor's, which has no rows."""
+        active = self.query_one(TabbedContent).active
+        return next((view for view in VIEWS if view.name == active), None)
+
+    def _table(self, view: View) -> "DataTable[Text]":
+        table: DataTable[Text] = self.query_one(f"#{view.name}", TabPane).query_one(DataTable)
+        return table
+
+    def _key_under_cursor(self, view: View) -> tuple[object, ...] | None:
+        rows, at = self._rows[view.name], self._table(view).cursor_row
+        return _key(view, rows[at]) if at < len(rows) else None
+
+    @property
+    def _row(self) -> Any | None:
+        view = self._view
+        if view is None:
+            return None
+        rows, at = self._rows[view.name], self._table(view).cursor_row
+        return rows[at] if at < len(rows) else None
+
+    def action_sort(self) -> None:
+        """Sort by the next column; after the last one, as the snapshot has it."""
+        view = self._view
+        if view is None:
+            return
+        names = ["", *(str(column.value) for column in self._table(view).columns)]
+        name = names[(names.index(self._sorted.get(view.name, ("", False))[0]) + 1) % len(names)]
+        if name:
+            self._sorted[view.name] = name, False
+        else:
+            self._sorted.pop(view.name, None)
+        self._fill(view)
+
+    def action_reverse(self) -> None:
+        """Turn the order round."""
+        view = self._view
+        if view is not None and view.name in self._sorted:
+            name, backwards = self._sorted[view.name]
+            self._sorted[view.name] = name, not backwards
+            self._fill(view)
+
+    def action_filter(self) -> None:
+        """Ask for a text."""
+        field = self.query_one("#filter", Input)
+        field.add_class("shown")
+        field.focus()
+
+    def action_leave_filter(self) -> None:
+        """Show all rows again."""
+        self.query_one("#filter", Input).value = ""
+        self._close_filter()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Narrow the tables down with each key."""
+        self._filter = event.value
+        for view in VIEWS:
+            self._fill(view)
+
+    def on_input_submitted(self) -> None:
+        """Go back to the table."""
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter", Input).set_class(bool(self._filter), "shown")
+        if self._view is not None:
+            self._table(self._view).focus()
+
+    def on_data_table_row_selected(self) -> None:
+        """Show all of a row."""
+        view, row = self._view, self._row
+        if view is not None and row is not None:
+            names = dict.fromkeys([*(each.name for each in view.columns), *_names(row)])
+            values = {name: in_full(getattr(row, name)) for name in names}
+            width = max(map(len, values))
+            self.push_screen(Detail("\n".join(f"{name:<{width}}  {value}" for name, value in values.items() if value)))
+
+    def action_freeze(self) -> None:
+        """Look no more, or again."""
+        self.is_frozen = not self.is_frozen
+        self.notify("Frozen: Space looks again." if self.is_frozen else "Looking again.")
+
+    def action_explain(self) -> None:
+        """Say why the queue, or the job, under the cursor does not run."""
+        view, row = self._view, self._row
+        if view is not None and hasattr(row, "queue"):
+            self._explain(row.queue, row.id if view.name == "running" else None)
+
+    @work(thread=True, exclusive=True, group="actions")
+    def _explain(self, queue: str, job_id: UUID | None) -> None:
+        from outboxq.admin.explain import explain_job, explain_queue
+
+        try:
+            with self._options.transaction() as connection:
+                found = explain_queue(connection, queue) if job_id is None else explain_job(connection, job_id)
+        except OutboxqError as error:
+            self.call_from_thread(self.notify, printable(str(error)), severity="error", markup=False)
+            return
+        self.call_from_thread(self.push_screen, Detail(_explained(found, queue if job_id is None else str(job_id))))
+
+    def action_pause(self) -> None:
+        """Pause the queue under the cursor, or resume it, after a question."""
+        view, row = self._view, self._row
+        if view is None or view.name != "queues" or row is None:
+            return
+        verb = "Pause" if row.paused_at is None else "Resume"
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._pause(row.queue, verb)
+
+        self.push_screen(Detail(f"{verb} queue {printable(row.queue)}?  y: yes, any other key: no", asks=True), answered)
+
+    @work(thread=True, exclusive=True, group="actions")
+    def _pause(self, queue: str, verb: str) -> None:
+        from outboxq.admin import queues
+
+        change = queues.pause if verb == "Pause" else queues.resume
+        try:
+            with self._options.transaction() as connection:
+                changed = change(connection, [queue])
+        except OutboxqError as error:
+            self.call_from_thread(self.notify, printable(str(error)), severity="error", markup=False)
+            return
+        said = f"{verb}d {queue}." if changed else f"{queue} was {verb.lower()}d already."
+        self.call_from_thread(self.notify, printable(said), markup=False)
+
+
+def show_top(options: TopOptions) -> None:
+    """Show the screen until its user quits."""
+    Top(options).run()
+
+
+def _key(view: View, row: object) -> tuple[object, ...]:
+    return tuple(getattr(row, name) for name in view.key)
+
+
+def _names(row: object) -> Sequence[str]:
+    names: Sequence[str] = getattr(row, "__slots__", None) or list(vars(row))
+    return names
+
+
+def _sort_key(value: object) -> tuple[int, Any]:
+    """Numbers by size, texts by the alphabet, and what has no value last."""
+    if value is None or value == ():
+        return (2, 0)
+    return (0, value) if isinstance(value, int | float) else (1, in_full(value))
+
+
+def _cell(column: Column, value: object, now: datetime, *, is_number: bool) -> Text:
+    return Text(column.cell(value, now), justify="right" if is_number else "left")
+
+
+def _explained(found: "Explanation", what: str) -> str:
+    lines = [f"Why {printable(what)} does not run:", ""]
+    for reason in found.reasons:
+        lines += [f"{reason.code}: {printable(reason.text)}", f"  {printable(reason.advice)}", ""]
+    return "\n".join(lines)
+
+
+def _found(options: TopOptions) -> str:
+    """What the doctor finds, as text."""
+    from outboxq.cli.doctor import DoctorOptions, examine
+
+    asked = DoctorOptions(schema=options.schema, database_url=[options.database_url] if options.database_url else None)
+    lines = []
+    for finding in next(iter(examine(asked).values())):
+        lines += [f"{finding.severity}: {finding.code}: {printable(finding.title)}", f"  {printable(finding.advice)}", ""]
+    return "\n".join(lines) or "Nothing found: all is well."

@@ -1,0 +1,26 @@
+"""Dead letters that died of the same, counted together."""
+
+from sqlalchemy import TextClause, text
+
+from outboxq.statements.doctor.sessions import qualified
+
+# A job that died without an error, as one that crashed its relays did, has its reason instead.
+_GROUPS = """\
+WITH newest AS MATERIALIZED (
+  SELECT queue, kind, reason, died_at, pg_catalog.jsonb_extract_path_text(errors, '-1', 'type') AS type,
+    pg_catalog.jsonb_extract_path_text(errors, '-1', 'where', '-1') AS line
+  FROM {dead} ORDER BY id DESC LIMIT :newest
+)
+SELECT queue, kind, COALESCE(type, reason) AS error, line, pg_catalog.count(*) AS jobs,
+  pg_catalog.min(died_at) AS first_died_at, pg_catalog.max(died_at) AS last_died_at
+FROM newest GROUP BY queue, kind, COALESCE(type, reason), line
+ORDER BY jobs DESC, queue, kind, error, line LIMIT :limit"""
+
+
+def group_newest(schema: str, *, newest: int, limit: int) -> TextClause:
+    """The dead letters of the newest jobs by queue, kind, type of the last error and its innermost line.
+
+    The largest group first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at. Index: the primary
+    key backwards, whose ids tell when a job was made; `newest` rows. No locks.
+    """
+    return text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)

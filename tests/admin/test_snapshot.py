@@ -1,0 +1,113 @@
+"""The snapshot of `outboxq top`: the same as each of its parts, in bounded time, and never in the way."""
+
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import Engine, text
+
+from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups, take_snapshot
+from outboxq.admin.stats import collect_stats
+from outboxq.postgres import Database
+from tests.admin.test_explain_large import counting_pages
+from tests.support.doctor import execute, open_session
+from tests.support.staged import stage
+
+_STAT = """\
+INSERT INTO outboxq.stat (grain, at, queue, kind, done, retried, died, wait, run)
+SELECT 60, date_bin('1 minute', now(), '2000-01-01') - n * interval '1 minute', 'accounts', 'charge', 60, 6, 1,
+  array_fill(0::bigint, ARRAY[20]), array_fill(0::bigint, ARRAY[20]) FROM generate_series(0, 30) AS n"""
+_RELAY = """\
+INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy,
+  listens, running, flush)
+VALUES (gen_random_uuid(), 'here', 1, '1', 11, now(), 'serving', '{accounts,idle}', '{charge}', 4, 1, true, '[]', 1),
+  (gen_random_uuid(), 'there', 2, '1', 11, now() - interval '2 minutes', 'serving', '{mail}', '{}', 4, 1, true, '[]', 1)
+"""
+_DEAD = """\
+INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at)
+SELECT gen_random_uuid(), 'mail', 'send', '{{}}', '{{}}', 0, 1, 0, CAST(:errors AS jsonb), :reason, now()
+FROM generate_series(1, {number})"""
+_JOBS = """\
+INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
+SELECT gen_random_uuid(), 'queue ' || n % 5, 'k', '{}', CASE WHEN n % 10 = 1 THEN 'scheduled' ELSE 'ready' END, now()
+FROM generate_series(1, 1000000) AS n"""
+
+
+def test_a_snapshot_has_what_its_parts_have(engine: Engine) -> None:
+    """Queues with their counts, their rates and the relays that live; those, too, that only a relay knows."""
+    stage(engine)
+    with engine.begin() as connection:
+        connection.execute(text(_STAT))
+        connection.execute(text(_RELAY))
+    with engine.connect() as connection:
+        found, stats = take_snapshot(connection), collect_stats(connection)
+    queues = {queue.queue: queue for queue in found.queues}
+    assert {queue.queue: queue.ready for queue in stats.queues}.items() <= {
+        name: queue.ready for name, queue in queues.items()
+    }.items()
+    # Six minutes, of which the last has begun.
+    assert 60 <= queues["accounts"].done_per_minute <= 72
+    assert 7 <= queues["accounts"].failed_per_minute <= 8.4
+    assert [queues[name].relays for name in ("accounts", "idle", "mail")] == [1, 1, 0]
+    assert [relay.state for relay in found.relays] == ["serving", "dead"]
+    assert found.unknown_effects == stats.unknown_effects
+    assert found.not_known == ()
+
+
+def test_dead_letters_are_grouped_by_what_they_died_of(engine: Engine) -> None:
+    """The type and the innermost line of the last error, or the reason; the largest group first."""
+    error = '[{"type": "KeyError"}, {"type": "ValueError", "where": ["app.py:1 in f", "app.py:9 in g"]}]'
+    with engine.begin() as connection:
+        connection.execute(text(_DEAD.format(number=3)), {"errors": error, "reason": "gave up"})
+        connection.execute(text(_DEAD.format(number=2)), {"errors": "[]", "reason": "crashed 3 of 3 times"})
+    with engine.connect() as connection:
+        first, second = find_dead_groups(connection)
+    assert (first.queue, first.kind, first.error, first.line, first.jobs) == (
+        "mail", "send", "ValueError", "app.py:9 in g", 3,
+    )  # fmt: skip
+    assert (second.error, second.line, second.jobs) == ("crashed 3 of 3 times", None, 2)
+    assert first.first_died_at <= first.last_died_at
+
+
+def test_a_part_that_takes_too_long_is_left_out(engine: Engine, outboxq_database: Database) -> None:
+    """As behind a table that is locked: the other parts are there, and the transaction is as it was before."""
+    stage(engine)
+    with (
+        open_session(outboxq_database.url, "LOCK TABLE outboxq.job"),
+        engine.connect() as connection,
+    ):
+        before = connection.execute(text("SHOW statement_timeout")).scalar_one()
+        found = take_snapshot(connection)
+        assert connection.execute(text("SHOW statement_timeout")).scalar_one() == before
+    assert found.not_known == ("queues",)
+    assert found.dead_groups
+
+
+def test_a_refused_part_says_so(engine: Engine) -> None:
+    """As on tables of an earlier step, which have no history."""
+    with engine.connect() as connection:
+        connection.execute(text("DROP TABLE outboxq.relay_status"))
+        found = take_snapshot(connection)
+        connection.rollback()
+    assert found.not_known == ("relays",)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "behind a snapshot"])
+def test_a_million_jobs_cost_as_much_as_a_few(engine: Engine, outboxq_database: Database, *, pinned: bool) -> None:
+    """Whatever waits and died: no look reads much of a table, also behind 200,000 dead heads."""
+    url = outboxq_database.url
+    execute(url, _JOBS)
+    with engine.begin() as connection:
+        connection.execute(text(_DEAD.format(number=200_000)), {"errors": "[]", "reason": str(uuid4())})
+    execute(url, "VACUUM ANALYZE outboxq.job, outboxq.dead_job")
+    with open_session(url, "SELECT txid_current()" if pinned else "SELECT 1"):
+        if pinned:
+            execute(url, "DELETE FROM outboxq.job WHERE seq <= (SELECT min(seq) + 200000 FROM outboxq.job)")
+        with counting_pages(engine) as read, engine.connect() as connection:
+            found = take_snapshot(connection)
+    assert found.not_known == ()
+    assert {queue.exact for queue in found.queues} == {False}
+    assert found.dead_groups[0].jobs == NEWEST_DEAD
+    pages, plan = max(read)
+    assert "Seq Scan on job" not in "\n".join(plan for _, plan in read)
+    assert pages < 20_000, plan

@@ -19,6 +19,7 @@ from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
+from outboxq.errors import SchemaError
 from outboxq.statements.dead_groups import group_newest
 from outboxq.statements.paging import database_clock
 from outboxq.tables import mapped_schema
@@ -90,10 +91,11 @@ def take_snapshot(connection: Connection) -> Snapshot:
     """Look at queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was."""
     looks = _Looks(connection)
     now = database_clock(connection)
-    stats = looks.at("queues", lambda: collect_stats(connection), Stats((), (), 0))
-    kinds = looks.at("kinds", lambda: read_history(connection, by="kind", since=timedelta(minutes=RATE_MINUTES)), [])
-    relays = looks.at("relays", lambda: list_relays(connection, limit=_MOST_RELAYS), [])
-    groups = looks.at("dead letters", lambda: find_dead_groups(connection), [])
+    stats = looks.at("queues", lambda: collect_stats(connection)) or Stats((), (), 0)
+    since = timedelta(minutes=RATE_MINUTES)
+    kinds = looks.at("kinds", lambda: read_history(connection, by="kind", since=since)) or []
+    relays = looks.at("relays", lambda: list_relays(connection, limit=_MOST_RELAYS)) or []
+    groups = looks.at("dead letters", lambda: find_dead_groups(connection)) or []
     return Snapshot(
         at=now,
         queues=_queues(stats, kinds, relays, RATE_MINUTES + now.second / 60),
@@ -118,8 +120,8 @@ class _Looks:
         self._connection = connection
         self.refused: list[str] = []
 
-    def at(self, name: str, look: Callable[[], Part], nothing: Part) -> Part:
-        """What a look finds, or nothing if the database refuses it.
+    def at(self, name: str, look: Callable[[], Part]) -> Part | None:
+        """What a look finds; None if the database refuses it.
 
         Raises:
             DBAPIError: the connection is lost.
@@ -128,11 +130,14 @@ class _Looks:
         try:
             run_script(self._connection, _SETTINGS)
             return look()
+        except SchemaError:
+            self.refused.append(name)
+            return None
         except (DBAPIError, psycopg.Error) as error:
             if sqlstate_of(error) is None or is_lost(self._connection):
                 raise
             self.refused.append(name)
-            return nothing
+            return None
         finally:
             if not is_lost(self._connection):
                 savepoint.rollback()

@@ -37,9 +37,12 @@ _STYLE = """
 #summary { height: 1; padding: 0 1; background: $primary-background; }
 #filter { display: none; height: 3; }
 #filter.shown { display: block; }
+TabbedContent { height: 1fr; }
+TabPane { padding: 0; }
 DataTable { height: 1fr; }
 Detail { align: center middle; }
-Detail VerticalScroll { width: 90%; max-width: 120; height: auto; max-height: 80%; border: round $primary; padding: 1 2; }
+Detail VerticalScroll { width: 90%; max-width: 120; height: auto; max-height: 80%; }
+Detail VerticalScroll { border: round $primary; padding: 1 2; }
 """
 
 
@@ -68,6 +71,7 @@ class Top(App[None]):
 
     CSS = _STYLE
     TITLE = "outboxq top"
+    AUTO_FOCUS = None
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "sort", "Sort"),
         Binding("r", "reverse", "Reverse"),
@@ -106,44 +110,49 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Begin to look, with the keyboard on the first table."""
+        self._table(VIEWS[0]).focus()
         self._look_always()
         self._examine_always()
 
     @work(thread=True)
     def _look_always(self) -> None:
-        worker = get_current_worker()
-        while not worker.is_cancelled:
+        pauses = True
+        while pauses:
             try:
                 with self._options.open() as begin:
-                    while not worker.is_cancelled:
+                    while pauses:
                         if not self.is_frozen:
                             self.call_from_thread(self.show_snapshot, look(begin))
-                        self._wait(worker, self._options.every_seconds)
+                        pauses = self._pause_looking(self._options.every_seconds)
             except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
-                if worker.is_cancelled:
-                    return
-                self.call_from_thread(self._show_trouble, error)
-                self._wait(worker, _PAUSE_SECONDS)
+                pauses = self._pause_looking(0.0)
+                if pauses:
+                    self.call_from_thread(self._show_trouble, error)
+                    pauses = self._pause_looking(_PAUSE_SECONDS)
 
     @work(thread=True)
     def _examine_always(self) -> None:
-        worker = get_current_worker()
-        while not worker.is_cancelled:
-            if not self.is_frozen:
-                try:
-                    said = _found(self._options)
-                except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
-                    said = f"{type(error).__name__}; looking again in a minute"
-                if not worker.is_cancelled:
-                    self.call_from_thread(self.query_one("#findings", Static).update, Text(said))
-            self._wait(worker, _DOCTOR_SECONDS)
+        pauses = True
+        while pauses:
+            try:
+                said = _found(self._options)
+            except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
+                said = f"{type(error).__name__}; looking again in a minute"
+            if self._pause_looking(0.0):
+                self.call_from_thread(self.query_one("#findings", Static).update, Text(said))
+            pauses = self._pause_looking(_DOCTOR_SECONDS)
 
     @staticmethod
-    def _wait(worker: Any, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not worker.is_cancelled and (left := end - time.monotonic()) > 0:
+    def _pause_looking(seconds: float) -> bool:
+        """Pause a thread that looks; False if the screen has ended."""
+        worker, end = get_current_worker(), time.monotonic() + seconds
+        while not worker.is_cancelled:
+            left = end - time.monotonic()
+            if left <= 0:
+                return True
             time.sleep(min(0.1, left))
+        return False
 
     def _show_trouble(self, error: Exception) -> None:
         said = str(error) if isinstance(error, OutboxqError) else f"{type(error).__name__}; looking again"
@@ -278,7 +287,7 @@ class Top(App[None]):
     def action_explain(self) -> None:
         """Say why the queue, or the job, under the cursor does not run."""
         view, row = self._view, self._row
-        if view is not None and hasattr(row, "queue"):
+        if view is not None and row is not None and hasattr(row, "queue"):
             self._explain(row.queue, row.id if view.name == "running" else None)
 
     @work(thread=True, exclusive=True, group="actions")
@@ -304,7 +313,9 @@ class Top(App[None]):
             if yes:
                 self._pause(row.queue, verb)
 
-        self.push_screen(Detail(f"{verb} queue {printable(row.queue)}?  y: yes, any other key: no", asks=True), answered)
+        self.push_screen(
+            Detail(f"{verb} queue {printable(row.queue)}?  y: yes, any other key: no", asks=True), answered
+        )
 
     @work(thread=True, exclusive=True, group="actions")
     def _pause(self, queue: str, verb: str) -> None:
@@ -360,5 +371,9 @@ def _found(options: TopOptions) -> str:
     asked = DoctorOptions(schema=options.schema, database_url=[options.database_url] if options.database_url else None)
     lines = []
     for finding in next(iter(examine(asked).values())):
-        lines += [f"{finding.severity}: {finding.code}: {printable(finding.title)}", f"  {printable(finding.advice)}", ""]
+        lines += [
+            f"{finding.severity}: {finding.code}: {printable(finding.title)}",
+            f"  {printable(finding.advice)}",
+            "",
+        ]
     return "\n".join(lines) or "Nothing found: all is well."

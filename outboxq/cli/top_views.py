@@ -43,9 +43,9 @@ def _kinds(snapshot: "Snapshot") -> list[SimpleNamespace]:
     for kind in snapshot.kinds:
         found = {name: getattr(kind, name) for name in kind.__slots__}
         rows.append(
-            SimpleNamespace(**{
-                name: Latency(value) if isinstance(value, float) else value for name, value in found.items()
-            })
+            SimpleNamespace(
+                **{name: Latency(value) if isinstance(value, float) else value for name, value in found.items()}
+            )
         )
     return rows
 

@@ -56,7 +56,7 @@ def in_short(value: object, now: datetime | None) -> str:
         case Latency() if value < 10:
             return f"{value:.1f} s"
         case Rate():
-            return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+            return f"{value:,.0f}" if value >= 10 or value.is_integer() else f"{value:.1f}"
         case float():
             return duration(value)
         case datetime() if now is not None:

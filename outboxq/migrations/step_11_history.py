@@ -22,7 +22,7 @@ UP = f"""\
       slots integer NOT NULL,
       busy integer NOT NULL,
       -- The queues that one of its slots could have claimed from when it was last seen.
-      free text[] NOT NULL DEFAULT '{}',
+      free text[] NOT NULL DEFAULT '{{}}',
       listens boolean NOT NULL,
       -- The jobs that have run for long: id, queue, kind, attempt, seconds, backend.
       running jsonb NOT NULL,

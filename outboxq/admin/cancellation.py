@@ -70,6 +70,8 @@ def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "di
     ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))[0].rows
     if ended:
         return True
+    # Behind the request, as the relay that ends the job locks both: else each might wait for the other.
+    connection.execute(statements.lock_requests([job_id]))
     taken = end_waiting(connection, [job_id], outcome, leased=True)
     if taken:
         connection.execute(statements.drop_requests([job_id]))

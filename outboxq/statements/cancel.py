@@ -46,23 +46,32 @@ def take_request(job_id: UUID) -> Executable:
     return delete(cancel_request).where(cancel_request.c.job_id == job_id).returning(cancel_request.c.outcome)
 
 
+def lock_requests(ids: Sequence[UUID]) -> Executable:
+    """Lock the requests for these jobs, in front of the jobs: the order in which their relays lock both.
+
+    Index: the primary key. Locks: the rows; a relay that ends a job at this moment is waited for.
+    """
+    asked = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids))
+    return asked.order_by(cancel_request.c.job_id).with_for_update()
+
+
 def drop_requests(ids: Sequence[UUID]) -> Delete:
     """Take back the requests for these jobs. Index: the primary key; locks: the rows."""
     return delete(cancel_request).where(cancel_request.c.job_id.in_(ids))
 
 
 def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False) -> Executable:
-    """Delete those of these jobs that wait; a row for each that is there, whether it was locked and whether it is gone.
+    """Delete those of these jobs that wait; a row for each of those, whether it was locked and whether it is gone.
 
-    Index, locks and bound are those of `pick_page`.
+    Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may have its
+    request, and wait for the job, while this transaction waits for the request.
 
     Args:
         leased: Also those under a lease, whose handlers go on, and whose results are refused.
     """
-    conditions = [job.c.id.in_(ids)]
-    page, picked = pick_page(job, conditions, None, len(ids))
     waits = job.c.state.in_((*WAITING, *LEASED) if leased else WAITING)
-    gone = delete(job).where(job.c.id == picked.c.id, waits).returning(job.c.id).cte("cancelled")
+    page, picked = pick_page(job, [job.c.id.in_(ids), waits], None, len(ids))
+    gone = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
     return page_outcome(page, picked, gone)
 
 

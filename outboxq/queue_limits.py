@@ -126,7 +126,8 @@ def _check(what: str, given: int | None, most: int) -> None:
     if not isinstance(given, int) or isinstance(given, bool):
         raise ArgumentError(f"{what} is a whole number, got {given!r}")
     if not 1 <= given <= most:
-        raise ArgumentError(f"{what} is 1 to {most:,}, got {given}: to stop a queue, pause it")
+        advice = ": to stop a queue, pause it" if given < 1 else ""
+        raise ArgumentError(f"{what} is 1 to {most:,}, got {given}{advice}")
 
 
 def parse_keep(text: str) -> float:

@@ -4,6 +4,7 @@ Every function reads or changes in the caller's transaction; a request takes eff
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -14,6 +15,13 @@ from outboxq.outbox.cancel import Requested as Requested
 from outboxq.outbox.cancel import cancel_or_request, end_waiting
 from outboxq.statements import cancel as statements
 from outboxq.tables import mapped_schema
+
+
+class Sharing(NamedTuple):
+    """How many other jobs share a transaction; if that is not exact, there may be more that are far away."""
+
+    jobs: int
+    is_exact: bool
 
 
 def cancel_running(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome = "discard") -> Requested:
@@ -41,10 +49,15 @@ def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOut
     return gone
 
 
-def count_sharing(connection: Connection, job_id: UUID) -> int:
-    """How many other jobs share the transaction that runs this one: they are rolled back with it, and run again."""
-    jobs: int = connection.execute(statements.sharing(job_id)).scalar_one()
-    return max(0, jobs - 1)
+def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
+    """How many other jobs share the transaction that runs this one: they are rolled back with it, and run again.
+
+    Up to 10,000 jobs on each side of it are looked at, in the order of claims.
+    """
+    results = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
+    jobs, is_exact = next(result.rows[0] for result in results if result.rows)
+    assert isinstance(jobs, int)
+    return Sharing(jobs, bool(is_exact))
 
 
 def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "discard") -> bool:
@@ -57,6 +70,8 @@ def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "di
     ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))[0].rows
     if ended:
         return True
+    # Behind the request, as the relay that ends the job locks both: else each might wait for the other.
+    connection.execute(statements.lock_requests([job_id]))
     taken = end_waiting(connection, [job_id], outcome, leased=True)
     if taken:
         connection.execute(statements.drop_requests([job_id]))

@@ -140,9 +140,10 @@ def _force(begin: "Begin", actions: "Actions", pending: Iterable[UUID], options:
     for job_id in pending:
         with begin() as connection:
             others = cancellation.count_sharing(connection, job_id)
-        loss = f"{several(others, 'other job shares', 'other jobs share')} its transaction" if others else ""
-        if loss:
-            notice(f"{job_id}: {loss}: rolled back with it, and run again, one by one")
+        if others.jobs:
+            number = several(others.jobs, "other job shares", "other jobs share")
+            at_least = "" if others.is_exact else "at least "
+            notice(f"{job_id}: {at_least}{number} its transaction: rolled back with it, and run again, one by one")
         if not options.yes:
             _confirm(job_id)
         # The other jobs keep their marks: each of them runs alone next, as after the death of a relay.

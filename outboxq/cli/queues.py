@@ -211,7 +211,10 @@ def set_limits(options: LimitOptions) -> None:
             changed.update(actions.keep_dead(connection, names, seconds))
         return tuple(sorted(changed))
 
-    _change(options, change, "limited", "limited so already")
+    if drop and limits == make_limits():
+        _change(options, change, "limited", "not limited so before", said="no longer limited so")
+    else:
+        _change(options, change, "limited", "limited so already")
 
 
 def _refuse_both(options: LimitOptions) -> None:
@@ -228,9 +231,14 @@ def _refuse_both(options: LimitOptions) -> None:
 
 
 def _change(
-    options: QueuesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
+    options: QueuesOptions,
+    change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]",
+    done: str,
+    before: str,
+    *,
+    said: str | None = None,
 ) -> None:
-    """Pause or resume queues, and print for each whether that changed it."""
+    """Change queues, and print for each whether that changed it: by `said` if that is not JSON's word `done`."""
     from outboxq.admin import queues
 
     with options.transaction() as connection:
@@ -243,7 +251,7 @@ def _change(
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
         for name in wanted:
-            typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} was {before}")
+            typer.echo(f"{name!r} is {said or done}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
         others = ", ".join(sorted(known)) or "none"
         notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")

@@ -6,17 +6,17 @@ to its end by itself.
 """
 
 from collections.abc import Sequence
-from typing import Any, LiteralString
+from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
-from sqlalchemy import Delete, Executable, Select, Uuid, case, delete, exists, func, literal, or_, select
+from sqlalchemy import Delete, Executable, Uuid, case, delete, exists, func, literal, or_, select
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 
-from outboxq.statements.builtin import count, unnest
+from outboxq.statements.builtin import unnest
 from outboxq.statements.jobs import listed, running_transactions, xmax
 from outboxq.statements.paging import page_outcome, pick_page
-from outboxq.statements.render import render
+from outboxq.statements.render import compose, render
 from outboxq.tables import StoredText, cancel_request, dead_job, job
 
 # The reason of a job that was cancelled into the dead letters.
@@ -46,23 +46,32 @@ def take_request(job_id: UUID) -> Executable:
     return delete(cancel_request).where(cancel_request.c.job_id == job_id).returning(cancel_request.c.outcome)
 
 
+def lock_requests(ids: Sequence[UUID]) -> Executable:
+    """Lock the requests for these jobs, in front of the jobs: the order in which their relays lock both.
+
+    Index: the primary key. Locks: the rows; a relay that ends a job at this moment is waited for.
+    """
+    asked = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids))
+    return asked.order_by(cancel_request.c.job_id).with_for_update()
+
+
 def drop_requests(ids: Sequence[UUID]) -> Delete:
     """Take back the requests for these jobs. Index: the primary key; locks: the rows."""
     return delete(cancel_request).where(cancel_request.c.job_id.in_(ids))
 
 
 def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False) -> Executable:
-    """Delete those of these jobs that wait; a row for each that is there, whether it was locked and whether it is gone.
+    """Delete those of these jobs that wait; a row for each of those, whether it was locked and whether it is gone.
 
-    Index, locks and bound are those of `pick_page`.
+    Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may have its
+    request, and wait for the job, while this transaction waits for the request.
 
     Args:
         leased: Also those under a lease, whose handlers go on, and whose results are refused.
     """
-    conditions = [job.c.id.in_(ids)]
-    page, picked = pick_page(job, conditions, None, len(ids))
     waits = job.c.state.in_((*WAITING, *LEASED) if leased else WAITING)
-    gone = delete(job).where(job.c.id == picked.c.id, waits).returning(job.c.id).cte("cancelled")
+    page, picked = pick_page(job, [job.c.id.in_(ids), waits], None, len(ids))
+    gone = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
     return page_outcome(page, picked, gone)
 
 
@@ -113,13 +122,63 @@ def progress(ids: Sequence[UUID]) -> Executable:
     return select(wanted.c.id, state.label("state"))
 
 
-def sharing(job_id: UUID) -> Select[Any]:
-    """How many jobs the transaction that runs a job has claimed, it included: 0 if none runs it now.
+# The orders in which claims take jobs: of which jobs, and by which columns of the index. A job keeps its state while a
+# transaction has it.
+_ORDERS: tuple[tuple[LiteralString, tuple[LiteralString, ...]], ...] = (
+    ("{row}.state = 'ready'", ("(-{row}.priority)", "{row}.seq")),
+    ("{row}.state = 'scheduled'", ("{row}.run_at",)),
+    ("{row}.group_key IS NOT NULL AND {row}.state <> 'group_waiting'", ('{row}.group_key COLLATE "C"', "{row}.seq")),
+)
+_WALK: LiteralString = """\
+SELECT pg_catalog.count(*) AS looked, pg_catalog.count(*) FILTER (WHERE near.xmax = its.xmax) AS found FROM (
+    SELECT job.xmax FROM {job} AS job
+    WHERE {it} AND job.queue = its.queue AND {eligible} AND ({columns}) {beyond} ({start}) AND job.id <> its.id
+    ORDER BY {order} LIMIT {most}
+  ) AS near"""
+# Planned by index, whatever the table's statistics are.
+_SHARING: LiteralString = """\
+SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; SET LOCAL jit = off;
+WITH its AS MATERIALIZED (
+  SELECT its.xmax, its.* FROM {job} AS its WHERE its.id = {id} AND its.xmax IN (
+    SELECT activity.backend_xid FROM pg_catalog.pg_stat_activity AS activity WHERE activity.backend_xid IS NOT NULL)
+)
+SELECT coalesce(pg_catalog.sum(walk.found), 0)::bigint, coalesce(pg_catalog.bool_and(walk.looked < {most}), true)
+FROM its CROSS JOIN LATERAL (
+  {walks}
+) AS walk;
+SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; SET LOCAL jit TO DEFAULT"""
 
-    Reads the table once; no locks.
+
+def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
+    """How many other jobs the transaction that runs a job has claimed, and whether no more can be far away; a script.
+
+    A claim takes jobs that follow one another in its order, so that `most` jobs on each side are looked at. Index: the
+    primary key, then job_ready, job_scheduled or job_group, forwards and backwards. No locks.
     """
-    its = select(xmax).where(listed.c.id == job_id, xmax.in_(running_transactions())).scalar_subquery()
-    return select(count()).select_from(listed).where(xmax == its)
+    walks = (_walk(schema, *order, most, backwards) for order in _ORDERS for backwards in (False, True))
+    return render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
+
+
+def _walk(
+    schema: str, eligible: LiteralString, columns: tuple[LiteralString, ...], most: int, backwards: bool
+) -> sql.Composed:
+    """From a job on to those behind it in an order of claims, or before it; nothing for a job of another order."""
+
+    def of(row: LiteralString, text: LiteralString) -> sql.Composed:
+        return sql.SQL(text).format(row=sql.SQL(row))
+
+    ending: LiteralString = " DESC" if backwards else ""
+    return compose(
+        schema,
+        _WALK,
+        it=of("its", eligible),
+        eligible=of("job", eligible),
+        columns=of("job", ", ".join(columns)),
+        start=of("its", ", ".join(columns)),
+        beyond=sql.SQL("<" if backwards else ">="),
+        order=of("job", ", ".join(column + ending for column in columns)),
+        most=most,
+    )
 
 
 def terminate(schema: str, job_id: UUID) -> str:

@@ -203,7 +203,7 @@ def test_force_ends_no_session_that_runs_another_job_by_now(
         assert runs.wait(PATIENCE)
         for job_id in (over.id, waits.id):
             with engine.begin() as connection:
-                assert cancellation.count_sharing(connection, job_id) == 0
+                assert cancellation.count_sharing(connection, job_id) == (0, True)
                 statement = cancellation.statements.terminate("outboxq", job_id)
                 assert connection.execute(text(statement)).all() == []
         release.set()

@@ -52,7 +52,8 @@ def test_limits_of_several_queues_are_set_at_once_and_said_one_by_one(outboxq_da
     again = call("queues", "set", "mail", "post", "--limit", "2", "--json", url=url).ok()
     assert again.json == {"limited": ["post"], "unchanged": ["mail"], "unknown": ["post"]}
     assert call("queues", "set", "mail", "--limit", "2", url=url).ok().stdout == "'mail' was limited so already\n"
-    assert call("queues", "set", "mail", "--no-rate", url=url).ok().stdout == "'mail' was limited so already\n"
+    assert call("queues", "set", "mail", "--no-rate", url=url).ok().stdout == "'mail' was not limited so before\n"
+    assert call("queues", "set", "mail", "--no-limit", url=url).ok().stdout == "'mail' is no longer limited so\n"
 
 
 def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Database) -> None:

@@ -8,13 +8,11 @@ be cancelled, be it at once or in the end by `progress`, must have no row then, 
 end first, or was never cancelled, has exactly one.
 """
 
-import argparse
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -24,22 +22,16 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import OutboxSession, RelayConfig
 from outboxq.admin import cancellation
 from outboxq.config import SlotGroup
-from outboxq.migrations.runner import migrate
-from outboxq.postgres import start_embedded
-from outboxq.testing.relay_process import RelayProcess
+from tests.flow.kill_run import CONNECTED, WAITING, command, count, ended, running
 from tests.support import cancel_app
 from tests.support.waiting import wait_until
 
 RELAYS = 4
 _TARGET = "tests.support.cancel_app:jobs"
 _KINDS = {"transaction": cancel_app.work, "lease": cancel_app.work_leased}
-_WAITING = text("SELECT count(*) FROM outboxq.job")
 _IDS = text("SELECT id FROM outboxq.job")
 _DEAD = text("SELECT id FROM outboxq.dead_job")
 _RAN = text("SELECT job_id FROM ran")
-_CONNECTED = text(
-    "SELECT count(DISTINCT application_name) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %'"
-)
 _TERMINATE = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'outboxq relay %' "
     "ORDER BY random() LIMIT 1"
@@ -118,29 +110,16 @@ class Work:
                     self.forced += cancellation.terminate(connection, job_id, outcome)
 
 
-@dataclass(slots=True)
-class Relays:
-    """Relays that are replaced when they are killed."""
-
-    url: str
-    running: list[RelayProcess] = field(default_factory=list)
-
-    def start(self, mode: str) -> None:
-        config = RelayConfig(
-            groups=(SlotGroup((_KINDS[mode].queue,), 2),),
-            heartbeat_seconds=0.1,
-            lease_seconds=1.0,
-            max_crashes=1_000,
-            batch_size=3,
-            reindex=False,
-        )
-        self.running.append(RelayProcess(_TARGET, self.url, config))
-
-    def kill_one(self, chance: random.Random, mode: str) -> None:
-        victim = self.running.pop(chance.randrange(len(self.running)))
-        victim.kill()
-        victim.close()
-        self.start(mode)
+def settings(mode: str) -> RelayConfig:
+    """Of relays that take jobs of this mode, and hear soon of what is asked and of what has died."""
+    return RelayConfig(
+        groups=(SlotGroup((_KINDS[mode].queue,), 2),),
+        heartbeat_seconds=0.1,
+        lease_seconds=1.0,
+        max_crashes=1_000,
+        batch_size=3,
+        reindex=False,
+    )
 
 
 def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS) -> Report:
@@ -152,22 +131,22 @@ def run(url: str, *, seconds: float, mode: str, seed: int, relays: int = RELAYS)
         with engine.begin() as connection:
             connection.execute(text(cancel_app.LEDGER))
         work = Work(engine, mode, random.Random(seed + 1))
-        processes = stack.enter_context(running(url, mode, relays))
-        wait_until(lambda: count(engine, _CONNECTED) >= relays, "the relays", 150)
+        processes = stack.enter_context(running(_TARGET, url, settings(mode), relays))
+        wait_until(lambda: count(engine, CONNECTED) >= relays, "the relays", 150)
         next_kill, end = time.monotonic() + 0.5, time.monotonic() + seconds
         while time.monotonic() < end:
-            if count(engine, _WAITING) < 40:
+            if count(engine, WAITING) < 40:
                 work.add()
             work.cancel()
             report.stands += stands(engine, work)
             # Not while more than one of them is only starting.
-            if time.monotonic() > next_kill and count(engine, _CONNECTED) >= relays - 1:
+            if time.monotonic() > next_kill and count(engine, CONNECTED) >= relays - 1:
                 next_kill = time.monotonic() + chance.uniform(0.5, 1.5)
-                processes.kill_one(chance, mode)
+                processes.kill_one(chance)
                 report.kills += 1
-            report.terminated += terminate(engine) if chance.random() < 0.05 else 0
+            report.terminated += ended(engine, _TERMINATE) if chance.random() < 0.05 else 0
             time.sleep(0.02)
-        wait_until(lambda: count(engine, _WAITING) == 0, "the end of all jobs", 120)
+        wait_until(lambda: count(engine, WAITING) == 0, "the end of all jobs", 120)
         compare(engine, work, report)
     return report
 
@@ -184,15 +163,15 @@ def compare(engine: Engine, work: Work, report: Report) -> None:
         ran = Counter(connection.execute(_RAN).scalars())
         dead = set(connection.execute(_DEAD).scalars())
         became = cancellation.progress(connection, sorted(work.asked))
-    ended = {job_id for job_id, state in became.items() if state in ("cancelled", "dead")}
+    ends = {job_id for job_id, state in became.items() if state in ("cancelled", "dead")}
     report.unanswered = sum(state in ("running", "waiting") for state in became.values())
     to_bury = {job_id for job_id, outcome in work.asked.items() if outcome == "dead"}
-    work.buried |= ended & to_bury
-    work.gone |= ended
+    work.buried |= ends & to_bury
+    work.gone |= ends
     others = set(work.added) - work.gone
     report.added, report.cancelled_waiting, report.forced = len(work.added), work.waiting, work.forced
-    report.requested, report.cancelled_running = len(work.asked), len(ended)
-    report.came_first, report.buried = len(work.asked) - len(ended), len(dead)
+    report.requested, report.cancelled_running = len(work.asked), len(ends)
+    report.came_first, report.buried = len(work.asked) - len(ends), len(dead)
     report.stands += len(work.gone & ran.keys())
     report.lost = len(others - ran.keys())
     report.doubled = sum(number - 1 for number in ran.values())
@@ -200,47 +179,5 @@ def compare(engine: Engine, work: Work, report: Report) -> None:
     report.unburied = len(work.buried ^ dead)
 
 
-def count(engine: Engine, query: object) -> int:
-    with engine.connect() as connection:
-        return int(connection.execute(query).scalar_one())  # type: ignore[call-overload]  # a text
-
-
-def terminate(engine: Engine) -> int:
-    """End a backend of a relay."""
-    with engine.connect() as connection:
-        return len(connection.execute(_TERMINATE).all())
-
-
-@contextmanager
-def running(url: str, mode: str, relays: int) -> Iterator[Relays]:
-    """Relays in processes of their own."""
-    processes = Relays(url)
-    try:
-        for _ in range(relays):
-            processes.start(mode)
-        yield processes
-    finally:
-        for process in processes.running:
-            process.kill()
-            process.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run on a server of its own, and print the report; 1 if something is not as it should be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.cancel", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--mode", choices=sorted(_KINDS), default="transaction")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
-    with start_embedded() as server, server.create_database() as database:
-        engine = create_engine(database.url)
-        with engine.begin() as connection:
-            migrate(connection)
-        engine.dispose()
-        report = run(database.url, seconds=options.seconds, mode=options.mode, seed=options.seed)
-    sys.stdout.write(f"{options.mode}, seed {options.seed}: {report}\n")
-    return 1 if report.problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("cancel", str(__doc__), _KINDS, run))

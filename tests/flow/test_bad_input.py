@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from outboxq.errors import ArgumentError, EnqueueError, InvalidKey, OutboxqError
 from outboxq.postgres import Database
 from outboxq.queue_limits import make_limits
 from outboxq.relay.rates import chunk_of
-from tests.support.cli import call
+from tests.support.cli import call, run
 from tests.support.ledger import rows
 
 APP = "tests.support.app:jobs"
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], object], type[OutboxqError], str]] = {
         ArgumentError,
         "the limit of jobs that run at a time is 1 to 10,000, got 0: to stop a queue, pause it",
     ),
+    "limit of too many": (lambda: make_limits(running=10_001), ArgumentError, "is 1 to 10,000, got 10001"),
     "limit below 0": (lambda: make_limits(running=-1), ArgumentError, "is 1 to 10,000, got -1"),
     "no whole limit": (lambda: make_limits(running=1.5), ArgumentError, "is a whole number, got 1.5"),  # type: ignore[arg-type]  # refused
     "limit of a group 0": (lambda: make_limits(per_group=0), ArgumentError, "is 1 to 1,000, got 0"),
@@ -280,6 +282,9 @@ def test_a_batch_whose_session_is_closed_takes_no_members(engine: Engine, sessio
         (("queues", "set", "mail", "--rate", "0/min"), "to stop a queue, pause it"),
         (("queues", "set", "mail", "--rate", "5/fortnight"), "such as 10/s, 100/min"),
         (("queues", "set", "mail", "--burst", "5"), "a burst needs a rate"),
+        (("queues", "set", "mail", "--rate", "5/s", "--burst", "0"), "the burst of a rate is 1 to 1,000,000, got 0"),
+        (("queues", "set", "mail", "--limit", "10001"), "is 1 to 10,000, got 10001"),
+        (("queues", "set", "mail", "--per-group", "0"), "is 1 to 1,000, got 0"),
         (("schedules", "put", "a", "--kind", "k", "--cron", "0 0 31 2 *"), "never due"),
         (("schedules", "put", "a", "--kind", "k", "--cron", "0 0 1 1 * *"), "leave the seconds out"),
         (("schedules", "put", "a", "--kind", "k", "--cron", "@daily", "--time-zone", "Mars"), "no time zone 'Mars'"),
@@ -303,6 +308,39 @@ def test_commands_refuse_it_as_wrong_usage(
     assert rows(engine, "SELECT count(*) FROM outboxq.queue") == [(0,)]
     assert rows(engine, "SELECT count(*) FROM outboxq.schedule") == [(0,)]
     assert rows(engine, "SELECT args->>'name' FROM outboxq.job") == [("a",)]
+
+
+_START = """\
+from outboxq import Jobs
+
+jobs = Jobs()
+"""
+_DECLARED = """\
+@jobs.handler(queue="q")
+def nightly(ctx): ...
+"""
+# What a registry's module says, and what its start does.
+_STARTS = {
+    "cron": (f'@jobs.schedule("0 0 31 2 *")\n{_DECLARED}', "'0 0 31 2 *' cannot be or is never due"),
+    "zone": (f'@jobs.schedule("@daily", time_zone="Mars")\n{_DECLARED}', "there is no time zone 'Mars'"),
+    "limit": ('jobs.limit("mail", running=0)\n', "is 1 to 10,000, got 0: to stop a queue, pause it"),
+    "rate": ('jobs.limit("mail", rate="0/s")\n', "to stop a queue, pause it"),
+    "key": (_DECLARED.replace('"q"', '"q", group="k" * 513'), "a group key takes 1 to 512 bytes, got 513"),
+}
+
+
+@pytest.mark.parametrize(("command", "case"), [*(("relay", case) for case in _STARTS), ("doctor", "cron")])
+def test_a_registry_that_says_what_cannot_be_does_not_start(
+    outboxq_database: Database, tmp_path: Path, command: str, case: str
+) -> None:
+    """The command names the module, and what is wrong in it, and ends."""
+    declared, says = _STARTS[case]
+    (tmp_path / "cannot_be.py").write_text(_START + declared)
+    said = run(command, "cannot_be:jobs", url=outboxq_database.url, cwd=tmp_path)
+    assert said.exit_code == 2, said
+    assert "module 'cannot_be' failed while it was imported" in said.stderr
+    assert says in said.stderr
+    assert "Traceback" not in said.stderr
 
 
 def test_a_schedule_of_a_kind_that_no_handler_has_is_named(outboxq_database: Database) -> None:

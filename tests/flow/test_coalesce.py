@@ -22,7 +22,7 @@ from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
 from tests.flow.coalesce import run as run_under_kills
 from tests.support.app import Account
-from tests.support.ledger import of, rows, waiting
+from tests.support.ledger import leave_marks, of, rows, waiting
 from tests.support.waiting import wait_until
 
 Mode = Literal["transaction", "lease"]
@@ -262,19 +262,10 @@ def test_jobs_of_a_group_are_taken_along(rebuild: Rebuild, drain: Drain, engine:
     assert (rebuild.runs, waiting(engine)) == ([3], 0)
 
 
-def _killed_claim(engine: Engine) -> None:
-    """Leave in all rows the marks of a claim that died."""
-    with engine.connect() as connection:
-        pid = connection.execute(text("SELECT pg_backend_pid() FROM outboxq.job FOR UPDATE")).scalars().first()
-        with engine.begin() as other:
-            other.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
-        connection.invalidate()
-
-
 def test_one_lone_run_of_a_suspect_takes_the_others_along(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:
     """A claim that died leaves a suspect of each job that it took along."""
     rebuild.add(1, 2, 3, 4, 5)
-    _killed_claim(engine)
+    leave_marks(engine)
     events = drain(rebuild.jobs, slots_per_queue=1, batch_size=3)
     assert (rebuild.runs, taken_along(events), waiting(engine)) == ([5], [4], 0)
 

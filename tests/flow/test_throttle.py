@@ -16,7 +16,7 @@ from outboxq.relay.maintenance.pruner import _delete_keys
 from outboxq.statements.windows import WantedWindow, take_windows
 from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
-from tests.support.ledger import of, rows, waiting
+from tests.support.ledger import leave_marks, of, rows, waiting
 from tests.support.waiting import wait_until
 
 Mode = Literal["transaction", "lease"]
@@ -301,6 +301,31 @@ def test_a_suspect_whose_window_another_job_has_keeps_its_crashes(
     rebuild.end_window()
     events = drain(rebuild.jobs)
     assert [event.job.crashes for event in of(events, JobDone)] == [2]
+    assert (rebuild.runs, waiting(engine)) == ([1, 2], 0)
+
+
+def test_a_suspect_that_was_refused_is_charged_by_its_next_lone_run(
+    rebuild: Rebuild, drain: Drain, engine: Engine, mode: Mode
+) -> None:
+    """If its relay dies once more it is a suspect again: a refusal puts the charge off, and never takes it back."""
+    charged = list[tuple[object, ...]]()
+    rebuild.does[2] = lambda _: charged.extend(rows(engine, "SELECT state, crashes FROM outboxq.job"))
+    rebuild.add(1)
+    drain(rebuild.jobs)
+    rebuild.add(2)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 2"))
+    drain(rebuild.jobs)
+    assert rows(engine, "SELECT state, crashes FROM outboxq.job") == [("scheduled", 2)]
+    rebuild.end_window()
+    if mode == "transaction":
+        leave_marks(engine)
+    else:
+        # As the reaper leaves it.
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
+    drain(rebuild.jobs)
+    assert charged == [("leased", 3)]
     assert (rebuild.runs, waiting(engine)) == ([1, 2], 0)
 
 

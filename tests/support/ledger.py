@@ -69,3 +69,12 @@ def dead(engine: Engine) -> int:
     """Dead letters."""
     with engine.connect() as connection:
         return connection.execute(text("SELECT count(*) FROM outboxq.dead_job")).scalar_one()
+
+
+def leave_marks(engine: Engine) -> None:
+    """Leave in all rows the marks of a claim that died."""
+    with engine.connect() as connection:
+        pid = connection.execute(text("SELECT pg_backend_pid() FROM outboxq.job FOR UPDATE")).scalars().first()
+        with engine.begin() as other:
+            other.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
+        connection.invalidate()

@@ -21,7 +21,7 @@ _RUNNING_MOST = 50
 _LONG_SECONDS = 1.0
 
 
-SLOT_STATES = ("busy", "idle", "asleep")
+SLOT_STATES: tuple[str, ...] = ("busy", "idle", "asleep")
 
 
 @dataclass(frozen=True, slots=True)

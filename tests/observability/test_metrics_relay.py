@@ -94,6 +94,21 @@ def test_clients_that_are_slow_or_mad_hold_up_nobody(relay: Serving, engine: Eng
     assert relay.get("/healthz") == "ok\n"
 
 
+def test_a_client_that_never_ends_its_request_is_cut_off(relay: Serving) -> None:
+    """One that sends a byte now and then, so that no read lasts long."""
+    host, _, port = relay.address.rpartition(":")
+
+    def is_refused() -> bool:
+        try:
+            dripping.sendall(b"G")
+        except OSError:
+            return True
+        return False
+
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as dripping:
+        wait_until(is_refused, "the end of the connection")
+
+
 def _is_closed(connection: socket.socket) -> bool:
     try:
         return connection.recv(1) == b""

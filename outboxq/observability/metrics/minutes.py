@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from outboxq.observability.aggregate import OUTCOMES, Counts, KindCounts
+from outboxq.observability.aggregate import OUTCOMES, Counts, KindCounts, Outcome
 from outboxq.observability.metrics.reading import LabelCaps, Reading, add_kinds
 from outboxq.statements import gauges as statements
 
@@ -31,17 +31,17 @@ class MinuteSums:
     def look(self, connection: Connection) -> None:
         """Read what was added since the last look, in the caller's transaction."""
         execute = connection.execute
-        if self._since is None:
-            # The minute that has begun counts as a whole.
-            self._since = execute(statements.minute(0)).scalar_one()
+        # At first the minute that has begun, as a whole.
+        since: datetime = self._since or execute(statements.minute(0)).scalar_one()
         before: datetime = execute(statements.minute(_OPEN_MINUTES)).scalar_one()
-        if before > self._since:
-            closed = execute(statements.sum_minutes(self._since, before)).all()
+        if before > since:
+            closed = execute(statements.sum_minutes(since, before)).all()
             opened = execute(statements.sum_minutes(before, None)).all()
             _add(self._closed, closed)
-            self._since = before
+            since = before
         else:
-            opened = execute(statements.sum_minutes(self._since, None)).all()
+            opened = execute(statements.sum_minutes(since, None)).all()
+        self._since = since
         self._open = {}
         _add(self._open, opened)
 
@@ -55,6 +55,6 @@ class MinuteSums:
 
 def _add(total: Counts, rows: Sequence[Row[Any]]) -> None:
     for row in rows:
-        outcomes = {outcome: getattr(row, outcome) for outcome in OUTCOMES}
+        outcomes: dict[Outcome, int] = {outcome: getattr(row, outcome) for outcome in OUTCOMES}
         counts = KindCounts(outcomes, row.wait_seconds, row.run_seconds, list(row.wait), list(row.run))
         total.setdefault((row.queue, row.kind), KindCounts()).add(counts)

@@ -91,7 +91,6 @@ def _cut_off(connection: socket.socket) -> None:
 class _Handler(BaseHTTPRequestHandler):
     """GET /metrics and /healthz."""
 
-    server: _Server
     # The time that one read or write may take.
     timeout = _READ_SECONDS
     server_version, sys_version = "outboxq", ""
@@ -102,15 +101,20 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             self._answer(*self._metrics())
         elif path == "/healthz":
-            is_healthy = self.server.is_healthy()
+            is_healthy = self._ours.is_healthy()
             status = HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE
             self._answer(status, b"ok\n" if is_healthy else b"not well\n", _PLAIN_TEXT)
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"there is /metrics, and /healthz\n", _PLAIN_TEXT)
 
+    @property
+    def _ours(self) -> _Server:
+        assert isinstance(self.server, _Server)
+        return self.server
+
     def _metrics(self) -> tuple[HTTPStatus, bytes, str]:
         try:
-            body, content_type = self.server.expose(self.headers.get("Accept", ""))
+            body, content_type = self._ours.expose(self.headers.get("Accept", ""))
         except Exception:
             # The process does something else that matters more.
             logger.exception("the metrics could not be read")

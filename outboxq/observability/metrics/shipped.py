@@ -8,7 +8,7 @@ from outboxq.observability.metrics.board import dashboard as board
 
 def rules() -> str:
     """The alerts for Prometheus, as YAML."""
-    return files(__package__).joinpath("rules.yml").read_text(encoding="utf-8")
+    return files("outboxq.observability.metrics").joinpath("rules.yml").read_text(encoding="utf-8")
 
 
 def dashboard() -> str:

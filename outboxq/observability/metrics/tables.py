@@ -33,8 +33,8 @@ _SCHEDULES_MOST = 200
 _COUNTED_MOST = 10_001
 # A relay says several times a minute that it lives.
 _DEAD_SECONDS = 60.0
-_RELAY_STATES = ("serving", "draining", "stopping", "dead")
-_HOLDERS = ("session", "prepared", "slot", "standby")
+_RELAY_STATES: tuple[str, ...] = ("serving", "draining", "stopping", "dead")
+_HOLDERS: tuple[str, ...] = ("session", "prepared", "slot", "standby")
 
 
 @dataclass(slots=True)

@@ -129,6 +129,7 @@ session = Session()
     "reference/tables.md": "session = Session()\n",
 }
 BEHIND = {
+    "audit.md": "assert (found.count, total.changed, total.held) == (0, 0, [])\n",
     "cancelling.md": "finish(jobs, done=1, failed=0)\n",
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",

@@ -90,6 +90,16 @@ class NothingDone(HandlerError, PermanentError):
     """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would do so."""
 
 
+class ResultNotKept(HandlerError, PermanentError):
+    """What a handler with `keep_result=True` returned cannot be kept: every attempt would return the like.
+
+    Its rows are undone, and the job becomes a dead letter.
+    """
+
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(f"the result of {kind!r} {problem}: return what its producer needs, or where it is")
+
+
 class HandlerRolledBack(HandlerError):
     """The handler rolled its session back, so its rows are gone although it returned."""
 

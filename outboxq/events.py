@@ -32,9 +32,10 @@ class EventOfJob:
 
 @dataclass(frozen=True, slots=True)
 class JobDone(EventOfJob):
-    """The handler's rows and the job's disappearance were committed."""
+    """The handler's rows and the job's disappearance were committed. `result`: what is kept of its value, as JSON."""
 
     seconds: float
+    result: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

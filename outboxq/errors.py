@@ -168,6 +168,17 @@ class JobNotFound(OutboxqError):
         self.job_id = job_id
 
 
+class ArgsNotKept(OutboxqError):
+    """A finished job cannot be run again: its kind keeps no arguments."""
+
+    def __init__(self, job_id: UUID, kind: str) -> None:
+        super().__init__(
+            f"job {job_id} cannot be run again, as its arguments were not kept: give the handler of {kind!r} "
+            "keep_args=True for jobs to come"
+        )
+        self.job_id = job_id
+
+
 class BatchNotFound(OutboxqError):
     """No open batch has this id: it is over, and its callback was added as a job of the same id, or it never was."""
 

@@ -292,7 +292,7 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What has expired was deleted: messages, effects, and unique keys; each number is one of rows.
+    """What has expired was deleted: messages, effects, unique keys and finished jobs; each number is one of rows.
 
     `batches`: those that were over, and whose callbacks were added, because no relay had come to it.
     """
@@ -301,6 +301,7 @@ class Pruned:
     effects: int
     keys: int = 0
     batches: int = 0
+    finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)

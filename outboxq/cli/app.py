@@ -10,6 +10,7 @@ from outboxq.cli import (
     batches,
     dead,
     doctor,
+    done,
     effects,
     explain,
     history,
@@ -45,6 +46,8 @@ class _Root(PlainGroup):
             "jobs show",
             "dead list",
             "dead show",
+            "done list",
+            "done show",
             "inbox list",
             "inbox show",
             "effects list",
@@ -64,6 +67,7 @@ class _Root(PlainGroup):
             "jobs change",
             "dead retry",
             "dead discard",
+            "done run-again",
             "inbox forget",
             "schedules put",
             "schedules pause",
@@ -120,5 +124,6 @@ app.add_typer(schedules.app, name="schedules")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(batches.app, name="batches")
 app.add_typer(dead.app, name="dead")
+app.add_typer(done.app, name="done")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(effects.app, name="effects")

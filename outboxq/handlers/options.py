@@ -46,8 +46,8 @@ class CommonOptions(FlowOptions, total=False):
     """What a failed job of a group does to those behind it: they wait for its retry ("block", the default), or they go
     on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case."""
     keep: timedelta | None
-    """For how long a row in the table `done_job` stands for each of its jobs that is done, discarded, cancelled while it
-    ran, or expired: written in the job's own transaction. By default finished jobs leave no row."""
+    """For how long a row of the table `done_job` stands for each of its jobs that is done, discarded, cancelled while
+    it ran, or expired: written in the job's own transaction. By default finished jobs leave no row."""
     keep_args: bool
     """Whether that row has the job's arguments and headers too, so that the job can be run again."""
 

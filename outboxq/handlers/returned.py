@@ -1,7 +1,8 @@
 """Returned: the outcomes that a handler's returned values stand for.
 
-None, or any value, means done; of a kind that keeps results the value is encoded. Only what shows that the handler's work was not done is an error, and a permanent one,
-since the next attempt would return the same.
+None, or any value, means done; of a kind that keeps results the value is encoded. Only what shows that the handler's
+work was not done, or that its result cannot be kept, is an error, and a permanent one, since the next attempt would
+return the same.
 """
 
 import inspect

@@ -57,7 +57,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.DatabaseBack: (logging.INFO, "database is back"),
     events.BatchRolledBack: (logging.ERROR, "batch was rolled back, its jobs wait again"),
     events.BatchFinished: (logging.INFO, "batch is over, its callback was added"),
-    events.Pruned: (logging.DEBUG, "expired messages, effects and unique keys were deleted"),
+    events.Pruned: (logging.DEBUG, "expired messages, effects, unique keys and finished jobs were deleted"),
     events.IndexRebuilt: (logging.INFO, "index of the queue was built again"),
     events.ScheduleFired: (logging.INFO, "schedule was due and its job was added"),
     events.ChildDied: (logging.ERROR, "relay process died, starting another"),

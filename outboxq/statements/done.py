@@ -6,11 +6,13 @@ from datetime import datetime
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Select, TextClause, select, text
+from sqlalchemy import ColumnElement, Insert, Select, Text, TextClause, cast, insert, literal, select, text
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
 
+from outboxq.job import OWN_HEADERS
 from outboxq.statements.paging import matching
 from outboxq.statements.render import quote_identifier, render
-from outboxq.tables import done_job
+from outboxq.tables import done_job, job
 
 OUTCOMES = ("done", "discarded", "cancelled", "expired")
 SUMMARY_COLUMNS = ("id", "queue", "kind", "outcome", "attempt", "created_at", "claimed_at", "finished_at", "seconds")
@@ -43,11 +45,10 @@ class KeptJob(NamedTuple):
 
 
 _INSERT: LiteralString = """\
-INSERT INTO {done} AS earlier (
-  id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, relay, args, headers, result, stands_for, expires_at
-)
+INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, relay, args, headers,
+  result, stands_for, expires_at)
 SELECT kept.id, kept.queue, kept.kind, kept.outcome, kept.attempt, kept.created_at, kept.claimed_at, kept.seconds,
-  {relay}::uuid, kept.args::jsonb, kept.headers::jsonb, kept.result::jsonb, kept.stands_for::uuid[],
+  {owner}::uuid, kept.args::jsonb, kept.headers::jsonb, kept.result::jsonb, kept.stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => kept.keep_seconds)
 FROM pg_catalog.unnest({ids}::uuid[], {queues}::text[], {kinds}::text[], {outcomes}::text[], {attempts}::int[],
   {created}::timestamptz[], {claimed}::timestamptz[], {seconds}::float8[], {args}::text[], {headers}::text[],
@@ -81,7 +82,7 @@ def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone:
     values["ids"] = [str(each.id) for each in kept]
     values["stands_for"] = [f"{{{','.join(map(str, each.stands_for))}}}" if each.stands_for else None for each in kept]
     only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
-    return render(schema, _INSERT + only + _AGAIN, relay=None if relay is None else str(relay), **values)
+    return render(schema, _INSERT + only + _AGAIN, owner=None if relay is None else str(relay), **values)
 
 
 _MAY_USE: LiteralString = """\
@@ -101,7 +102,7 @@ def may_read(schema: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DoneFilter:
-    """Which finished jobs are meant; without any value, all of them. `since`: those that ended at this time or later."""
+    """Which finished jobs are meant; without any value, all of them. `since`: those that ended then or later."""
 
     queue: str | None = None
     kind: str | None = None
@@ -114,6 +115,12 @@ class DoneFilter:
         if self.since is not None:
             found.append(done_job.c.finished_at >= self.since)
         return found
+
+
+def has_done_jobs(schema: str) -> TextClause:
+    """1 if the table `done_job` is there, and else 0; step 11 of the migrations makes it. No locks."""
+    name = quote_identifier(schema, "done_job")
+    return text("SELECT count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
 def select_done(wanted: DoneFilter, *, before: UUID | None, limit: int) -> Select[Any]:
@@ -134,6 +141,29 @@ def select_done(wanted: DoneFilter, *, before: UUID | None, limit: int) -> Selec
 def select_finished(job_id: UUID) -> Select[Any]:
     """One finished job with everything that is stored of it. Index: the primary key; no locks; one row."""
     return select(*(done_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(done_job.c.id == job_id)
+
+
+def select_outcome(job_id: UUID) -> Select[Any]:
+    """How a job ended, if that is kept. Index: the primary key; no locks; one row."""
+    return select(done_job.c.outcome).where(done_job.c.id == job_id)
+
+
+def find_finished(job_id: UUID) -> Select[Any]:
+    """A finished job as `find_job` reports it. Index: the primary key; no locks; one row."""
+    found = done_job.c
+    return select(found.id, found.kind, found.queue, found.outcome, found.attempt).where(found.id == job_id)
+
+
+def add_again(job_id: UUID, new_id: UUID) -> Insert:
+    """Add a job with the kind, the queue, the arguments and the headers of a finished one, but for our own headers.
+
+    Index: the primary key of `done_job`. No lock is waited for: the id is new.
+    """
+    own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
+    headers = cast(done_job.c.headers, JSONB).op("-")(own)
+    new = select(literal(new_id, done_job.c.id.type), done_job.c.queue, done_job.c.kind, done_job.c.args, headers)
+    columns = ["id", "queue", "kind", "args", "headers"]
+    return insert(job).from_select(columns, new.where(done_job.c.id == job_id), include_defaults=False)
 
 
 def finished_facts(schema: str, job_id: UUID) -> TextClause:

@@ -99,8 +99,8 @@ class Jobs(Retained, Scheduled, Limited):
         Args:
             batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
                 that are claimed together share a session and one flush; if anything goes wrong each runs once more.
-            keep_result: What the handler returns is kept with its finished job, as JSON: needs `keep`. For the value
-                `outboxq.wait_for_result` waits.
+            keep_result: What the handler returns is kept with its finished job, as JSON up to 256 KiB: needs `keep`.
+                `find_job` has it.
             options: As `CommonOptions` explains them. Those of `FlowOptions` are what `options` of the handler takes,
                 for all of its jobs.
 

@@ -1,7 +1,7 @@
 """Find a job again by what `add_job` returned: for a producer whose COMMIT was not answered, and for tests."""
 
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, overload
 from uuid import UUID
 
@@ -23,7 +23,8 @@ class FoundJob:
     It is found when it is over if its kind keeps its finished jobs (`keep=`): done, discarded by its handler, cancelled
     while it ran, or expired.
 
-    `attempt` counts the attempts that have ended; in lease mode also the one that runs.
+    `attempt` counts the attempts that have ended; in lease mode also the one that runs. `result` is what a handler with
+    `keep_result=True` returned, as JSON text.
     """
 
     id: UUID
@@ -31,6 +32,7 @@ class FoundJob:
     queue: str
     state: Literal["waiting", "running", "dead", "done", "discarded", "cancelled", "expired"]
     attempt: int
+    result: str | None = field(default=None, repr=False)
 
 
 @overload

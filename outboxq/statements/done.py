@@ -50,7 +50,7 @@ INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at, cl
 SELECT kept.id, kept.queue, kept.kind, kept.outcome, kept.attempt, kept.created_at, kept.claimed_at, kept.seconds,
   {owner}::uuid, kept.args::jsonb, kept.headers::jsonb, kept.result::jsonb, kept.stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => kept.keep_seconds)
-FROM pg_catalog.unnest({ids}::uuid[], {queues}::text[], {kinds}::text[], {outcomes}::text[], {attempts}::int[],
+FROM unnest({ids}::uuid[], {queues}::text[], {kinds}::text[], {outcomes}::text[], {attempts}::int[],
   {created}::timestamptz[], {claimed}::timestamptz[], {seconds}::float8[], {args}::text[], {headers}::text[],
   {results}::text[], {stands_for}::text[], {keep}::float8[]) AS kept (
   id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, args, headers, result, stands_for, keep_seconds
@@ -151,7 +151,8 @@ def select_outcome(job_id: UUID) -> Select[Any]:
 def find_finished(job_id: UUID) -> Select[Any]:
     """A finished job as `find_job` reports it. Index: the primary key; no locks; one row."""
     found = done_job.c
-    return select(found.id, found.kind, found.queue, found.outcome, found.attempt).where(found.id == job_id)
+    columns = found.id, found.kind, found.queue, found.outcome, found.attempt, found.result
+    return select(*columns).where(found.id == job_id)
 
 
 def add_again(job_id: UUID, new_id: UUID) -> Insert:

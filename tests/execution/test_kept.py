@@ -13,9 +13,11 @@ import outboxq.execution.commit as commit_module
 import outboxq.execution.lease_mode as lease_module
 from outboxq import BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
+from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept
-from outboxq.events import JobDied, JobDone
+from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
+from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
 
@@ -25,8 +27,9 @@ Sessions = sessionmaker[OutboxSession]
 
 
 def kept(engine: Engine) -> list[tuple[object, ...]]:
-    """Kind, outcome, attempt and result of each row, in the order in which the jobs were added."""
-    return rows(engine, "SELECT kind, outcome, attempt, result::text FROM outboxq.done_job ORDER BY id")
+    """Kind, outcome, attempt and result of each row, sorted."""
+    found = rows(engine, "SELECT kind, outcome, attempt, result::text FROM outboxq.done_job")
+    return sorted(found, key=str)
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -59,9 +62,9 @@ def test_each_way_a_job_ends_leaves_its_row(
         connection.execute(text("UPDATE outboxq.job SET expires_at = now() - interval '1 s' WHERE expires_at > now()"))
     drain(jobs, batch_size=batch_size)
     assert kept(engine) == [
-        ("work", "done", 1, '{"name": "writes"}'),
-        ("work", "done", 1, '{"name": "idle"}'),
         ("work", "discarded", 1, None),
+        ("work", "done", 1, '{"name": "idle"}'),
+        ("work", "done", 1, '{"name": "writes"}'),
         ("work", "done", 2, '{"name": "retries"}'),
         ("work", "expired", 1, None),
     ]
@@ -72,7 +75,12 @@ def test_each_way_a_job_ends_leaves_its_row(
         assert (json.loads(shown.args or ""), shown.finished.queue, shown.relay is None) == (
             {"name": "writes"}, "default", False,
         )  # fmt: skip
-        assert [each.id for each in list_finished(connection, before=handles[2].id)] == [handles[1].id, handles[0].id]
+        found = find_job(connection, handles[0])
+        assert found is not None
+        assert found.result == '{"name": "writes"}'
+        ids = [each.id for each in list_finished(connection)]
+        assert ids == sorted(ids, reverse=True)
+        assert [each.id for each in list_finished(connection, before=ids[1], limit=2)] == ids[2:4]
         again = run_again(connection, handles[0].id)
     drain(jobs, batch_size=batch_size)
     with engine.connect() as connection:
@@ -102,15 +110,12 @@ def test_batches_and_shared_batches_keep_each_of_their_jobs(engine: Engine, sess
             session.add_job(together, number=number)
             session.add_job(shared, number=number)
     drain(jobs, batch_size=10)
-    assert sorted(kept(engine), key=str) == sorted(
-        [
-            ("together", "done", 1, None),
-            ("together", "discarded", 1, None),
-            ("together", "done", 1, None),
-            *(("shared", "done", 1, str(number)) for number in range(3)),
-        ],
-        key=str,
-    )
+    assert kept(engine) == [
+        *(("shared", "done", 1, str(number)) for number in range(3)),
+        ("together", "discarded", 1, None),
+        ("together", "done", 1, None),
+        ("together", "done", 1, None),
+    ]
     with pytest.raises(TypeError, match="keep_result"):
         jobs.batch_handler(Item, keep=KEEP, keep_result=True)
 
@@ -154,8 +159,42 @@ def test_the_row_goes_back_with_a_refused_commit(
         for number in (1, 2):
             session.add_job(work, number=number)
     drain(jobs, batch_size=batch_size)
-    assert kept(engine) == [("work", "done", 2, None), ("work", "done", 1, None)]
+    assert kept(engine) == [("work", "done", 1, None), ("work", "done", 2, None)]
     assert rows(engine, "SELECT n FROM pair ORDER BY n") == [(10,), (20,)]
+
+
+def test_a_job_whose_lease_was_lost_is_not_kept(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """Its row may be another relay's by now: what this run was at leaves nothing."""
+    jobs = Jobs()
+
+    @jobs.handler(claim="lease", keep=KEEP)
+    def work(ctx: Context, loses: bool) -> None:
+        if loses and ctx.job.attempt == 1:
+            with engine.begin() as connection:
+                connection.execute(
+                    text("UPDATE outboxq.job SET lease_token = lease_token + 1, state = 'ready', lease_owner = NULL")
+                )
+
+    with sessions.begin() as session:
+        session.add_job(work, loses=True)
+    events = drain(jobs)
+    assert sum(isinstance(each, JobLeaseLost) for each in events) == 1
+    assert kept(engine) == [("work", "done", 2, None)]
+    assert sum(isinstance(each, JobDone) for each in events) == 1
+
+
+def test_only_rows_whose_time_is_over_are_pruned(engine: Engine) -> None:
+    """In pages, the oldest first."""
+    fill = (
+        "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, expires_at) "
+        "SELECT gen_random_uuid(), 'q', kind, 'done', 1, now(), 0, now() + seconds * interval '1 s' "
+        "FROM (VALUES ('over', -1), ('stands', 60)) AS rows (kind, seconds), generate_series(1, 3)"
+    )
+    with engine.begin() as connection:
+        connection.execute(text(fill))
+        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(2,)]
+        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(1,)]
+    assert kept(engine) == [("stands", "done", 1, None)] * 3
 
 
 def test_a_result_that_cannot_be_kept_fails_its_job_for_good(engine: Engine, sessions: Sessions, drain: Drain) -> None:

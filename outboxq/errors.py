@@ -90,6 +90,16 @@ class NothingDone(HandlerError, PermanentError):
     """A handler returned a coroutine that was never awaited, or the class of an outcome: every attempt would do so."""
 
 
+class ResultNotKept(HandlerError, PermanentError):
+    """What a handler with `keep_result=True` returned cannot be kept: every attempt would return the like.
+
+    Its rows are undone, and the job becomes a dead letter.
+    """
+
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(f"the result of {kind!r} {problem}: return what its producer needs, or where it is")
+
+
 class HandlerRolledBack(HandlerError):
     """The handler rolled its session back, so its rows are gone although it returned."""
 
@@ -155,6 +165,17 @@ class JobNotFound(OutboxqError):
 
     def __init__(self, job_id: UUID, where: str) -> None:
         super().__init__(f"no {where} with id {job_id}")
+        self.job_id = job_id
+
+
+class ArgsNotKept(OutboxqError):
+    """A finished job cannot be run again: its kind keeps no arguments."""
+
+    def __init__(self, job_id: UUID, kind: str) -> None:
+        super().__init__(
+            f"job {job_id} cannot be run again, as its arguments were not kept: give the handler of {kind!r} "
+            "keep_args=True for jobs to come"
+        )
         self.job_id = job_id
 
 

@@ -32,9 +32,10 @@ class EventOfJob:
 
 @dataclass(frozen=True, slots=True)
 class JobDone(EventOfJob):
-    """The handler's rows and the job's disappearance were committed."""
+    """The handler's rows and the job's disappearance were committed. `result`: what is kept of its value, as JSON."""
 
     seconds: float
+    result: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,7 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What has expired was deleted: messages, effects, and unique keys; each number is one of rows.
+    """What has expired was deleted: messages, effects, unique keys and finished jobs; each number is one of rows.
 
     `batches`: those that were over, and whose callbacks were added, because no relay had come to it.
     """
@@ -308,6 +309,7 @@ class Pruned:
     effects: int
     keys: int = 0
     batches: int = 0
+    finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)

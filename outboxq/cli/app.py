@@ -11,6 +11,7 @@ from outboxq.cli import (
     batches,
     dead,
     doctor,
+    done,
     effects,
     explain,
     history,
@@ -50,6 +51,8 @@ class _Root(PlainGroup):
             "jobs watch",
             "dead list",
             "dead show",
+            "done list",
+            "done show",
             "inbox list",
             "inbox show",
             "effects list",
@@ -73,6 +76,7 @@ class _Root(PlainGroup):
             "dead discard",
             "bulk resume",
             "bulk stop",
+            "done run-again",
             "inbox forget",
             "schedules put",
             "schedules pause",
@@ -133,5 +137,6 @@ app.add_typer(batches.app, name="batches")
 app.add_typer(dead.app, name="dead")
 app.add_typer(audit.runs, name="bulk")
 app.add_typer(audit.app, name="audit")
+app.add_typer(done.app, name="done")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(effects.app, name="effects")

@@ -54,7 +54,7 @@ def history(options: HistoryOptions) -> None:
     from outboxq.admin.history import read_history
     from outboxq.statements.paging import database_clock
 
-    since = _span(options.since)
+    since = read_span(options.since)
     with options.transaction() as connection:
         rows = read_history(connection, queue=options.queue, kind=options.kind, since=since, by=options.by)
         now = database_clock(connection)
@@ -84,7 +84,12 @@ def _with_latencies(row: "HistoryRow") -> SimpleNamespace:
     return SimpleNamespace(**shown)
 
 
-def _span(given: str) -> timedelta:
+def read_span(given: str) -> timedelta:
+    """A span of time such as 30m, 24h or 7d, as `--since` takes it.
+
+    Raises:
+        WrongUsage: something else, or over 35 days.
+    """
     found = _SPAN.fullmatch(given)
     span = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found else timedelta(0)
     if not timedelta(0) < span <= _LONGEST:

@@ -91,7 +91,7 @@ def show_job(connection: "Connection", job_id: OneId) -> object:
     Example:
       outboxq jobs show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
-    from outboxq.admin import dead_letters, jobs
+    from outboxq.admin import dead_letters, finished, jobs
     from outboxq.cli.errors import CommandFailed
     from outboxq.errors import JobNotFound
 
@@ -100,6 +100,9 @@ def show_job(connection: "Connection", job_id: OneId) -> object:
     except JobNotFound as missing:
         if dead_letters.is_dead(connection, job_id):
             raise CommandFailed(f"{missing}: it is a dead letter, see `outboxq dead show {job_id}`") from missing
+        outcome = finished.outcome_of(connection, job_id)
+        if outcome is not None:
+            raise CommandFailed(f"{missing}: it is {outcome}, see `outboxq done show {job_id}`") from missing
         raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
 
 

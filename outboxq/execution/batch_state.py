@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -85,6 +85,7 @@ class BatchState:
         finished: The batches (`jobs.batch`) of its jobs that were over behind its COMMIT.
         taken_along: The jobs for which others of the batch run; `dropped`: how many jobs of its claim do not run.
         coalesced: The events of that, if the transaction commits.
+        stands_for: Those jobs, by the id of the job that runs for them.
         put_off: The jobs that wait for the next window of their keys, if the transaction commits.
     """
 
@@ -116,6 +117,7 @@ class BatchState:
     taken_along: tuple[UUID, ...] = ()
     dropped: int = 0
     coalesced: tuple[JobsCoalesced, ...] = ()
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
     put_off: tuple[UUID, ...] = ()
     _began_at: float = 0.0
     _ran_seconds: float | None = 0.0

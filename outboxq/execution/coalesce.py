@@ -96,6 +96,10 @@ class Runs:
         """The jobs for which others run."""
         return tuple(job_id for ids in self._others.values() for job_id in ids)
 
+    def stands_for(self) -> dict[UUID, tuple[UUID, ...]]:
+        """The jobs for which others run, by the id of the job that runs."""
+        return {self._runs[key].id: tuple(ids) for key, ids in self._others.items() if ids}
+
     def events(self) -> tuple[JobsCoalesced, ...]:
         """The events, once the taking is committed."""
         return tuple(JobsCoalesced(self._runs[key], len(ids)) for key, ids in self._others.items() if ids)
@@ -123,6 +127,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
         _warn(error)
         run_script(connection, transaction.reset())
     batch.coalesce(runs.running(), runs.taken_along(), runs.events())
+    batch.stands_for = runs.stands_for()
 
 
 def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:
@@ -143,6 +148,7 @@ def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) ->
         run_script(connection, "ROLLBACK")
         runs.keep({job.id for job in runs.dropped})
     leased.coalesce(runs.running())
+    leased.stands_for = runs.stands_for()
     return runs.events()
 
 

@@ -24,7 +24,7 @@ from outboxq.statements.transaction import xact_status
 
 # The statements of `commit_script`: savepoint, constraints, COMMIT.
 _STATEMENTS = 3
-# How many of them stand before those that take the keys of unique jobs.
+# How many of them stand before those that keep finished jobs, and take the keys of unique jobs.
 _BEFORE_KEYS = 2
 _NO_SUCH_SAVEPOINT = "3B001"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
@@ -122,8 +122,9 @@ def _send_commit(
     batch.begin_commit()
     keys = batch.unique_adds.statements(runtime.schema) if batch.unique_adds else []
     texts, next_claim = behind.texts, behind.next_claim
+    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)
     try:
-        results = run_script(connection, "; ".join([commit_script(transaction.inner_savepoint, keys), *texts]))
+        results = run_script(connection, "; ".join([commit_script(transaction.inner_savepoint, keys, kept), *texts]))
     except psycopg.Error as error:
         if not texts or not _failed_after_commit(connection, transaction, error):
             if not is_lost(connection):
@@ -133,6 +134,8 @@ def _send_commit(
         _forgive(connection, next_claim, error)
         fault_point("after-commit")
         return None
+    if kept:
+        results.pop(_BEFORE_KEYS)
     taken = [results.pop(_BEFORE_KEYS) for _ in keys]
     check_committed(results)
     if taken:
@@ -207,7 +210,7 @@ def _back_to_claim(
     return failed
 
 
-def commit_script(inner_savepoint: str, keys: Sequence[str] = ()) -> str:
+def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: str = "") -> str:
     """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
@@ -218,18 +221,23 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = ()) -> str:
     Args:
         keys: Take the keys of the unique jobs that handlers have added. Last, and in the same round trip, so that a
             producer which adds a job of the same key waits for a COMMIT, and not for a handler.
+        kept: Writes the rows of finished jobs. Behind the savepoint: never in another transaction than theirs.
     """
+    keeping = f"{kept}; " if kept else ""
     taking = "".join(f"{statement}; " for statement in keys)
-    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {taking}COMMIT"
+    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"
 
 
-def commit_checked(connection: Connection, inner_savepoint: str) -> None:
+def commit_checked(connection: Connection, inner_savepoint: str, kept: str = "") -> None:
     """Commit by `commit_script`, and check that it is done.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.
     """
-    check_committed(run_script(connection, commit_script(inner_savepoint)))
+    results = run_script(connection, commit_script(inner_savepoint, kept=kept))
+    if kept:
+        results.pop(_BEFORE_KEYS)
+    check_committed(results)
 
 
 def check_committed(results: Sequence[ScriptResult]) -> None:

@@ -11,9 +11,10 @@ enforcer of deadlines during one.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from uuid import UUID
 
 import psycopg
 from sqlalchemy import Connection
@@ -25,8 +26,10 @@ from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import ConnectionLost
+from outboxq.execution.keep import Keeper
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
+from outboxq.statements.done import keep_jobs
 from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
@@ -65,6 +68,8 @@ class Unsettled:
     finished: tuple[JobEvent, ...]
     waiting: tuple[Job, ...]
     unsure: bool
+    keeper: Keeper = field(default_factory=Keeper)
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.waiting)
@@ -77,7 +82,9 @@ class Unsettled:
                 beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
-        finishing = f"{finish_leased(schema, done, free=free)}; " if self.finished else ""
+        rows = self.keeper.kept(self.finished, self.stands_for)
+        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) if rows else ""
+        finishing = f"{finish_leased(schema, done, free=free, kept=kept)}; " if self.finished else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
         return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 
@@ -103,6 +110,9 @@ class LeasedBatch:
     jobs: tuple[Job, ...]
     limits: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     unknown: list[Job] = field(default_factory=list)
+    keeper: Keeper = field(default_factory=Keeper)
+    # The jobs that were taken along, by the id of the job that runs for them.
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
     # How many jobs of the claim do not run: others of it run for them, or they wait for the next window of their keys.
     dropped: int = 0
     claimed_at: float = field(init=False)
@@ -161,7 +171,8 @@ class LeasedBatch:
         with self._lock:
             if self._is_taken:
                 return None
-            taken = Unsettled(tuple(self._finished), tuple(self._waiting), self._unsure)
+            jobs = tuple(self._finished), tuple(self._waiting)
+            taken = Unsettled(*jobs, self._unsure, self.keeper, self.stands_for)
             self._is_taken = True
             self._finished.clear()
             self._waiting.clear()

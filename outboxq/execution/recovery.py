@@ -209,7 +209,7 @@ def settle_on_new_connection(
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, runtime, batch.seconds),)
-            commit_checked(connection, inner)
+            commit_checked(connection, inner, runtime.keeper.statement(runtime.schema, events))
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError):
@@ -336,5 +336,5 @@ def _settle_anew(
         else:
             inner = begin_transaction(connection).inner_savepoint
         event = settle_result(connection, job, result, runtime, seconds)
-        commit_checked(connection, inner)
+        commit_checked(connection, inner, runtime.keeper.statement(runtime.schema, [event]))
     return event

@@ -18,6 +18,7 @@ from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoile
 from outboxq.execution.failure import Describing, Failed, R, describe_failure, describe_reason, withheld
 from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
+from outboxq.execution.keep import Keeper
 from outboxq.execution.orders import Orders
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.resolved import Registry
@@ -74,6 +75,7 @@ class Runtime:
     is_interruption: Callable[[BaseException], bool]
     catalog: Catalog = field(default_factory=Catalog)
     orders: Orders = field(default_factory=Orders)
+    keeper: Keeper = field(default_factory=Keeper)
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.

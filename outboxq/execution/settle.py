@@ -27,6 +27,7 @@ from outboxq.events import (
 from outboxq.execution.chain import add_follower, has_follower
 from outboxq.execution.failure import Failed, kept_errors
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Result, Runtime, UnknownKindResult
+from outboxq.handlers.returned import DoneWithResult
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.statements import cancel, transaction
@@ -43,7 +44,7 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
         finish(connection, job)
         if has_follower(job):
             add_follower(connection, job)
-        return JobDone(job, seconds)
+        return event_of_end(job, result, runtime, seconds)
     result = runtime.kept(job, result)
     match result:
         case Discard():
@@ -99,7 +100,7 @@ def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: fl
     """The event of a job that is over."""
     if isinstance(result, Discard):
         return JobDiscarded(job, runtime.reason(result.reason, job), seconds)
-    return JobDone(job, seconds)
+    return JobDone(job, seconds, result.result if isinstance(result, DoneWithResult) else None)
 
 
 def _retry_or_dead_letter(

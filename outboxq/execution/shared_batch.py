@@ -38,6 +38,7 @@ from outboxq.execution.write_buffer import RowChange, WriteBuffer
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.handlers.handler import AnyHandler
+from outboxq.handlers.returned import DoneWithResult
 from outboxq.handlers.row_writes import RowWrite, TableFacts, row_write
 from outboxq.job import Job
 from outboxq.new_job import NewJob
@@ -89,7 +90,8 @@ class _SharedRun:
         self._places = segment.places
         self._arguments = segment.arguments
         self._locks = locks
-        self._seconds: list[float] = []
+        # How long each job ran, and its result, if that is kept.
+        self._ended: list[tuple[float, str | None]] = []
         self._sent = 0
         self._is_over = False
         # The next three are of the job that runs.
@@ -204,7 +206,8 @@ class _SharedRun:
         self._check()
         if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
-        self._seconds.append(self._batch.end_run())
+        seconds = self._batch.end_run()
+        self._ended.append((seconds, outcome.result if isinstance(outcome, DoneWithResult) else None))
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")
@@ -358,6 +361,6 @@ class _SharedRun:
         self._mark_sent()
 
     def _mark_sent(self) -> None:
-        for seconds in self._seconds[self._sent :]:
-            self._batch.events.append(JobDone(self._batch.jobs[self._places.start + self._sent], seconds))
+        for seconds, result in self._ended[self._sent :]:
+            self._batch.events.append(JobDone(self._batch.jobs[self._places.start + self._sent], seconds, result))
             self._sent += 1

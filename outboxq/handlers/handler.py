@@ -41,7 +41,9 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.batchable = options.batchable
         self.on_failure = options.on_failure
         self.messages: Messages = options.messages
-        self.returned = Returned(kind)
+        self.keeping = options.keeping
+        self.keeps_result = options.keep_result
+        self.returned = Returned(kind, keeps_result=options.keep_result)
         self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes: other decorators set some with the names of ours, `retry` and `kind`.
@@ -196,12 +198,35 @@ class HandlerDecorator:
 
     def __call__(self, function: Callable[..., Any], /) -> AnyHandler:
         """Register `function` and return it as a `Handler`."""
+        return self.register(function)
+
+    def register(self, function: Callable[..., Any]) -> AnyHandler:
+        """Check `function`, and hand it to `add` as a `Handler`."""
         with naming(function):
             check_function(function, PLAIN, self.kind)
         with naming(function, function.__name__):
             handler: AnyHandler = Handler(function, _kind_of(function, self.kind), self.options())
         self.add(handler)
         return handler
+
+
+@dataclass(frozen=True)
+class ResultHandlerDecorator:
+    """What `jobs.handler(keep_result=True, ...)` returns: a `HandlerDecorator` of functions that return any value."""
+
+    make: HandlerDecorator
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[AsyncContext[Any], P], Awaitable[R]], /
+    ) -> Handler[P, AsyncContext[Any], Awaitable[R]]: ...
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context[Any], P], R], /) -> Handler[P, Context[Any], R]: ...
+
+    def __call__(self, function: Callable[..., Any], /) -> AnyHandler:
+        """Register `function` and return it as a `Handler`."""
+        return self.make.register(function)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeAlias, get_args
 
 from outboxq.errors import RegistryError
+from outboxq.handlers.keeping import Keeping, checked_keeping
 from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions
 from outboxq.outcomes import Backoff
 
@@ -43,6 +45,11 @@ class CommonOptions(FlowOptions, total=False):
     on_failure: OnFailure
     """What a failed job of a group does to those behind it: they wait for its retry ("block", the default), or they go
     on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case."""
+    keep: timedelta | None
+    """For how long a row of the table `done_job` stands for each of its jobs that is done, discarded, cancelled while
+    it ran, or expired: written in the job's own transaction. By default finished jobs leave no row."""
+    keep_args: bool
+    """Whether that row has the job's arguments and headers too, so that the job can be run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,9 @@ class HandlerOptions:
     # How its jobs are enqueued, unless `kind.options(...)` says otherwise.
     enqueued: JobOptions = PLAIN_OPTIONS
     on_failure: OnFailure = "block"
+    keep: timedelta | None = None
+    keep_args: bool = False
+    keep_result: bool = False
 
     def __post_init__(self) -> None:
         check_text("queue", self.queue, "mail")
@@ -82,9 +92,15 @@ class HandlerOptions:
             )
         check_choice("messages", self.messages, Messages)
         check_choice("on_failure", self.on_failure, OnFailure)
+        checked_keeping(self.keep, self.keep_args, self.keep_result)
         size = self.max_size
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_MAX_SIZE:
             raise RegistryError(f"max_size takes 1 to {LARGEST_MAX_SIZE:,}, got {size!r}")
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """What is kept of a finished job; None for nothing."""
+        return checked_keeping(self.keep, self.keep_args, self.keep_result)
 
 
 def check_choice(name: str, given: str, choices: object) -> None:

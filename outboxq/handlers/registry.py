@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable
 from types import MappingProxyType
-from typing import Any, Concatenate, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, TypeVar, Unpack, overload
 
 from outboxq.errors import ArgumentError, InvalidKey, RegistryError
 from outboxq.events import Event
@@ -17,6 +17,7 @@ from outboxq.handlers.handler import (
     Handler,
     HandlerDecorator,
     R_outcome,
+    ResultHandlerDecorator,
 )
 from outboxq.handlers.hooks import EventHook, On, checked_events, checked_hook
 from outboxq.handlers.limited import Limited
@@ -77,16 +78,30 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     ) -> Handler[P, AsyncContext[Any], Awaitable[R_outcome]]: ...
 
     @overload
-    def handler(self, *, batchable: bool = False, **options: Unpack[CommonOptions]) -> HandlerDecorator: ...
+    def handler(
+        self, *, batchable: bool = False, keep_result: Literal[False] = False, **options: Unpack[CommonOptions]
+    ) -> HandlerDecorator: ...
+
+    @overload
+    def handler(
+        self, *, batchable: bool = False, keep_result: Literal[True], **options: Unpack[CommonOptions]
+    ) -> ResultHandlerDecorator: ...
 
     def handler(
-        self, function: Callable[..., Any] | None = None, *, batchable: bool = False, **options: Unpack[CommonOptions]
-    ) -> HandlerDecorator | AnyHandler:
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        batchable: bool = False,
+        keep_result: bool = False,
+        **options: Unpack[CommonOptions],
+    ) -> HandlerDecorator | ResultHandlerDecorator | AnyHandler:
         """Register a handler: `@jobs.handler`, or `@jobs.handler(queue="mail")` with options.
 
         Args:
             batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
                 that are claimed together share a session and one flush; if anything goes wrong each runs once more.
+            keep_result: What the handler returns is kept with its finished job, as JSON up to 256 KiB: needs `keep`.
+                `find_job` has it.
             options: As `CommonOptions` explains them. Those of `FlowOptions` are what `options` of the handler takes,
                 for all of its jobs.
 
@@ -95,8 +110,11 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             ArgumentError: a name over 63 bytes, or with control characters.
         """
         check_keywords("handler", options, CommonOptions)
-        decorator = HandlerDecorator(self.add, options.get("kind"), self._options(options, batchable=batchable))
-        return decorator if function is None else decorator(function)
+        checked = self._options(options, batchable=batchable, keep_result=keep_result)
+        decorator = HandlerDecorator(self.add, options.get("kind"), checked)
+        if function is not None:
+            return decorator(function)
+        return ResultHandlerDecorator(decorator) if keep_result else decorator
 
     def batch_handler(
         self, arguments: Callable[P, T], *, max_size: int = DEFAULT_MAX_SIZE, **options: Unpack[CommonOptions]
@@ -109,7 +127,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         Args:
             arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
             max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
-            options: Those of `handler` without `batchable`, as `CommonOptions` explains them.
+            options: Those of `handler` without `batchable` and `keep_result`, as `CommonOptions` explains them.
 
         Raises:
             RegistryError: the kind or an alias is taken, an option is out of its range, or the arguments of the class

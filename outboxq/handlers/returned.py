@@ -1,29 +1,42 @@
 """Returned: the outcomes that a handler's returned values stand for.
 
-None, or any value, means done. Only what shows that the handler's work was not done is an error, and a permanent one,
-since the next attempt would return the same.
+None, or any value, means done; of a kind that keeps results the value is encoded. Only what shows that the handler's
+work was not done, or that its result cannot be kept, is an error, and a permanent one, since the next attempt would
+return the same.
 """
 
 import inspect
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
-from outboxq.errors import HandlerError, NothingDone
+from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
+from outboxq.errors import ArgumentError, HandlerError, NothingDone, ResultNotKept
 from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
 
 logger = logging.getLogger("outboxq.relay")
 
 _DONE = Done()
 _OUTCOMES = (Done, Retry, Snooze, DeadLetter, Discard)
+# The size of a result as JSON, in bytes: that of arguments.
+MAX_RESULT_BYTES = MAX_ARGS_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DoneWithResult(Done):
+    """Done, with what the handler returned, as JSON text."""
+
+    result: str
 
 
 class Returned:
     """Reads outcomes from what the handler of one kind returns; logs once that other values are dropped."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, keeps_result: bool = False) -> None:
         self._kind = kind
+        self._keeps_result = keeps_result
         # The first thread that logs it takes this lock for good.
         self._said = threading.Lock()
 
@@ -32,12 +45,15 @@ class Returned:
 
         Raises:
             NothingDone: a coroutine or the like that was never run, or the class of an outcome.
+            ResultNotKept: the value is to be kept, and JSON cannot hold it, or it is too large.
         """
-        if returned is None:
-            return _DONE
+        if returned is None or type(returned) is Done:
+            return DoneWithResult("null") if self._keeps_result else _DONE
         if isinstance(returned, _OUTCOMES):
             return returned
         _refuse_undone(returned)
+        if self._keeps_result:
+            return DoneWithResult(self._encoded(returned))
         self._drop(returned)
         return _DONE
 
@@ -63,6 +79,15 @@ class Returned:
         raise HandlerError(
             f"the batch handler returned {len(returned)} outcomes for {count} jobs: return one for each, in their order"
         )
+
+    def _encoded(self, value: object) -> str:
+        try:
+            encoded = encode_value("result", value)
+        except ArgumentError as error:
+            raise ResultNotKept(self._kind, str(error).removeprefix("argument 'result' ")) from None
+        if len(encoded) > MAX_RESULT_BYTES:
+            raise ResultNotKept(self._kind, f"is {len(encoded):,} bytes as JSON, over the cap of {MAX_RESULT_BYTES:,}")
+        return encoded.decode()
 
     def _drop(self, value: object) -> None:
         if self._said.acquire(blocking=False):

@@ -84,8 +84,10 @@ UP = f"""\
       args jsonb,
       headers jsonb,
       result jsonb,
+      -- The jobs that its run took along, as it was coalesced with them.
+      stands_for uuid[],
       expires_at timestamptz NOT NULL,
-      CONSTRAINT done_job_outcome CHECK (outcome IN ('done', 'discarded', 'cancelled'))
+      CONSTRAINT done_job_outcome CHECK (outcome IN ('done', 'discarded', 'cancelled', 'expired'))
     ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on);
     CREATE INDEX done_job_expires ON @schema@.done_job (expires_at);
 

@@ -1,7 +1,7 @@
 """Find a job again by what `add_job` returned: for a producer whose COMMIT was not answered, and for tests."""
 
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, overload
 from uuid import UUID
 
@@ -9,22 +9,30 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.database.driver import run_script
 from outboxq.new_job import JobHandle
+from outboxq.statements import done
 from outboxq.statements import jobs as statements
+from outboxq.tables import mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
 class FoundJob:
-    """Where a job is: it waits (for its time or a relay), it runs, or it is among the dead letters.
+    """Where a job is: it waits (for its time or a relay), it runs, it is among the dead letters, or it is over.
 
-    `attempt` counts the attempts that have ended; in lease mode also the one that runs.
+    It is found when it is over if its kind keeps its finished jobs (`keep=`): done, discarded by its handler, cancelled
+    while it ran, or expired.
+
+    `attempt` counts the attempts that have ended; in lease mode also the one that runs. `result` is what a handler with
+    `keep_result=True` returned, as JSON text.
     """
 
     id: UUID
     kind: str
     queue: str
-    state: Literal["waiting", "running", "dead"]
+    state: Literal["waiting", "running", "dead", "done", "discarded", "cancelled", "expired"]
     attempt: int
+    result: str | None = field(default=None, repr=False)
 
 
 @overload
@@ -40,10 +48,10 @@ def find_job(
 ) -> FoundJob | Awaitable[FoundJob | None] | None:
     """Look for a job, in a transaction that began after the one that added it; await the result if that is async.
 
-    A job that is found was committed. None means that it was never committed, or that it is done: the rows that you
-    wrote in the transaction that added it tell which, because the job existed if and only if they do.
+    A job that is found was committed. None means that it was never committed, or that it is done and not kept: the rows
+    that you wrote in the transaction that added it tell which, because the job existed if and only if they do.
 
-    Needs SELECT on the tables `job` and `dead_job`.
+    Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found.
     """
     job_id = job.id if isinstance(job, JobHandle) else job
     if isinstance(connection, AsyncSession | AsyncConnection):
@@ -53,4 +61,8 @@ def find_job(
 
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
     row = connection.execute(statements.find_job(job_id)).one_or_none()
+    below = connection if isinstance(connection, Connection) else connection.connection()
+    if row is None and run_script(below, done.may_read(mapped_schema(below)))[0].rows[0][0]:
+        # Later than the first look: a job that ended between the two is found.
+        row = connection.execute(done.find_finished(job_id)).one_or_none()
     return None if row is None else FoundJob(*row)

@@ -173,6 +173,7 @@ class BatchLoop:
                 # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
                     batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
+                    batch.stands_for = leased.stands_for
                     committed = None
                     while committed is None:
                         run(connection, batch, runtime, shared=False)
@@ -201,7 +202,8 @@ class BatchLoop:
         """
         if claimed is None or not claimed.jobs:
             return None
-        leased = LeasedBatch(claimed.request.queue, claimed.jobs, self._state.limits.lease_mode)
+        limits, keeper = self._state.limits.lease_mode, self._state.keeper
+        leased = LeasedBatch(claimed.request.queue, claimed.jobs, limits, keeper=keeper)
         self.leased_batch = leased
         events = coalesce_leased(connection, leased, self._state.config.schema)
         if events:

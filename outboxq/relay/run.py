@@ -45,7 +45,7 @@ from outboxq.relay.poller import SharedPoller
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
-from outboxq.relay.startup import declare_schedules, wait_for_database
+from outboxq.relay.startup import declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around
@@ -219,6 +219,7 @@ class RelayRun:
     def _look_around(self, connection: Connection) -> None:
         """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
         declare_schedules(connection, self.config.schema, self.registry)
+        self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
         asked_at = time.time()
         ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
         self._state.clock.compare(float(str(database_seconds)), asked_at, time.time())

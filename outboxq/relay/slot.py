@@ -148,6 +148,7 @@ class Slot:
             sharing_queues=self._planner.sharing_queues,
             is_interruption=self._is_interruption,
             orders=state.flow.orders,
+            keeper=state.keeper,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from uuid import UUID
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -10,14 +11,17 @@ from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
+from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines
 from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
 from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost
+from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
+from outboxq.statements.done import may_write
 from outboxq.statements.server import schema_version, synchronous_commit
 from outboxq.tables import NEEDED_VERSION, SCHEMA
 
@@ -110,6 +114,22 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
                 gone.kind,
                 extra={"outboxq_schedule": gone.name},
             )
+
+
+def find_keeper(connection: Connection, schema: str, registry: Registry, relay: UUID) -> Keeper:
+    """What the relay keeps of finished jobs: what its handlers say, unless it may not write their table.
+
+    Then their jobs run all the same, and a warning is logged: what jobs do must not depend on what is kept of them.
+    """
+    keeper = Keeper.of(registry, relay)
+    if not keeper.kinds or run_script(connection, may_write(schema))[0].rows[0][0]:
+        return keeper
+    logger.warning(
+        "finished jobs are not kept: the table done_job is missing, or the role may not write it: run `outboxq "
+        "migrate`, and what `outboxq roles --sql` prints, then start the relay again",
+        extra={"outboxq_kinds": sorted(keeper.kinds)},
+    )
+    return Keeper()
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:

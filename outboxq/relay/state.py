@@ -10,6 +10,7 @@ from outboxq.emitter import Emitter
 from outboxq.events import JobCancelled, JobCrashed, JobDied, JobDone, JobExpired, JobLeaseLost, JobRetried, JobSetAside
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
+from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
@@ -105,6 +106,8 @@ class RelayState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     aggregate: Aggregate = field(default_factory=Aggregate)
     clock: DatabaseClock = field(default_factory=DatabaseClock)
+    # What it keeps of finished jobs; nothing until it has looked whether it may.
+    keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ WITH oq_held AS MATERIALIZED (
 _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
 
 
-def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
+def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, kept: str = "") -> str:
     """Delete jobs whose handlers are done; returns the ids of those that are not under their lease any more.
 
     Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator's command that has locked a row, and then
@@ -32,7 +32,9 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> st
 
     Args:
         free: Leave the jobs whose rows are locked, and return their ids too.
+        kept: Writes the rows of those that this deletes (`keep_jobs`, of `gone`).
     """
+    keeping: LiteralString = ", kept AS (\n{kept}\n)" if kept else ""
     return _with_jobs(
         schema,
         jobs,
@@ -42,9 +44,12 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> st
         + _MINE
         + """
   RETURNING job.id
-)
+)"""
+        + keeping
+        + """
 SELECT held.id FROM pg_catalog.unnest({ids}::uuid[]) AS held (id)
 WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
+        kept=kept,
     )
 
 
@@ -81,8 +86,8 @@ def standing(schema: str, jobs: Iterable[Job]) -> str:
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
-def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString) -> str:
+def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString, **parts: str) -> str:
     # Formatted without quoting, because there may be a thousand: hexadecimal digits and integers need none.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
     table = quote_identifier(schema, "job")
-    return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table)
+    return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table, **parts)

@@ -53,6 +53,15 @@ def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
 
 
+def delete_finished(schema: str, limit: int, skip: int = 0) -> str:
+    """Delete up to `limit` finished jobs whose time is over, like `delete_messages`.
+
+    Index: done_job_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
+    holds: one that writes the row of a job of the same id anew.
+    """
+    return _delete(schema, "done_job", ("id",), limit, skip)
+
+
 _DELETE_REQUESTS: LiteralString = """\
 WITH old AS MATERIALIZED (
   SELECT request.job_id FROM {cancel_request} AS request
@@ -122,7 +131,7 @@ def delete_dead(schema: str, queue: str, declared: float | None, limit: int, ski
 
 
 def _delete(
-    schema: str, table: str, key: tuple[LiteralString, LiteralString], limit: int, skip: int, unless: LiteralString = ""
+    schema: str, table: str, key: tuple[LiteralString, ...], limit: int, skip: int, unless: LiteralString = ""
 ) -> str:
     return fill(
         _DELETE,

@@ -8,6 +8,7 @@ from psycopg import sql
 _TABLES = {
     "job": "job",
     "dead": "dead_job",
+    "done": "done_job",
     "queue_table": "queue",
     "relay": "relay",
     "schedule": "schedule",

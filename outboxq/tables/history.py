@@ -95,8 +95,10 @@ done_job = Table(
     Column("args", JsonText),
     Column("headers", JsonText),
     Column("result", JsonText),
+    # The jobs that its run took along, as it was coalesced with them.
+    Column("stands_for", ARRAY(Uuid)),
     Column("expires_at", DateTime(timezone=True), nullable=False),
-    CheckConstraint("outcome IN ('done', 'discarded', 'cancelled')", name="done_job_outcome"),
+    CheckConstraint("outcome IN ('done', 'discarded', 'cancelled', 'expired')", name="done_job_outcome"),
 )
 Index("done_job_expires", done_job.c.expires_at)
 set_storage(

@@ -26,6 +26,7 @@ from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.execution.keep import Keeper
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.handlers.context import AsyncContext, Context
@@ -35,6 +36,7 @@ from outboxq.new_job import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 from outboxq.statements.claim import ClaimStatements
+from outboxq.statements.done import may_write
 from outboxq.statements.transaction import local_timeouts_off
 from outboxq.tables import job, mapped_schema
 
@@ -177,8 +179,10 @@ def _drain(
     session.flush()
     connection = session.connection()
     schema = mapped_schema(connection)
+    registry = jobs.resolve()
+    keeps = run_script(connection, may_write(schema))[0].rows[0][0]
     runtime = Runtime(
-        jobs.resolve(),
+        registry,
         state,
         invoker,
         Guard(connection),
@@ -188,6 +192,7 @@ def _drain(
         caller=runner,
         sharing_queues=frozenset(),
         is_interruption=_is_for_the_test,
+        keeper=Keeper.of(registry) if keeps else Keeper(),
     )
     queues = [name for name, flavour in runtime.registry.flavours.items() if flavour == invoker.flavour]
     # Around everything: each claim from an empty queue leaves a savepoint of its own.
@@ -223,6 +228,8 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, shared=True)
+        if kept := runtime.keeper.statement(runtime.schema, batch.events):
+            run_script(connection, kept)
         batch.unique_adds.take(connection, runtime.schema)
         # The handlers' deadlines are not the test's.
         run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")

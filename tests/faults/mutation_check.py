@@ -96,6 +96,29 @@ MUTANTS = (
         (f"{_KEPT}::test_a_job_that_dies_again_meanwhile_stays",),
     ),
     Mutant(
+        "the lease in the rows of finished jobs",
+        "outboxq/statements/done.py",
+        '"\\nJOIN gone ON gone.id = kept.id" if gone else ""',
+        '""',
+        ("tests/execution/test_kept.py::test_a_job_whose_lease_was_lost_is_not_kept",),
+    ),
+    Mutant(
+        "the expiry of finished jobs",
+        "outboxq/statements/prune.py",
+        "  WHERE expires_at < pg_catalog.statement_timestamp(){unless}\n",
+        "  WHERE true{unless}\n",
+        ("tests/execution/test_kept.py::test_only_rows_whose_time_is_over_are_pruned",),
+    ),
+    Mutant(
+        "the rows of finished jobs in their own transaction",
+        "outboxq/execution/commit.py",
+        "    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)\n",
+        "    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)\n"
+        "    with connection.engine.connect() as other, other.begin():\n"
+        "        kept = kept and run_script(other, kept) and ''\n",
+        ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
+    ),
+    Mutant(
         "the number of a flush in the relay's own row",
         "outboxq/statements/history.py",
         "WHERE id = {owner} AND flush < {flush} RETURNING 1",

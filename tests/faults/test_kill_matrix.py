@@ -78,6 +78,7 @@ def test_a_relay_killed_at_any_moment_leaves_one_effect_each(
     """Another relay does what was not committed, repeats nothing, and charges nobody who did not run alone."""
     enqueue(sessions, engine, mode, "kill" if moment == "inside-handler" else "", tmp_path)
     kill_a_relay(outboxq_database.url, mode, moment)
+    assert_as_many_kept_as_done(engine)
     expire_leases(engine)
     with start_relay(faulty.jobs, mode.config):
         wait_until(lambda: waiting(engine) == 0, "the jobs to be done")
@@ -162,6 +163,14 @@ def enqueue(sessions: sessionmaker[OutboxSession], engine: Engine, mode: Mode, f
             connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
 
 
+def assert_as_many_kept_as_done(engine: Engine) -> None:
+    """A finished job is kept if and only if its effect stands: in one snapshot there are as many of both."""
+    counts = "SELECT (SELECT count(*) FROM effect_ledger), (SELECT count(*) FROM outboxq.done_job)"
+    with engine.connect() as connection:
+        effects, kept = connection.execute(text(counts)).one()
+    assert effects == kept
+
+
 def assert_one_effect_each(engine: Engine, mode: Mode, moment: str) -> None:
     effects = ledger(engine)
     if mode.suspects and moment in CHARGED:
@@ -169,4 +178,5 @@ def assert_one_effect_each(engine: Engine, mode: Mode, moment: str) -> None:
         assert len(charged) == 1, effects
     else:
         charged = []
+    assert_as_many_kept_as_done(engine)
     assert effects == {faulty.trace(name, crashes=int(name in charged)): 1 for name in NAMES}

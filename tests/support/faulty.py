@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 from sqlalchemy import text
@@ -22,29 +23,31 @@ from tests.support.app import Effect
 QUICK = Backoff(max_attempts=3, first_seconds=0.0, jitter=0.0)
 # Less than what a relay's own deadline would take: what happens then is the server's doing.
 HOLD_TIMEOUT_SECONDS = 1.0
+# A finished job leaves a row, which is there if and only if its effect is.
+KEEP = timedelta(days=7)
 
 jobs = Jobs()
 
 
-@jobs.handler(queue="tx", retry=QUICK)
+@jobs.handler(queue="tx", retry=QUICK, keep=KEEP)
 def work(ctx: Context, name: str, fault: str = "", marker: str = "") -> None:
     """Write the effect, then meet the fault: once where there is a marker, else each time."""
     run(ctx.session, ctx.job, name, fault, marker)
 
 
-@jobs.handler(queue="tx-async", retry=QUICK)
+@jobs.handler(queue="tx-async", retry=QUICK, keep=KEEP)
 async def work_async(ctx: AsyncContext, name: str, fault: str = "", marker: str = "") -> None:
     """As `work`."""
     await ctx.session.run_sync(run, ctx.job, name, fault, marker)
 
 
-@jobs.handler(queue="lease", retry=QUICK, claim="lease")
+@jobs.handler(queue="lease", retry=QUICK, keep=KEEP, claim="lease")
 def work_leased(ctx: Context, name: str, fault: str = "", marker: str = "") -> None:
     """As `work`."""
     run(ctx.session, ctx.job, name, fault, marker)
 
 
-@jobs.handler(queue="lease-async", retry=QUICK, claim="lease")
+@jobs.handler(queue="lease-async", retry=QUICK, keep=KEEP, claim="lease")
 async def work_leased_async(ctx: AsyncContext, name: str, fault: str = "", marker: str = "") -> None:
     """As `work`."""
     await ctx.session.run_sync(run, ctx.job, name, fault, marker)

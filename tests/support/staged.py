@@ -19,7 +19,8 @@ ERRORS = """[
 REASON = "gave up after 1 of 1 attempts: ValueError: card <number> was refused by the bank"
 
 _TABLES = ", ".join(
-    f"outboxq.{name}" for name in ("job", "dead_job", "inbox", "effect", "queue", "relay", "schedule", "batch")
+    f"outboxq.{name}"
+    for name in ("job", "dead_job", "done_job", "inbox", "effect", "queue", "relay", "schedule", "batch")
 )
 _JOB = text(
     "INSERT INTO outboxq.job (id, queue, kind, args, state, run_at, created_at, attempt, parked) VALUES "
@@ -39,6 +40,7 @@ def stage(engine: Engine) -> datetime:
         now: datetime = connection.execute(text("SELECT now()")).scalar_one()
         _stage_jobs(connection)
         _stage_dead(connection)
+        _stage_done(connection)
         _stage_memory(connection)
         _stage_schedules(connection)
         _stage_batches(connection)
@@ -96,6 +98,21 @@ def _stage_dead(connection: Connection) -> None:
                 "created_at": _ago(connection, "4 days"),
             },
         )  # fmt: skip
+
+
+def _stage_done(connection: Connection) -> None:
+    connection.execute(
+        text(
+            "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, claimed_at, finished_at, "
+            "seconds, relay, args, headers, result, expires_at) VALUES "
+            "(:report, 'reports', 'make_report', 'done', 1, now() - interval '32 minutes', "
+            "now() - interval '31 minutes', now() - interval '30 minutes', 48.5, :relay, '{\"month\": \"2026-01\"}', "
+            "'{}', '{\"file\": \"reports/2026-01.pdf\"}', now() + interval '7 days' - interval '30 minutes'), "
+            "(:mail, 'mail', 'send_digest', 'discarded', 2, now() - interval '2 hours', now() - interval '2 hours', "
+            "now() - interval '2 hours', 0.02, :relay, NULL, NULL, NULL, now() + interval '22 hours')"
+        ),
+        {"report": numbered(302), "mail": numbered(301), "relay": numbered(401)},
+    )
 
 
 def _stage_memory(connection: Connection) -> None:

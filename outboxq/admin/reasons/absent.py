@@ -1,4 +1,4 @@
-"""Jobs that are not in the table: dead, to be added by a batch, not committed, or gone."""
+"""Jobs that are not in the table: dead, kept as finished, to be added by a batch, not committed, or gone."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ from outboxq.codec.text import duration, several
 from outboxq.database.engines import RELAY_NAME
 from outboxq.statements import explain as statements
 from outboxq.statements.doctor.sessions import prepared_transactions
+from outboxq.statements.done import finished_facts, has_done_jobs
 
 # An id may be drawn so long before its transaction begins; and clocks differ.
 _DRAWN_BEFORE_SECONDS = 60.0
@@ -23,6 +24,12 @@ def find_absent(looks: Looks, job_id: UUID) -> Iterator[Reason]:
     dead = looks.row("the dead letters", statements.dead_facts(looks.schema, job_id))
     if dead is not None:
         yield _dead(job_id, dead)
+        return
+    kept = looks.count("the finished jobs", has_done_jobs(looks.schema)) and looks.row(
+        "the finished jobs", finished_facts(looks.schema, job_id)
+    )
+    if kept:
+        yield _finished(job_id, kept)
         return
     batch = looks.row("the open batches", statements.batch_facts(looks.schema, job_id))
     if batch is not None:
@@ -37,9 +44,9 @@ def find_absent(looks: Looks, job_id: UUID) -> Iterator[Reason]:
         "not-found",
         f"there is no such job: it is done, was discarded or cancelled, or was never committed{made}",
         {"made_at": None if made_at is None else made_at.isoformat().replace("+00:00", "Z")},
-        "Jobs that are done leave no row. A job was never committed if its producer's transaction was rolled back, or "
-        "another job had its unique key (`handle.added`). One that follows another in a chain is added when that one "
-        "is done, under an id of its own.",
+        "Jobs that are done leave no row, unless their kind keeps them (`keep=`). A job was never committed if its "
+        "producer's transaction was rolled back, or another job had its unique key (`handle.added`). One that follows "
+        "another in a chain is added when that one is done, under an id of its own.",
     )
 
 
@@ -49,6 +56,23 @@ def _dead(job_id: UUID, dead: Row[Any]) -> Reason:
         f"it became a dead letter {duration(dead.dead_seconds)} ago: {dead.reason}",
         {"queue": dead.queue, "kind": dead.kind, "attempt": dead.attempt, "dead_seconds": dead.dead_seconds},
         f"Look at its errors: outboxq dead show {job_id}. To run it again: outboxq dead retry {job_id}.",
+    )
+
+
+def _finished(job_id: UUID, kept: Row[Any]) -> Reason:
+    others = f", for {several(kept.stands_for, 'other job', 'other jobs')} of its key too" if kept.stands_for else ""
+    return Reason(
+        "kept-done",
+        f"it is over: {kept.outcome} {duration(kept.finished_seconds)} ago, in attempt {kept.attempt}, after "
+        f"{duration(kept.seconds)}{others}",
+        {
+            "queue": kept.queue,
+            "kind": kept.kind,
+            "outcome": kept.outcome,
+            "attempt": kept.attempt,
+            "finished_seconds": kept.finished_seconds,
+        },
+        f"See what is kept of it: outboxq done show {job_id}.",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 # In the order of precedence: of those that hold at the same time the first one is the verdict.
 Code: TypeAlias = Literal[
     "dead",
+    "kept-done",
     "waits-for-batch",
     "not-committed",
     "not-found",

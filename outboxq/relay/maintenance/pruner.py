@@ -1,4 +1,4 @@
-"""The pruner: the periodic task that deletes what is over: messages, effects, unique keys, cancellations, dead letters.
+"""The pruner: the periodic task that deletes what is over: messages, effects, unique keys, finished jobs, dead letters.
 
 It sweeps batches (`jobs.batch`), too. One is over without a relay coming to it if the relay of its last member died
 between that one's COMMIT and its look, or if an operator, a reaper or an older relay removed the member.
@@ -67,15 +67,16 @@ class Pruner(PeriodicTask):
     _last_key: str = field(default="", init=False)
 
     def _run_on(self, connection: PGconn) -> Sequence[Pruned | DeadLettersPruned]:
-        messages = effects = keys = 0
+        messages = effects = keys = finished = 0
         if self.deletes:
             messages = self._delete_all(connection, "messages", statements.delete_messages)
             effects = self._delete_all(connection, "effects", statements.delete_effects)
             keys = self._delete_idle_keys(connection)
+            finished = self._delete_all(connection, "finished jobs", statements.delete_finished)
         dead = self._delete_dead(connection) if self.deletes else []
         self._delete_all(connection, "cancellations", statements.delete_requests)
-        batches = self._sweep(connection)
-        return [Pruned(messages, effects, keys, batches), *dead] if messages or effects or keys or batches else dead
+        pruned = Pruned(messages, effects, keys, self._sweep(connection), finished)
+        return dead if pruned == Pruned(0, 0) else [pruned, *dead]
 
     def _delete_dead(self, connection: PGconn) -> list[DeadLettersPruned]:
         """Delete the dead letters whose time is over, of the queues that keep them for a time."""

@@ -1,0 +1,101 @@
+"""Finished jobs of kinds that keep them (`keep=`), for operators to look at, and to run again."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.clock import uuid7s
+from outboxq.database.driver import run_script
+from outboxq.errors import ArgsNotKept, JobNotFound
+from outboxq.statements import done as statements
+from outboxq.statements.done import OUTCOMES as OUTCOMES
+from outboxq.statements.done import DoneFilter as DoneFilter
+from outboxq.tables import mapped_schema
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job that is over.
+
+    Attributes:
+        outcome: `done`, `discarded`, `cancelled` (while it ran) or `expired`.
+        attempt: The attempt that counts, from 1.
+        seconds: How long its handler ran.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    outcome: str
+    attempt: int
+    created_at: datetime
+    claimed_at: datetime | None
+    finished_at: datetime
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedDetail:
+    """Everything that is kept of a finished job; `args`, `headers` and `result` are JSON text, None if not kept.
+
+    Attributes:
+        relay: The relay that ran it.
+        expires_at: The row is deleted soon after.
+        stands_for: The jobs that its run took along, as it was coalesced with them.
+    """
+
+    finished: FinishedJob
+    relay: UUID | None
+    expires_at: datetime
+    stands_for: tuple[UUID, ...]
+    args: str | None = field(repr=False)
+    headers: str | None = field(repr=False)
+    result: str | None = field(repr=False)
+
+
+def list_finished(
+    connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
+) -> list[FinishedJob]:
+    """The finished jobs that match, the last added first; continue with `before` the last one's id."""
+    rows = connection.execute(statements.select_done(wanted or DoneFilter(), before=before, limit=limit))
+    return [FinishedJob(*row) for row in rows]
+
+
+def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
+    """One finished job, with what is kept of it.
+
+    Raises:
+        JobNotFound: its kind keeps none, its time is over, or it waits, runs or is dead.
+    """
+    row = connection.execute(statements.select_finished(job_id)).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id, "finished job")
+    summary = len(statements.SUMMARY_COLUMNS)
+    relay, expires_at, stands_for, *texts = row[summary:]
+    return FinishedDetail(FinishedJob(*row[:summary]), relay, expires_at, tuple(stands_for or ()), *texts)
+
+
+def outcome_of(connection: Connection, job_id: UUID) -> str | None:
+    """How a job that is kept ended; None if it is not kept, or if this role may not look."""
+    if not run_script(connection, statements.may_read(mapped_schema(connection)))[0].rows[0][0]:
+        return None
+    return connection.execute(statements.select_outcome(job_id)).scalar_one_or_none()
+
+
+def run_again(connection: Connection, job_id: UUID) -> UUID:
+    """Add a new job with the kind, the queue, the arguments and the headers of a finished one; returns its id.
+
+    It has no unique key and is in no group or batch, and nothing follows it: it is run for what it does itself.
+
+    Raises:
+        JobNotFound: there is no such finished job.
+        ArgsNotKept: its kind keeps no arguments.
+    """
+    found = show_finished(connection, job_id)
+    if found.args is None:
+        raise ArgsNotKept(job_id, found.finished.kind)
+    new_id = UUID(uuid7s(1)[0])
+    connection.execute(statements.add_again(job_id, new_id))
+    return new_id

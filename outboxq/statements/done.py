@@ -1,0 +1,177 @@
+"""Finished jobs: writing their rows, in the transaction in which they are over, and reading them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, LiteralString, NamedTuple
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Insert, Select, Text, TextClause, cast, insert, literal, select, text
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
+
+from outboxq.job import OWN_HEADERS
+from outboxq.statements.paging import matching
+from outboxq.statements.render import quote_identifier, render
+from outboxq.tables import done_job, job
+
+OUTCOMES = ("done", "discarded", "cancelled", "expired")
+SUMMARY_COLUMNS = ("id", "queue", "kind", "outcome", "attempt", "created_at", "claimed_at", "finished_at", "seconds")
+DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "result")
+
+
+class KeptJob(NamedTuple):
+    """The row of a job that is over.
+
+    Attributes:
+        seconds: How long its handler ran.
+        args, headers, result: JSON text, of kinds that keep them.
+        stands_for: The jobs that its run took along, as it was coalesced with them.
+        keep_seconds: For how long the row stands.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    outcome: str
+    attempt: int
+    created_at: datetime
+    claimed_at: datetime | None
+    seconds: float
+    args: str | None
+    headers: str | None
+    result: str | None
+    stands_for: tuple[UUID, ...]
+    keep_seconds: float
+
+
+_INSERT: LiteralString = """\
+INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, relay, args, headers,
+  result, stands_for, expires_at)
+SELECT kept.id, kept.queue, kept.kind, kept.outcome, kept.attempt, kept.created_at, kept.claimed_at, kept.seconds,
+  {owner}::uuid, kept.args::jsonb, kept.headers::jsonb, kept.result::jsonb, kept.stands_for::uuid[],
+  pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => kept.keep_seconds)
+FROM unnest({ids}::uuid[], {queues}::text[], {kinds}::text[], {outcomes}::text[], {attempts}::int[],
+  {created}::timestamptz[], {claimed}::timestamptz[], {seconds}::float8[], {args}::text[], {headers}::text[],
+  {results}::text[], {stands_for}::text[], {keep}::float8[]) AS kept (
+  id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, args, headers, result, stands_for, keep_seconds
+)"""
+_AGAIN: LiteralString = """
+ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
+  created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
+  seconds = excluded.seconds, relay = excluded.relay, args = excluded.args, headers = excluded.headers,
+  result = excluded.result, stands_for = excluded.stands_for, expires_at = excluded.expires_at
+  WHERE earlier.queue = excluded.queue AND earlier.kind = excluded.kind"""
+
+
+def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone: bool = False) -> str:
+    """Write the rows of jobs that are over, in the transaction that removes them.
+
+    Index: the primary key. A row of the same id gives way, if it is of the same queue and kind: a producer chose the id
+    twice. One of another queue or kind stays. No other transaction writes a row of these ids: it would have to remove
+    the same job.
+
+    Args:
+        gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
+    """
+    columns = list(zip(*kept, strict=True))
+    names = (
+        "ids", "queues", "kinds", "outcomes", "attempts", "created", "claimed", "seconds", "args", "headers", "results",
+        "stands_for", "keep",
+    )  # fmt: skip
+    values: dict[str, object] = {name: list(column) for name, column in zip(names, columns, strict=True)}
+    values["ids"] = [str(each.id) for each in kept]
+    values["stands_for"] = [f"{{{','.join(map(str, each.stands_for))}}}" if each.stands_for else None for each in kept]
+    only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
+    return render(schema, _INSERT + only + _AGAIN, owner=None if relay is None else str(relay), **values)
+
+
+_MAY_USE: LiteralString = """\
+SELECT coalesce(pg_catalog.bool_and(pg_catalog.has_table_privilege(pg_catalog.to_regclass({name}), wanted)), false)
+FROM pg_catalog.unnest({rights}::text[]) AS given (wanted)"""
+
+
+def may_write(schema: str) -> str:
+    """Whether the table `done_job` is there, and this role may write it; one row. No locks."""
+    return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT", "INSERT", "UPDATE"])
+
+
+def may_read(schema: str) -> str:
+    """Whether the table `done_job` is there, and this role may read it; one row. No locks."""
+    return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT"])
+
+
+@dataclass(frozen=True, slots=True)
+class DoneFilter:
+    """Which finished jobs are meant; without any value, all of them. `since`: those that ended then or later."""
+
+    queue: str | None = None
+    kind: str | None = None
+    outcome: str | None = None
+    since: datetime | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `done_job`."""
+        found = matching(done_job, queue=self.queue, kind=self.kind, outcome=self.outcome)
+        if self.since is not None:
+            found.append(done_job.c.finished_at >= self.since)
+        return found
+
+
+def has_done_jobs(schema: str) -> TextClause:
+    """1 if the table `done_job` is there, and else 0; step 11 of the migrations makes it. No locks."""
+    name = quote_identifier(schema, "done_job")
+    return text("SELECT count(pg_catalog.to_regclass(:name))").bindparams(name=name)
+
+
+def select_done(wanted: DoneFilter, *, before: UUID | None, limit: int) -> Select[Any]:
+    """The finished jobs that match and whose ids are smaller than `before`, the latest first. No locks.
+
+    Index: the primary key, backwards from `before`, up to the first `limit` that match. Ids are in the order in which
+    jobs were added.
+    """
+    earlier = [] if before is None else [done_job.c.id < before]
+    return (
+        select(*(done_job.c[name] for name in SUMMARY_COLUMNS))
+        .where(*wanted.conditions(), *earlier)
+        .order_by(done_job.c.id.desc())
+        .limit(limit)
+    )
+
+
+def select_finished(job_id: UUID) -> Select[Any]:
+    """One finished job with everything that is stored of it. Index: the primary key; no locks; one row."""
+    return select(*(done_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(done_job.c.id == job_id)
+
+
+def select_outcome(job_id: UUID) -> Select[Any]:
+    """How a job ended, if that is kept. Index: the primary key; no locks; one row."""
+    return select(done_job.c.outcome).where(done_job.c.id == job_id)
+
+
+def find_finished(job_id: UUID) -> Select[Any]:
+    """A finished job as `find_job` reports it. Index: the primary key; no locks; one row."""
+    found = done_job.c
+    columns = found.id, found.kind, found.queue, found.outcome, found.attempt, found.result
+    return select(*columns).where(found.id == job_id)
+
+
+def add_again(job_id: UUID, new_id: UUID) -> Insert:
+    """Add a job with the kind, the queue, the arguments and the headers of a finished one, but for our own headers.
+
+    Index: the primary key of `done_job`. No lock is waited for: the id is new.
+    """
+    own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
+    headers = cast(done_job.c.headers, JSONB).op("-")(own)
+    new = select(literal(new_id, done_job.c.id.type), done_job.c.queue, done_job.c.kind, done_job.c.args, headers)
+    columns = ["id", "queue", "kind", "args", "headers"]
+    return insert(job).from_select(columns, new.where(done_job.c.id == job_id), include_defaults=False)
+
+
+def finished_facts(schema: str, job_id: UUID) -> TextClause:
+    """A finished job, for an explanation. Index: the primary key; one row."""
+    table = quote_identifier(schema, "done_job")
+    return text(
+        "SELECT queue, kind, outcome, attempt, seconds, relay, pg_catalog.cardinality(stands_for) AS stands_for, "
+        "extract(epoch FROM pg_catalog.statement_timestamp() - finished_at)::float8 AS finished_seconds "
+        f"FROM {table} WHERE id = CAST(:job_id AS uuid)"
+    ).bindparams(job_id=str(job_id))

@@ -1,0 +1,312 @@
+"""Finished jobs of kinds that keep them: a row in the transaction that removes the job, and nothing sent without."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
+
+import outboxq.execution.commit as commit_module
+import outboxq.execution.lease_mode as lease_module
+from outboxq import BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
+from outboxq.admin.finished import list_finished, run_again, show_finished
+from outboxq.database.driver import run_script
+from outboxq.errors import ArgsNotKept
+from outboxq.events import JobDied, JobDone, JobLeaseLost
+from outboxq.execution.commit import commit_script
+from outboxq.statements.prune import delete_finished
+from tests.support.app import QUICK, Effect
+from tests.support.ledger import ledger, rows
+
+KEEP = timedelta(days=7)
+Drain = Callable[..., list[Any]]
+Sessions = sessionmaker[OutboxSession]
+
+
+def kept(engine: Engine) -> list[tuple[object, ...]]:
+    """Kind, outcome, attempt and result of each row, sorted."""
+    found = rows(engine, "SELECT kind, outcome, attempt, result::text FROM outboxq.done_job")
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("batch_size", [1, 10])
+def test_each_way_a_job_ends_leaves_its_row(
+    engine: Engine, sessions: Sessions, drain: Drain, claim: str, batch_size: int
+) -> None:
+    """Done with a result, discarded, expired: a row each. A retry and a dead letter leave none."""
+    jobs = Jobs()
+
+    @jobs.handler(claim=claim, keep=KEEP, keep_args=True, keep_result=True, retry=QUICK)
+    def work(ctx: Context, name: str) -> Any:
+        if name == "writes":
+            ctx.session.add(Effect(name=name))
+        if name == "fails":
+            raise ValueError("no")
+        if name == "retries" and ctx.job.attempt == 1:
+            return Retry()
+        return Discard("not needed") if name == "discards" else {"name": name}
+
+    @jobs.handler(claim=claim)
+    def plain(ctx: Context) -> None:
+        pass
+
+    with sessions.begin() as session:
+        handles = [session.add_job(work, name=name) for name in ("writes", "idle", "discards", "fails", "retries")]
+        handles.append(session.add_job(work.options(expires=timedelta(seconds=60)), name="late"))
+        unkept = session.add_job(plain)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET expires_at = now() - interval '1 s' WHERE expires_at > now()"))
+    drain(jobs, batch_size=batch_size)
+    assert kept(engine) == [
+        ("work", "discarded", 1, None),
+        ("work", "done", 1, '{"name": "idle"}'),
+        ("work", "done", 1, '{"name": "writes"}'),
+        ("work", "done", 2, '{"name": "retries"}'),
+        ("work", "expired", 1, None),
+    ]
+    with engine.begin() as connection:
+        states = [found and found.state for found in (find_job(connection, handle) for handle in (*handles, unkept))]
+        assert states == ["done", "done", "discarded", "dead", "done", "expired", None]
+        shown = show_finished(connection, handles[0].id)
+        assert (json.loads(shown.args or ""), shown.finished.queue, shown.relay is None) == (
+            {"name": "writes"}, "default", False,
+        )  # fmt: skip
+        found = find_job(connection, handles[0])
+        assert found is not None
+        assert found.result == '{"name": "writes"}'
+        ids = [each.id for each in list_finished(connection)]
+        assert ids == sorted(ids, reverse=True)
+        assert [each.id for each in list_finished(connection, before=ids[1], limit=2)] == ids[2:4]
+        again = run_again(connection, handles[0].id)
+    drain(jobs, batch_size=batch_size)
+    with engine.connect() as connection:
+        assert find_job(connection, again).state == "done"
+    assert ledger(engine) == {"writes": 2}
+
+
+def test_batches_and_shared_batches_keep_each_of_their_jobs(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """One row for each job of a batch handler, and of handlers that share their writes; their results are their own."""
+    jobs = Jobs()
+
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    @jobs.batch_handler(Item, keep=KEEP, queue="batch")
+    def together(ctx: BatchContext, items: list[BatchItem[Item]]) -> Any:
+        return [Discard("odd") if item.args.number % 2 else None for item in items]
+
+    @jobs.handler(batchable=True, keep=KEEP, keep_result=True)
+    def shared(ctx: Context, number: int) -> int:
+        ctx.session.add(Effect(name=str(number)))
+        return number
+
+    with sessions.begin() as session:
+        for number in range(3):
+            session.add_job(together, number=number)
+            session.add_job(shared, number=number)
+    drain(jobs, batch_size=10)
+    assert kept(engine) == [
+        *(("shared", "done", 1, str(number)) for number in range(3)),
+        ("together", "discarded", 1, None),
+        ("together", "done", 1, None),
+        ("together", "done", 1, None),
+    ]
+    with pytest.raises(TypeError, match="keep_result"):
+        jobs.batch_handler(Item, keep=KEEP, keep_result=True)
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_the_row_of_a_coalesced_run_names_the_jobs_it_stands_for(
+    engine: Engine, sessions: Sessions, drain: Drain, claim: str
+) -> None:
+    """One run, one row, and the ids of the other jobs of its key are in it."""
+    jobs = Jobs()
+
+    @jobs.handler(claim=claim, keep=KEEP, coalesce="number")
+    def work(ctx: Context, number: int) -> None:
+        pass
+
+    with sessions.begin() as session:
+        handles = [session.add_job(work, number=1) for _ in range(3)]
+    # Two slots may claim two jobs of a key in the same moment.
+    drain(jobs, slots_per_queue=1)
+    with engine.connect() as connection:
+        (only,) = list_finished(connection)
+        others = {handle.id for handle in handles} - {only.id}
+        assert set(show_finished(connection, only.id).stands_for) == others
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+def test_the_row_goes_back_with_a_refused_commit(
+    engine: Engine, sessions: Sessions, drain: Drain, batch_size: int
+) -> None:
+    """A deferred constraint fails at COMMIT: neither effect nor row, and the row of the next attempt stands alone."""
+    jobs = Jobs()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE pair (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+
+    @jobs.handler(keep=KEEP, retry=QUICK)
+    def work(ctx: Context, number: int) -> None:
+        values = [1, 1] if number == 1 and ctx.job.attempt == 1 else [10 * number]
+        for value in values:
+            ctx.session.execute(text("INSERT INTO pair VALUES (:value)"), {"value": value})
+
+    with sessions.begin() as session:
+        for number in (1, 2):
+            session.add_job(work, number=number)
+    drain(jobs, batch_size=batch_size)
+    assert kept(engine) == [("work", "done", 1, None), ("work", "done", 2, None)]
+    assert rows(engine, "SELECT n FROM pair ORDER BY n") == [(10,), (20,)]
+
+
+def test_a_job_whose_lease_was_lost_is_not_kept(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """Its row may be another relay's by now: what this run was at leaves nothing."""
+    jobs = Jobs()
+
+    @jobs.handler(claim="lease", keep=KEEP)
+    def work(ctx: Context, loses: bool) -> None:
+        if loses and ctx.job.attempt == 1:
+            with engine.begin() as connection:
+                connection.execute(
+                    text("UPDATE outboxq.job SET lease_token = lease_token + 1, state = 'ready', lease_owner = NULL")
+                )
+
+    with sessions.begin() as session:
+        session.add_job(work, loses=True)
+    events = drain(jobs)
+    assert sum(isinstance(each, JobLeaseLost) for each in events) == 1
+    assert kept(engine) == [("work", "done", 2, None)]
+    assert sum(isinstance(each, JobDone) for each in events) == 1
+
+
+def test_only_rows_whose_time_is_over_are_pruned(engine: Engine) -> None:
+    """In pages, the oldest first."""
+    fill = (
+        "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, expires_at) "
+        "SELECT gen_random_uuid(), 'q', kind, 'done', 1, now(), 0, now() + seconds * interval '1 s' "
+        "FROM (VALUES ('over', -1), ('stands', 60)) AS rows (kind, seconds), generate_series(1, 3)"
+    )
+    with engine.begin() as connection:
+        connection.execute(text(fill))
+        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(2,)]
+        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(1,)]
+    assert kept(engine) == [("stands", "done", 1, None)] * 3
+
+
+def test_a_result_that_cannot_be_kept_fails_its_job_for_good(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """Too large, or no JSON: a dead letter that says so, and no effect."""
+    jobs = Jobs()
+
+    @jobs.handler(keep=KEEP, keep_result=True, retry=QUICK)
+    def work(ctx: Context, large: bool) -> Any:
+        ctx.session.add(Effect(name="x"))
+        return "x" * 300_000 if large else object()
+
+    with sessions.begin() as session:
+        session.add_job(work, large=True)
+        session.add_job(work, large=False)
+    died = [each for each in drain(jobs) if isinstance(each, JobDied)]
+    assert "300,002 bytes as JSON, over the cap of 262,144" in died[0].reason
+    assert "cannot be stored as JSON: it holds a value of type object" in died[1].reason
+    assert (ledger(engine), kept(engine)) == ({}, [])
+
+
+def test_without_keep_nothing_else_is_sent_and_with_it_no_statement_of_its_own(
+    engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strings of today; the row goes along in the string of COMMIT."""
+    sent: list[str] = []
+
+    def noting(module: Any) -> None:
+        real = module.run_script
+
+        def run(connection: Any, script: str) -> Any:
+            sent.append(script)
+            return real(connection, script)
+
+        monkeypatch.setattr(module, "run_script", run)
+
+    noting(commit_module)
+    noting(lease_module)
+    shapes = []
+    for options in ({}, {"keep": KEEP}):
+        for claim in ("transaction", "lease"):
+            jobs = Jobs()
+
+            @jobs.handler(claim=claim, **options)
+            def work(ctx: Context) -> None:
+                pass
+
+            with sessions.begin() as session:
+                session.add_job(work)
+            sent.clear()
+            drain(jobs)
+            shapes.append([("done_job" in script, script) for script in sent])
+    plain, plain_leased, keeping, keeping_leased = shapes
+    assert [has for has, _ in (*plain, *plain_leased)] == [False] * (len(plain) + len(plain_leased))
+    assert len(keeping) == len(plain)
+    assert len(keeping_leased) == len(plain_leased)
+    assert [has for has, _ in keeping].count(True) == 1
+    assert [has for has, _ in keeping_leased].count(True) == 1
+    assert commit_script("oq_1") == "RELEASE SAVEPOINT oq_1; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
+    assert plain[0][1].startswith(commit_script(plain[0][1].split()[2].rstrip(";")))
+
+
+def test_arguments_that_were_not_kept_are_not_run_again(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """Refused in words that say what to do."""
+    jobs = Jobs()
+
+    @jobs.handler(keep=KEEP)
+    def work(ctx: Context, secret: str) -> None:
+        pass
+
+    with sessions.begin() as session:
+        handle = session.add_job(work, secret="canary")
+    drain(jobs)
+    with engine.connect() as connection, pytest.raises(ArgsNotKept, match="keep_args=True"):
+        run_again(connection, handle.id)
+    assert "canary" not in str(rows(engine, "SELECT done_job::text FROM outboxq.done_job"))
+
+
+def test_a_relay_that_may_not_write_the_table_works_without_it(
+    engine: Engine, sessions: Sessions, drain: Drain, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables of an earlier step: one warning, and the jobs run."""
+    jobs = Jobs()
+
+    @jobs.handler(keep=KEEP)
+    def work(ctx: Context) -> None:
+        pass
+
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outboxq.done_job RENAME TO elsewhere"))
+    with sessions.begin() as session:
+        handle = session.add_job(work)
+    assert [each.job.id for each in drain(jobs) if isinstance(each, JobDone)] == [handle.id]
+    assert sum("finished jobs are not kept" in record.message for record in caplog.records) == 1
+    with engine.connect() as connection:
+        assert find_job(connection, handle) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 7}, "keep takes a timedelta"),
+        ({"keep": timedelta(0)}, "more than 0"),
+        ({"keep_args": True}, "keep_args=True needs to know for how long"),
+        ({"keep_result": True}, "keep_result=True needs to know for how long"),
+        ({"keep": KEEP, "keep_args": 1}, "keep_args takes True or False"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    """At the decorator, with the reason."""
+    with pytest.raises(Exception, match=message):
+
+        @Jobs().handler(**options)
+        def work(ctx: Context) -> None:
+            pass

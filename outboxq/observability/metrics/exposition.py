@@ -57,8 +57,8 @@ def _values(family: Family, found: list[tuple[str, dict[Labels, float]]]) -> Ite
 def _histogram(family: Family, found: list[tuple[str, dict[Labels, Buckets]]]) -> Iterator[Metric]:
     metric = HistogramMetricFamily(family.name, family.help, labels=("database", *family.labels))
     for database, series in found:
-        for labels, (counts, seconds) in sorted(series.items()):
-            metric.add_metric((database, *labels), list(zip(_UPPER, accumulate(counts), strict=True)), seconds)
+        for labels, (counts, micros) in sorted(series.items()):
+            metric.add_metric((database, *labels), list(zip(_UPPER, accumulate(counts), strict=True)), micros / 1e6)
     if metric.samples:
         yield metric
 

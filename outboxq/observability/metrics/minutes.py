@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from outboxq.observability.aggregate import OUTCOMES, Counts, KindCounts, Outcome
-from outboxq.observability.metrics.reading import LabelCaps, Reading, add_kinds
+from outboxq.observability.metrics.reading import LabelCaps, Labels, Reading, add_kinds
 from outboxq.statements import gauges as statements
 
 # A relay adds to the minute in which its flush began, which takes some seconds at the most.
@@ -27,6 +27,8 @@ class MinuteSums:
         # Minutes before this one are in `_closed`, or older than the exporter.
         self._since: datetime | None = None
         self._caps = LabelCaps()
+        # The highest sum of each histogram so far.
+        self._micros: dict[tuple[str, Labels], int] = {}
 
     def look(self, connection: Connection) -> None:
         """Read what was added since the last look, in the caller's transaction."""
@@ -50,6 +52,11 @@ class MinuteSums:
         reading = Reading(caps=self._caps)
         for counts in (self._closed, self._open):
             add_kinds(reading, counts)
+        for name, histograms in reading.histograms.items():
+            for labels, (buckets, micros) in histograms.items():
+                # The server adds fractions up in another order when a minute is closed.
+                most = self._micros[name, labels] = max(micros, self._micros.get((name, labels), 0))
+                histograms[labels] = buckets, most
         return reading
 
 

@@ -13,9 +13,10 @@ from outboxq.observability.aggregate import OTHER, Counts, Outcome
 from outboxq.observability.metrics.families import FAMILIES, JOBS, RUN, WAIT, Family
 
 Labels: TypeAlias = tuple[str, ...]
-# The counts of each bucket, not added up, and the sum in seconds.
-Buckets: TypeAlias = tuple[list[int], float]
-_Rows: TypeAlias = tuple[list[tuple[str, Labels, float]], list[tuple[str, Labels, list[int], float]]]
+# The counts of each bucket, not added up, and the sum in microseconds. Whole numbers: the sums of the same fractions, in
+# another order, may be a little less, which Prometheus takes for a counter that begins anew.
+Buckets: TypeAlias = tuple[list[int], int]
+_Rows: TypeAlias = tuple[list[tuple[str, Labels, float]], list[tuple[str, Labels, list[int], int]]]
 
 # How many values of a label are told apart. Kinds are counted by queue and kind, as the history does.
 MOST: Mapping[str, int] = {
@@ -80,11 +81,15 @@ class Reading:
         series[fitted] = max(series.get(fitted, value), value)
 
     def add_buckets(self, name: str, labels: Labels, counts: Sequence[int], seconds: float) -> None:
-        """Add to a histogram."""
+        """Add to a histogram what took so long in all."""
+        self.add_micros(name, labels, counts, round(seconds * 1e6))
+
+    def add_micros(self, name: str, labels: Labels, counts: Sequence[int], micros: int) -> None:
+        """Add to a histogram, with the sum in microseconds."""
         series = self.histograms.setdefault(name, {})
         fitted = self.caps.fit(FAMILIES[name], labels)
-        before, sum_before = series.get(fitted, ([0] * len(counts), 0.0))
-        series[fitted] = [one + other for one, other in zip(before, counts, strict=True)], sum_before + seconds
+        before, sum_before = series.get(fitted, ([0] * len(counts), 0))
+        series[fitted] = [one + other for one, other in zip(before, counts, strict=True)], sum_before + micros
 
     def merge(self, other: "Reading", *, without_gauges: bool = False) -> None:
         """Add another reading. `without_gauges`: that of a process which has ended."""
@@ -93,16 +98,16 @@ class Reading:
                 for labels, value in series.items():
                     self.add(name, labels, value)
         for name, histograms in other.histograms.items():
-            for labels, (counts, seconds) in histograms.items():
-                self.add_buckets(name, labels, counts, seconds)
+            for labels, (counts, micros) in histograms.items():
+                self.add_micros(name, labels, counts, micros)
 
     def encoded(self) -> bytes:
         """The reading for another process of the same version."""
         values = [(name, *each) for name, series in self.values.items() for each in series.items()]
         histograms = [
-            (name, labels, counts, seconds)
+            (name, labels, counts, micros)
             for name, series in self.histograms.items()
-            for labels, (counts, seconds) in series.items()
+            for labels, (counts, micros) in series.items()
         ]
         return msgspec.msgpack.encode((values, histograms))
 
@@ -117,8 +122,8 @@ class Reading:
         found = cls()
         for name, labels, value in values:
             found.values.setdefault(name, {})[labels] = value
-        for name, labels, counts, seconds in histograms:
-            found.histograms.setdefault(name, {})[labels] = (counts, seconds)
+        for name, labels, counts, micros in histograms:
+            found.histograms.setdefault(name, {})[labels] = (counts, micros)
         return found
 
 
@@ -129,8 +134,8 @@ def without_kinds(reading: Reading) -> Reading:
         for labels, value in series.items():
             plain.add(name, _without_kind(FAMILIES[name], labels), value)
     for name, histograms in reading.histograms.items():
-        for labels, (counts, seconds) in histograms.items():
-            plain.add_buckets(name, _without_kind(FAMILIES[name], labels), counts, seconds)
+        for labels, (counts, micros) in histograms.items():
+            plain.add_micros(name, _without_kind(FAMILIES[name], labels), counts, micros)
     return plain
 
 

@@ -110,20 +110,19 @@ def _leased(job: Row[Any], seen_seconds: float | None) -> Reason:
         "seen_seconds": seen_seconds,
         "attempt": job.attempt,
     }
-    holds = job.lease_seconds is not None and job.lease_seconds > 0
-    if holds and seen_seconds is not None and seen_seconds >= DEAD_SECONDS:
+    lease_seconds = 0.0 if job.lease_seconds is None else float(job.lease_seconds)
+    if lease_seconds > 0 and seen_seconds is not None and seen_seconds >= DEAD_SECONDS:
         return Reason(
             "lease-orphaned",
             f"it is leased to relay {job.lease_owner}{where}, which was last seen {duration(seen_seconds)} ago: it "
-            f"died, or cannot reach the database; its lease ends in {duration(job.lease_seconds)}",
+            f"died, or cannot reach the database; its lease ends in {duration(lease_seconds)}",
             details,
             "A running relay takes the job back when the lease is over: see that one runs.",
         )
-    if holds:
+    if lease_seconds > 0:
         return Reason(
             "leased",
-            f"relay {job.lease_owner}{where} runs it under a lease of {duration(job.lease_seconds)} more, which it "
-            "extends",
+            f"relay {job.lease_owner}{where} runs it under a lease of {duration(lease_seconds)} more, which it extends",
             details,
             f"Nothing, if its handler takes that long. `outboxq jobs cancel {job.id} --running` ends it.",
         )

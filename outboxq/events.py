@@ -300,10 +300,7 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What has expired was deleted: messages, effects, unique keys and finished jobs; each number is one of rows.
-
-    `batches`: those that were over, and whose callbacks were added, because no relay had come to it.
-    """
+    """What has expired was deleted; each number is one of rows. `batches`: callbacks that no relay had come to add."""
 
     messages: int
     effects: int

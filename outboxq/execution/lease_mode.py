@@ -84,7 +84,7 @@ class Unsettled:
         done = (event.job for event in self.finished)
         rows = self.keeper.kept(self.finished, self.stands_for)
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) if rows else ""
-        finishing = f"{finish_leased(schema, done, free=free, kept=kept)}; " if self.finished else ""
+        finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
         return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
 

@@ -24,7 +24,7 @@ WITH oq_held AS MATERIALIZED (
 _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
 
 
-def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, kept: str = "") -> str:
+def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keeping: str = "") -> str:
     """Delete jobs whose handlers are done; returns the ids of those that are not under their lease any more.
 
     Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator's command that has locked a row, and then
@@ -32,9 +32,9 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, kept:
 
     Args:
         free: Leave the jobs whose rows are locked, and return their ids too.
-        kept: Writes the rows of those that this deletes (`keep_jobs`, of `gone`).
+        keeping: Writes the rows of those that this deletes (`keep_jobs`, of `gone`).
     """
-    keeping: LiteralString = ", kept AS (\n{kept}\n)" if kept else ""
+    kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
     return _with_jobs(
         schema,
         jobs,
@@ -45,11 +45,11 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, kept:
         + """
   RETURNING job.id
 )"""
-        + keeping
+        + kept
         + """
 SELECT held.id FROM pg_catalog.unnest({ids}::uuid[]) AS held (id)
 WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
-        kept=kept,
+        keeping=keeping,
     )
 
 

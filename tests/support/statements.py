@@ -23,7 +23,7 @@ from outboxq.statements.aside import WAITS
 from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
-from outboxq.statements.done import DoneFilter, KeptJob
+from outboxq.statements.done import DoneFilter, KeptJob, keep_jobs
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -119,6 +119,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
+    "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True)),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
     "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),

@@ -355,7 +355,7 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {taking}COMMIT"',
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),
@@ -1616,8 +1616,8 @@ MUTANTS = (
     Mutant(
         "the sweep of batches",
         "outboxq/relay/maintenance/pruner.py",
-        "        batches = self._sweep(connection)\n",
-        "        batches = 0\n",
+        "keys, self._sweep(connection), finished)",
+        "keys, 0, finished)",
         ("tests/flow/test_batch_scenes.py::test_the_sweep_comes_to_a_batch_whose_last_member_no_relay_has_ended",),
     ),
     Mutant(

@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {taking}COMMIT"',
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),

@@ -120,7 +120,7 @@ class DoneFilter:
 def has_done_jobs(schema: str) -> TextClause:
     """1 if the table `done_job` is there, and else 0; step 11 of the migrations makes it. No locks."""
     name = quote_identifier(schema, "done_job")
-    return text("SELECT count(pg_catalog.to_regclass(:name))").bindparams(name=name)
+    return text("SELECT pg_catalog.count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
 def select_done(wanted: DoneFilter, *, before: UUID | None, limit: int) -> Select[Any]:

@@ -119,6 +119,8 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
+    # With it a part of another statement, which is `keeping`.
+    "gone": (False, False),
     "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True)),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),

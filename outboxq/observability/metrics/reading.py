@@ -13,8 +13,8 @@ from outboxq.observability.aggregate import OTHER, Counts, Outcome
 from outboxq.observability.metrics.families import FAMILIES, JOBS, RUN, WAIT, Family
 
 Labels: TypeAlias = tuple[str, ...]
-# The counts of each bucket, not added up, and the sum in microseconds. Whole numbers: the sums of the same fractions, in
-# another order, may be a little less, which Prometheus takes for a counter that begins anew.
+# The counts of each bucket, not added up, and the sum in microseconds. Whole numbers: the sum of the same fractions in
+# another order may be a little less, which Prometheus takes for a counter that begins anew.
 Buckets: TypeAlias = tuple[list[int], int]
 _Rows: TypeAlias = tuple[list[tuple[str, Labels, float]], list[tuple[str, Labels, list[int], int]]]
 

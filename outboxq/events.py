@@ -382,7 +382,6 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
-# Of several jobs, and of jobs whose runs were lost.
 JobsEvent: TypeAlias = JobsCoalesced | JobsParked | JobsSuspected
 LostJobEvent: TypeAlias = JobCrashed | JobSetAside | JobLeaseLost | JobInterrupted
 RelayEvent: TypeAlias = (
@@ -393,8 +392,7 @@ UpkeepEvent: TypeAlias = Pruned | DeadLettersPruned | IndexRebuilt | ScheduleFir
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
 # Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
-# Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and runs no code of the
-# application's.
+# Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and calls no hook.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
     JobEvent | CountedEvent | JobsEvent | LostJobEvent | RelayEvent | BatchFinished | UpkeepEvent | SupervisorEvent

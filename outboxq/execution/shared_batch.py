@@ -184,12 +184,7 @@ class _SharedRun:
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.deadline = None if seconds is None else time.monotonic() + seconds
-            try:
-                returned = runtime.invoker.call(handler, opened.session, run, given)
-            except BaseException as error:
-                runtime.check_rest(self._connection, job, error)
-                raise
-            runtime.check_rest(self._connection, job)
+            returned = self._call_handler(handler, opened, run, given)
             self._batch.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")
@@ -211,6 +206,17 @@ class _SharedRun:
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")
+
+    def _call_handler(
+        self, handler: AnyHandler, opened: AttemptSession, run: Run, given: dict[str, object] | Surrounded
+    ) -> object:
+        try:
+            returned = self._runtime.invoker.call(handler, opened.session, run, given)
+        except BaseException as error:
+            self._runtime.check_rest(self._connection, run.job, error)
+            raise
+        self._runtime.check_rest(self._connection, run.job)
+        return returned
 
     def _open_session(self) -> HandlerSession:
         return self._runtime.invoker.open_session(self._connection, nothing)

@@ -9,7 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.database.driver import give_up, is_listened_to, is_lost, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
-from outboxq.events import BatchRolledBack, Event, JobCrashed, JobsParked, JobsSuspected
+from outboxq.events import BatchRolledBack, Event, JobsSuspected
 from outboxq.execution import lease_mode, recovery
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, return_suspect, take_slot
@@ -28,11 +28,8 @@ from outboxq.relay.claim_tally import ClaimTally
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.parking import park_unknown_kinds
-from outboxq.relay.state import RelayState
+from outboxq.relay.state import NOTED, RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
-
-# The events that the relay takes note of before it tells them.
-_NOTED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 class BatchLoop:
@@ -87,8 +84,7 @@ class BatchLoop:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
             except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
-                if self.batch is None and self.leased_batch is None:
-                    self._tally.fail(name)
+                self._count_failed(name)
                 if self._failed_to_be_sent(connection, error):
                     continue
                 if self._gave_way(connection, request, error):
@@ -318,14 +314,12 @@ class BatchLoop:
         self._state.count(report)
         emit = self._state.emit
         for event in (*self._tally.take(), *report.events):
-            emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
+            emit(self._state.noted(event, parked) if isinstance(event, NOTED) else event)
 
-    def _noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
-        if isinstance(event, JobsParked):
-            return replace(event, count=event.count + parked)
-        if isinstance(event, JobsSuspected) or not event.dead_letter:
-            self._state.suspect(event.queue)
-        return event
+    def _count_failed(self, queue: str) -> None:
+        """Count a claim that failed, if it was one."""
+        if self.batch is None and self.leased_batch is None:
+            self._tally.fail(queue)
 
     def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
         """Whether a claim failed because of how it was sent (prepared), and is to be sent in another way."""

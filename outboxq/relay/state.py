@@ -2,12 +2,24 @@
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outboxq.clock import DatabaseClock
 from outboxq.config import RelayConfig
 from outboxq.emitter import Emitter
-from outboxq.events import JobCancelled, JobCrashed, JobDied, JobDone, JobExpired, JobLeaseLost, JobRetried, JobSetAside
+from outboxq.events import (
+    Event,
+    JobCancelled,
+    JobCrashed,
+    JobDied,
+    JobDone,
+    JobExpired,
+    JobLeaseLost,
+    JobRetried,
+    JobSetAside,
+    JobsParked,
+    JobsSuspected,
+)
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.called_functions import CalledFunctions
 from outboxq.execution.keep import Keeper
@@ -23,6 +35,9 @@ from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.suspects import QuarantineTurns
+
+# The events that the relay takes note of before it tells them.
+NOTED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,14 @@ class RelayState:
         self.quarantine.queues.add(queue)
         if self.has_groups(queue):
             self.quarantine.groups.add(queue)
+
+    def noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
+        """Take note of what an event tells, before it is told; with the jobs that were parked besides."""
+        if isinstance(event, JobsParked):
+            return replace(event, count=event.count + parked)
+        if isinstance(event, JobsSuspected) or not event.dead_letter:
+            self.suspect(event.queue)
+        return event
 
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""

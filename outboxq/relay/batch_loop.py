@@ -40,6 +40,7 @@ class BatchLoop:
         leased_batch: The jobs that are claimed under the lease besides the one that runs.
         outages: How often the database was lost since the last batch was committed.
         claim_failed: The last claim took nothing: it was answered with an error, which `run_claims` raised again.
+        is_full: The last claim found its queue at its limit.
     """
 
     def __init__(self, state: RelayState, flavour: Flavour, planner: ClaimPlanner, sleep: SlotSleep) -> None:
@@ -54,14 +55,13 @@ class BatchLoop:
         self._failed_claims = FailedClaims(state.config.schema, planner)
         self._tally = ClaimTally(state.emit)
         self._looks = BatchLooks(state.config.schema, state.emit)
-        # The last claim found its queue at its limit.
         self.is_full = False
 
     @property
     def running(self) -> int:
         """How many jobs are claimed."""
-        batch, leased = self.batch, self.leased_batch
-        return (0 if batch is None else len(batch.jobs)) + (0 if leased is None else leased.unsettled)
+        own = 0 if self.batch is None else len(self.batch.jobs)
+        return own if self.leased_batch is None else own + self.leased_batch.unsettled
 
     @property
     def is_seized(self) -> bool:
@@ -198,8 +198,8 @@ class BatchLoop:
         """
         if claimed is None or not claimed.jobs:
             return None
-        limits, keeper = self._state.limits.lease_mode, self._state.keeper
-        leased = LeasedBatch(claimed.request.queue, claimed.jobs, limits, keeper=keeper)
+        state, queue = self._state, claimed.request.queue
+        leased = LeasedBatch(queue, claimed.jobs, state.limits.lease_mode, keeper=state.keeper)
         self.leased_batch = leased
         events = coalesce_leased(connection, leased, self._state.config.schema)
         if events:
@@ -312,12 +312,10 @@ class BatchLoop:
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
         self._state.count(report)
-        emit = self._state.emit
         for event in (*self._tally.take(), *report.events):
-            emit(self._state.noted(event, parked) if isinstance(event, NOTED) else event)
+            self._state.emit(self._state.noted(event, parked) if isinstance(event, NOTED) else event)
 
     def _count_failed(self, queue: str) -> None:
-        """Count a claim that failed, if it was one."""
         if self.batch is None and self.leased_batch is None:
             self._tally.fail(queue)
 

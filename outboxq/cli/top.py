@@ -10,7 +10,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, Wide, takes
-from outboxq.cli.output import notice, print_json
+from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.tables import print_table
 from outboxq.cli.values import moment
 from outboxq.codec.text import several
@@ -95,7 +95,7 @@ def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
     """Every table that has rows, with a line that says how things stand above them."""
     from outboxq.cli.top_views import VIEWS
 
-    typer.echo(summary(snapshot))
+    print_wrapped(summary(snapshot))
     for view in VIEWS:
         rows = view.rows(snapshot)
         if rows:

@@ -1,5 +1,6 @@
 """`outboxq jobs watch`."""
 
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import typer
 
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, takes
-from outboxq.cli.output import notice, print_json_line
+from outboxq.cli.output import notice, print_json_line, print_wrapped
 from outboxq.cli.values import age, moment
 from outboxq.codec.text import printable, several
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 EXIT_TIMED_OUT = 3
+# Of finished jobs that are kept it is known how they ended.
+_OVER = frozenset({"dead", "gone", "done", "discarded", "cancelled", "expired"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,17 +59,18 @@ class _Watched:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("dead", "gone")
+        return self.state in _OVER
 
 
 @takes(WatchOptions)
 def watch_jobs(options: WatchOptions) -> None:
     """Print each change of the state of jobs, a line each, until none of them is left.
 
-    A job that is gone is done, or was cancelled: neither leaves a row. With filters, the oldest jobs that match are
-    watched, and those that come meanwhile. A state that lasted for less than --every may be missed.
+    A job that is gone is done, or was cancelled: neither leaves a row, unless its kind keeps finished jobs. With
+    filters, the oldest jobs that match are watched, and those that come meanwhile. A state that lasted for less than
+    --every may be missed.
 
-    Exit codes: 0 all are gone; 1 a job died; 2 wrong usage; 3 --timeout came first.
+    Exit codes: 0 none is left; 1 a job died; 2 wrong usage; 3 --timeout came first.
 
     \b
     Examples:
@@ -136,4 +140,5 @@ def _print(options: WatchOptions, job: _Watched, now: datetime) -> None:
         said.append(f"attempt {job.attempt}")
     if job.run_at is not None and job.run_at > now:
         said.append(f"runs {age(job.run_at, now)}")
-    typer.echo(printable("  ".join(said)))
+    print_wrapped(printable("  ".join(said)), hanging="  ")
+    sys.stdout.flush()

@@ -319,9 +319,11 @@ class Top(App[None]):
 
     @work(thread=True, exclusive=True, group="actions")
     def _pause(self, queue: str, verb: str) -> None:
-        from outboxq.admin import queues
+        from outboxq import config
+        from outboxq.admin.actions import Actions, Actor
 
-        change = queues.pause if verb == "Pause" else queues.resume
+        actions = Actions(Actor(config.actor_name(), via="cli"), "by a key of outboxq top", warn=self._warn)
+        change = actions.pause_queues if verb == "Pause" else actions.resume_queues
         try:
             with self._options.transaction() as connection:
                 changed = change(connection, [queue])
@@ -330,6 +332,9 @@ class Top(App[None]):
             return
         said = f"{verb}d {queue}." if changed else f"{queue} was {verb.lower()}d already."
         self.call_from_thread(self.notify, printable(said), markup=False)
+
+    def _warn(self, said: str) -> None:
+        self.call_from_thread(self.notify, printable(said), severity="warning", markup=False)
 
 
 def show_top(options: TopOptions) -> None:

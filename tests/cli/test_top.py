@@ -126,6 +126,7 @@ def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outbox
         await pilot.press("p", "y")
         await until(pilot, lambda: rows(engine, paused) == [(True,)], "the pause")
         await until(pilot, lambda: top.rows("queues")[0].paused_at is not None, "the next look")
+        assert rows(engine, "SELECT action, via FROM outboxq.audit") == [("queue.pause", "cli")]
         await pilot.press("p", "y")
         await until(pilot, lambda: rows(engine, paused) in ([], [(False,)]), "the end of the pause")
 

@@ -150,9 +150,8 @@ def select_outcome(job_id: UUID) -> Select[Any]:
 
 def find_finished(job_id: UUID) -> Select[Any]:
     """A finished job as `find_job` reports it. Index: the primary key; no locks; one row."""
-    found = done_job.c
-    columns = found.id, found.kind, found.queue, found.outcome, found.attempt, found.result
-    return select(*columns).where(found.id == job_id)
+    columns = ("id", "kind", "queue", "outcome", "attempt", "result")
+    return select(*(done_job.c[name] for name in columns)).where(done_job.c.id == job_id)
 
 
 def add_again(job_id: UUID, new_id: UUID) -> Insert:

@@ -59,7 +59,7 @@ def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
     """The finished jobs that match, the last added first; continue with `before` the last one's id."""
-    rows = connection.execute(statements.select_done(wanted or DoneFilter(), before=before, limit=limit))
+    rows = connection.execute(statements.select_done(wanted or DoneFilter(), below=before, limit=limit))
     return [FinishedJob(*row) for row in rows]
 
 

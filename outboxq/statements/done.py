@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Insert, Select, Text, TextClause, cast, in
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
 
 from outboxq.job import OWN_HEADERS
+from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.paging import matching
 from outboxq.statements.render import quote_identifier, render
 from outboxq.tables import done_job, job
@@ -123,13 +124,13 @@ def has_done_jobs(schema: str) -> TextClause:
     return text("SELECT pg_catalog.count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
-def select_done(wanted: DoneFilter, *, before: UUID | None, limit: int) -> Select[Any]:
-    """The finished jobs that match and whose ids are smaller than `before`, the latest first. No locks.
+def select_done(wanted: DoneFilter, *, below: UUID | None, limit: int) -> Select[Any]:
+    """The finished jobs that match and whose ids are smaller than `below`, the latest first. No locks.
 
-    Index: the primary key, backwards from `before`, up to the first `limit` that match. Ids are in the order in which
+    Index: the primary key, backwards from `below`, up to the first `limit` that match. Ids are in the order in which
     jobs were added.
     """
-    earlier = [] if before is None else [done_job.c.id < before]
+    earlier = [] if below is None else [done_job.c.id < below]
     return (
         select(*(done_job.c[name] for name in SUMMARY_COLUMNS))
         .where(*wanted.conditions(), *earlier)
@@ -168,9 +169,8 @@ def add_again(job_id: UUID, new_id: UUID) -> Insert:
 
 def finished_facts(schema: str, job_id: UUID) -> TextClause:
     """A finished job, for an explanation. Index: the primary key; one row."""
-    table = quote_identifier(schema, "done_job")
     return text(
         "SELECT queue, kind, outcome, attempt, seconds, relay, pg_catalog.cardinality(stands_for) AS stands_for, "
         "extract(epoch FROM pg_catalog.statement_timestamp() - finished_at)::float8 AS finished_seconds "
-        f"FROM {table} WHERE id = CAST(:job_id AS uuid)"
+        f"FROM {qualified(schema, 'done_job')} WHERE id = CAST(:job_id AS uuid)"
     ).bindparams(job_id=str(job_id))

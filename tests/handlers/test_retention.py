@@ -188,7 +188,7 @@ def test_the_command_line_prunes_and_can_be_told_not_to(
     assert remembered(engine) == ["m"]
     said = run(*words, "--log-level", "debug", url=outboxq_database.url, cwd=REPOSITORY).ok()
     assert remembered(engine) == []
-    assert said.stderr.count("expired messages, effects and unique keys were deleted: messages=1 effects=0 keys=0") == 1
+    assert said.stderr.count("expired messages, effects, unique keys and finished jobs were deleted: messages=1 ") == 1
 
 
 def test_the_command_line_refuses_pauses_that_make_no_sense(outboxq_database: Database) -> None:

@@ -133,6 +133,16 @@ BEHIND = {
     "cancelling.md": "finish(jobs, done=1, failed=0)\n",
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",
+    "finished-jobs.md": """
+from outboxq import find_job
+with Session.begin() as session:
+    handle = session.add_job(make_report, month="2026-01")
+finish(jobs, done=1, failed=0)
+with Session() as session:
+    found = find_job(session, handle)
+assert (found.state, found.result) == ("done", '{"file": "reports/2026-01.pdf"}')
+""",
+    "top.md": "assert not_served == []\n",
     "history.md": "assert slow == [] and alive == [] and late == []\n",
     "metrics.md": """
 from prometheus_client import REGISTRY

@@ -181,6 +181,9 @@ class Pruner(PeriodicTask):
         sqlstate = refusal_of(error)
         if sqlstate is None:
             logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
+        elif what == "finished jobs" and sqlstate in _ADVICE:
+            # A relay whose kinds keep finished jobs has said so when it started; no other needs the table.
+            logger.debug("finished jobs could not be deleted", extra={"outboxq_sqlstate": sqlstate})
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))
             logger.warning(

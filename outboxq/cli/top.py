@@ -12,7 +12,6 @@ from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, Wide, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.tables import print_table
-from outboxq.cli.values import moment
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def summary(snapshot: "Snapshot") -> str:
     """How things stand, in a line: the relays that live, their slots, and what waits for an operator."""
     alive = [relay for relay in snapshot.relays if relay.state != "dead"]
     busy, slots = sum(relay.busy for relay in alive), sum(relay.slots for relay in alive)
-    said = [moment(snapshot.at.replace(microsecond=0)), several(len(alive), "relay lives", "relays live")]
+    said = [several(len(alive), "relay lives", "relays live")]
     if slots:
         said.append(f"{busy} of {several(slots, 'slot', 'slots')} busy")
     lost = len(snapshot.relays) - len(alive)

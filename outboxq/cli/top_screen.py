@@ -161,7 +161,7 @@ class Top(App[None]):
     def show_snapshot(self, snapshot: "Snapshot") -> None:
         """Fill every table anew, and leave each cursor on the row that it was on."""
         self._snapshot = snapshot
-        said = summary(snapshot)
+        said = f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}"
         if snapshot.not_known:
             said += f"; not known in 2 s: {', '.join(snapshot.not_known)}"
         self.query_one("#summary", Static).update(Text(said))

@@ -108,6 +108,8 @@ def test_a_million_jobs_cost_as_much_as_a_few(engine: Engine, outboxq_database: 
     assert found.not_known == ()
     assert {queue.exact for queue in found.queues} == {False}
     assert found.dead_groups[0].jobs == NEWEST_DEAD
-    pages, plan = max(read)
+    # Of dead letters that all match, the first are read in the order of the table, up to the limit.
     assert "Seq Scan on job" not in "\n".join(plan for _, plan in read)
-    assert pages < 20_000, plan
+    # Counted are 10,000 jobs of each of five queues; dead heads are passed by their index entries.
+    pages, plan = max(read)
+    assert pages < (300_000 if pinned else 50_000), plan

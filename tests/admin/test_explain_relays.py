@@ -161,9 +161,8 @@ def test_a_free_slot_keeps_a_job_from_being_called_stuck(
     add(sessions, wait)
     with start_relay(jobs, RelayConfig(slots_per_queue=2)):
         assert gate.begun.acquire(timeout=PATIENCE)
-        wait_until(
-            lambda: one(engine, "SELECT busy = 1 AND free = '{mail}' FROM outboxq.relay_status"), "the relay to be seen"
-        )
+        seen = "SELECT EXISTS (SELECT FROM outboxq.relay_status WHERE busy = 1 AND free = '{mail}')"
+        wait_until(lambda: one(engine, seen), "the relay to be seen")
         gate.go_on.set()
 
 

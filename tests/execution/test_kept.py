@@ -148,20 +148,20 @@ def test_the_row_goes_back_with_a_refused_commit(
     """A deferred constraint fails at COMMIT: neither effect nor row, and the row of the next attempt stands alone."""
     jobs = Jobs()
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE pair (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+        connection.execute(text("CREATE TABLE kept_pair (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
 
     @jobs.handler(keep=KEEP, retry=QUICK)
     def work(ctx: Context, number: int) -> None:
         values = [1, 1] if number == 1 and ctx.job.attempt == 1 else [10 * number]
         for value in values:
-            ctx.session.execute(text("INSERT INTO pair VALUES (:value)"), {"value": value})
+            ctx.session.execute(text("INSERT INTO kept_pair VALUES (:value)"), {"value": value})
 
     with sessions.begin() as session:
         for number in (1, 2):
             session.add_job(work, number=number)
     drain(jobs, batch_size=batch_size)
     assert kept(engine) == [("work", "done", 1, None), ("work", "done", 2, None)]
-    assert rows(engine, "SELECT n FROM pair ORDER BY n") == [(10,), (20,)]
+    assert rows(engine, "SELECT n FROM kept_pair ORDER BY n") == [(10,), (20,)]
 
 
 def test_a_job_whose_lease_was_lost_is_not_kept(engine: Engine, sessions: Sessions, drain: Drain) -> None:

@@ -1,4 +1,4 @@
-"""Actions and their rows in the audit: together or not at all, whoever may write what, and without any secret."""
+"""Actions and their rows in the audit: together or not at all, whatever the role may write, and without any secret."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta

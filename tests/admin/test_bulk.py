@@ -122,7 +122,7 @@ def test_what_was_cut_off_is_gone_on_with(engine: Engine, name: str) -> None:
 
 
 def test_a_run_is_stopped_before_its_next_page(engine: Engine) -> None:
-    """By whoever knows its id; what was changed stays, and it can be gone on with."""
+    """From another process, by its id; what was changed stays, and the run can be resumed."""
     add(engine, 450)
 
     def stop(total: Total) -> None:

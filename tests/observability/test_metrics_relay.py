@@ -1,4 +1,4 @@
-"""`outboxq relay --metrics`: what is served is what happened, nobody's secret is in it, and no client holds it up."""
+"""`outboxq relay --metrics`: what is served is what happened, no secret is in it, and no client holds it up."""
 
 import os
 import signal

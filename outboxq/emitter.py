@@ -65,7 +65,8 @@ class Emitter:
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether any hook is told events of this class: what makes them need not, if none is."""
-        hooks, is_wanted_later = self._find(kind)
+        told = self._told.get(kind)
+        hooks, is_wanted_later = self._find(kind) if told is None else told
         return bool(hooks) or is_wanted_later
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:

@@ -53,7 +53,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     @property
     def waited_seconds(self) -> float:
         """How long the job waited for a relay: from when it was due until it was claimed, by the database's clock."""
-        return 0.0 if self.claimed_at is None else max(0.0, (self.claimed_at - self.run_at).total_seconds())
+        at, due = self.claimed_at, self.run_at
+        return 0.0 if at is None or at < due else (at - due).total_seconds()
 
     def __repr__(self) -> str:
         shown = (name for name in self.__struct_fields__ if name not in ("args", "headers", "errors"))

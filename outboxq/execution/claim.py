@@ -7,7 +7,7 @@ gives its jobs back. In lease mode the claim is committed first, and a token fen
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 from uuid import UUID
@@ -260,8 +260,8 @@ class ClaimRequest:
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
         # The columns of RETURNED, in order, the token, and the time.
         at = self.clock.now()
-        values: list[tuple[Any, ...]] = [(*row[1:_END_OF_JOB], at) for row in rows]
-        jobs = [Job(*each) for each in values]
+        job: Callable[..., Job] = Job
+        jobs = [job(*row[1:_END_OF_JOB], at) for row in rows]
         # RETURNING has no order. Within a group priorities do not count.
         is_grouped = isinstance(self.script, GroupScript)
         jobs.sort(key=lambda job: (0 if is_grouped else -job.priority, job.seq))

@@ -28,7 +28,7 @@ from outboxq.relay.claim_tally import ClaimTally
 from outboxq.relay.failed_claims import FailedClaims
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.parking import park_unknown_kinds
-from outboxq.relay.state import NOTED, RelayState
+from outboxq.relay.state import RelayState
 from outboxq.statements.group_claim import GroupScript, bring_back
 
 
@@ -130,9 +130,8 @@ class BatchLoop:
                 # None: COMMIT was refused, and all is undone.
                 while committed is None:
                     run(connection, batch, runtime, shared=not batch.is_lone)
-                    committed = self._looks.commit(
-                        connection, batch, runtime, self._next_claim(connection, batch, runtime)
-                    )
+                    next_claim = self._next_claim(connection, batch, runtime)
+                    committed = self._looks.commit(connection, batch, runtime, next_claim)
                 following = committed.claimed
                 if following is None or following.request.queue != batch.queue:
                     self._state.admission.ended(batch.queue)
@@ -311,9 +310,7 @@ class BatchLoop:
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
-        self._state.count(report)
-        for event in (*self._tally.take(), *report.events):
-            self._state.emit(self._state.noted(event, parked) if isinstance(event, NOTED) else event)
+        self._state.publish(report, self._tally.take(), parked)
 
     def _count_failed(self, queue: str) -> None:
         if self.batch is None and self.leased_batch is None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from outboxq.clock import DatabaseClock
@@ -37,7 +38,7 @@ from outboxq.relay.poller import SharedPoller
 from outboxq.relay.suspects import QuarantineTurns
 
 # The events that the relay takes note of before it tells them.
-NOTED = (JobsSuspected, JobCrashed, JobsParked)
+_NOTED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,16 @@ class RelayState:
         claims, limits = self.registry.claims, self.limits
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
+    def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:
+        """Count what was committed, and tell it behind the events of claims; with the jobs that were parked besides."""
+        self.count(report)
+        emit = self.emit
+        # Mostly nobody listens to the events of jobs that are done, which most events are.
+        are_done_wanted = emit.wants(JobDone)
+        for event in (*claims, *report.events):
+            if are_done_wanted or type(event) is not JobDone:
+                emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
+
     def count(self, report: BatchReport) -> None:
         """Count what was committed."""
         with self.lock:
@@ -146,14 +157,6 @@ class RelayState:
         if self.has_groups(queue):
             self.quarantine.groups.add(queue)
 
-    def noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
-        """Take note of what an event tells, before it is told; with the jobs that were parked besides."""
-        if isinstance(event, JobsParked):
-            return replace(event, count=event.count + parked)
-        if isinstance(event, JobsSuspected) or not event.dead_letter:
-            self.suspect(event.queue)
-        return event
-
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""
         # A slot that falls asleep from now on polls first; one that sleeps already is woken.
@@ -162,3 +165,11 @@ class RelayState:
             self.poller.record_call(queue)
         else:
             self.listener.wake_one(queue)
+
+    def _noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
+        """Take note of what an event tells, before it is told; with the jobs that were parked besides."""
+        if isinstance(event, JobsParked):
+            return replace(event, count=event.count + parked)
+        if isinstance(event, JobsSuspected) or not event.dead_letter:
+            self.suspect(event.queue)
+        return event

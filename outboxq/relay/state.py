@@ -74,10 +74,12 @@ class RelayCounters:
 
     def add(self, report: BatchReport) -> None:
         """Count the events of one committed batch."""
-        of = Counter(map(type, report.events))
-        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
         self.claimed += report.claimed
+        of = Counter(map(type, report.events))
         self.done += of[JobDone]
+        if len(report.events) == of[JobDone]:
+            return
+        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
         self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
         self.died += of[JobDied] + of[JobSetAside] + sum(event.dead_letter for event in crashes)
         self.leases_lost += of[JobLeaseLost]

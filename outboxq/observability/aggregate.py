@@ -4,8 +4,8 @@ A slot adds a batch at a time, under one lock that is held for no I/O. Each numb
 """
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -38,6 +38,7 @@ RAN: dict[type[Event], Outcome] = {
     JobSnoozed: "snoozed",
     JobDiscarded: "discarded",
 }
+Ended: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
 # A union that is written out is made anew at each call, which is made for each job.
 _ENDED = (JobDone, JobRetried, JobDied, JobSnoozed, JobDiscarded)
 # What a handler was not called for, or whose run did not count.
@@ -64,8 +65,6 @@ class KindCounts:
         self.run = [one + more for one, more in zip(self.run, other.run, strict=True)]
 
 
-# Of no queue: the name of a queue is never empty.
-_NO_COUNTS = KindCounts()
 Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
@@ -81,22 +80,20 @@ class Aggregate:
     def add(self, events: Iterable[Event]) -> None:
         """Count the events of what was committed."""
         with self._lock:
-            counts, queue, kind = _NO_COUNTS, "", ""
+            # Jobs of one kind that ended alike, as most of a batch do, are counted together.
+            alike: list[Ended] = []
+            sort: type[Ended] = JobDone
+            queue = kind = ""
             for event in events:
                 if not isinstance(event, _ENDED):
                     self._add_not_run(event)
                     continue
-                job, ran = event.job, event.seconds
-                # Mostly of one kind: it is looked up once.
-                if job.kind != kind or job.queue != queue:
-                    queue, kind = job.queue, job.kind
-                    counts = _counts_of(self._counts, queue, kind)
-                waited = job.waited_seconds
-                counts.outcomes[RAN[type(event)]] += 1
-                counts.wait_seconds += waited
-                counts.wait[bisect_left(BOUNDS, waited)] += 1
-                counts.run_seconds += ran
-                counts.run[bisect_left(BOUNDS, ran)] += 1
+                job = event.job
+                if job.kind != kind or job.queue != queue or type(event) is not sort:
+                    self._add_alike(alike)
+                    alike, sort, queue, kind = [], type(event), job.queue, job.kind
+                alike.append(event)
+            self._add_alike(alike)
 
     @property
     def is_empty(self) -> bool:
@@ -118,6 +115,19 @@ class Aggregate:
             _add_all(found, self._counts)
         return found
 
+    def _add_alike(self, events: Sequence[Ended]) -> None:
+        if not events:
+            return
+        job = events[0].job
+        counts = _counts_of(self._counts, job.queue, job.kind)
+        counts.outcomes[RAN[type(events[0])]] += len(events)
+        waited = [event.job.waited_seconds for event in events]
+        ran = [event.seconds for event in events]
+        counts.wait_seconds += sum(waited)
+        counts.run_seconds += sum(ran)
+        _count_values(counts.wait, waited)
+        _count_values(counts.run, ran)
+
     def _add_not_run(self, event: Event) -> None:
         if isinstance(event, JobCancelled | JobExpired | JobLeaseLost):
             _counts_of(self._counts, event.job.queue, event.job.kind).outcomes[NOT_RUN[type(event)]] += 1
@@ -135,6 +145,17 @@ def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
         key = (queue, kind) if len(counts) < KINDS_MOST else (queue, OTHER)
         found = counts.setdefault(key, KindCounts())
     return found
+
+
+def _count_values(buckets: list[int], values: list[float]) -> None:
+    """Add to each bucket how many of the values are in it: sorted, so that it is found once for all that share it."""
+    values.sort()
+    at = 0
+    while at < len(values):
+        bucket = bisect_left(BOUNDS, values[at])
+        end = len(values) if bucket == len(BOUNDS) else bisect_right(values, BOUNDS[bucket], at)
+        buckets[bucket] += end - at
+        at = end
 
 
 def _add_all(total: Counts, counts: Counts) -> None:

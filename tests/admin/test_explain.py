@@ -167,6 +167,24 @@ def test_a_job_that_is_not_there_is_done_or_was_never_committed(
     assert (codes(never), never.verdict.details["made_at"]) == (["not-found"], None)
 
 
+def test_a_finished_job_that_is_kept_says_how_it_ended(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Of a kind with `keep=`: where it went, and where the rest of it is to be seen."""
+    keeping = Jobs()
+
+    @keeping.handler(queue="mail", keep=timedelta(days=7))
+    def deliver(ctx: Context) -> None: ...
+
+    (job_id,) = add(sessions, deliver.job())
+    with start_relay(keeping) as running:
+        wait_until(lambda: running.of(JobDone), "the job to be done")
+    found = of_job(engine, job_id)
+    assert codes(found) == ["kept-done"]
+    assert (found.verdict.details["outcome"], found.verdict.details["kind"]) == ("done", "deliver")
+    assert f"outboxq done show {job_id}" in found.verdict.advice
+
+
 def test_a_producer_that_has_not_committed_is_named(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from outboxq.errors import ConfigError
 from outboxq.events import (
     ClaimsEmpty,
+    ClaimsFailed,
     DatabaseBack,
     DatabaseLost,
     Event,
@@ -69,6 +70,7 @@ def events_of(number: int) -> Iterator[Event]:
     yield JobRetried(job(queue="q0"), f"Error{number}", "", (), 1.0)
     yield JobsClaimed(f"q{number}", 2, 0.003)
     yield ClaimsEmpty(f"q{number}", 1)
+    yield ClaimsFailed(f"q{number}", 3)
 
 
 def test_the_number_of_series_is_bounded() -> None:
@@ -84,11 +86,12 @@ def test_the_number_of_series_is_bounded() -> None:
             assert all(after[series] >= found for series, found in before.items())
             before = dict(after)
     found = parsed(exposed(counter.read()))
-    for name, factor in zip(sums, (1, 2, 2), strict=True):
+    for name, factor in zip(sums, (1, 5, 2), strict=True):
         assert value(found, name) == factor * 2 * MOST["queue"]
     labels = [dict(labels) for name, labels in found if name == "outboxq_job_errors_total"]
     assert len(labels) == MOST["error_type"] + 1
     assert value(found, "outboxq_job_errors_total", error_type=OTHER) == 2 * MOST["queue"] - MOST["error_type"]
+    assert value(found, "outboxq_claims_total", result="failed") == 3 * 2 * MOST["queue"]
     queues = {dict(labels)["queue"] for name, labels in found if name == "outboxq_claims_total"}
     assert len(queues) == MOST["queue"] + 1
 

@@ -42,6 +42,7 @@ COUNTED: Mapping[type[Event], Callable[[Any], _Counts]] = {
     events.JobDied: _failed,
     events.JobInterrupted: lambda event: [(JOBS, (event.job.queue, event.job.kind, "interrupted"), 1)],
     events.ClaimsEmpty: lambda event: [("outboxq_claims_total", (event.queue, "empty"), event.count)],
+    events.ClaimsFailed: lambda event: [("outboxq_claims_total", (event.queue, "failed"), event.count)],
     events.JobsParked: _of_queue("outboxq_parked_jobs_total"),
     events.JobsSuspected: _of_queue("outboxq_suspected_jobs_total"),
     events.JobsCoalesced: lambda event: [("outboxq_coalesced_jobs_total", (event.job.queue,), event.count)],

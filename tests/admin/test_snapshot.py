@@ -7,9 +7,13 @@ from sqlalchemy import Engine, text
 
 from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups, take_snapshot
 from outboxq.admin.stats import collect_stats
+from outboxq.observability.metrics.exporter import DatabaseExporter
+from outboxq.observability.metrics.exposition import expose, registry_of
+from outboxq.observability.metrics.tables import PARTS
 from outboxq.postgres import Database
 from tests.admin.test_explain_large import counting_pages
 from tests.support.doctor import execute, open_session
+from tests.support.metrics import parsed, value
 from tests.support.staged import stage
 
 _STAT = """\
@@ -94,7 +98,7 @@ def test_a_refused_part_says_so(engine: Engine) -> None:
 @pytest.mark.large
 @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "behind a snapshot"])
 def test_a_million_jobs_cost_as_much_as_a_few(engine: Engine, outboxq_database: Database, *, pinned: bool) -> None:
-    """Whatever waits and died: no look reads much of a table, also behind 200,000 dead heads."""
+    """Whatever waits and died, neither a snapshot nor the exporter reads much; also behind 200,000 dead heads."""
     url = outboxq_database.url
     execute(url, _JOBS)
     with engine.begin() as connection:
@@ -105,7 +109,11 @@ def test_a_million_jobs_cost_as_much_as_a_few(engine: Engine, outboxq_database: 
             execute(url, "DELETE FROM outboxq.job WHERE seq <= (SELECT min(seq) + 200000 FROM outboxq.job)")
         with counting_pages(engine) as read, engine.connect() as connection:
             found = take_snapshot(connection)
+            exporter = DatabaseExporter(connect=engine.connect, schema="outboxq", find=list)
+            exporter.look()
     assert found.not_known == ()
+    exported = parsed(expose(registry_of(lambda: {"db": exporter.read()}))[0].decode())
+    assert value(exported, "outboxq_exporter_query_ok") == len(PARTS)
     assert {queue.exact for queue in found.queues} == {False}
     assert found.dead_groups[0].jobs == NEWEST_DEAD
     # Of dead letters that all match, the first are read in the order of the table, up to the limit.

@@ -170,7 +170,7 @@ def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
 
 def has_keys(jobs: Iterable[Job]) -> bool:
     """Whether one of these jobs has a key to be coalesced by."""
-    return any(job.unique_key is not None for job in jobs)
+    return bool([job for job in jobs if job.unique_key is not None])
 
 
 def _selected(connection: Connection, script: str) -> list[Sequence[tuple[object, ...]]]:

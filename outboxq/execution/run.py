@@ -63,7 +63,9 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
             # Jobs that all run together lock rows when they load them.
             _lock_rows(connection, batch, runtime, locks)
         for segment in segments:
-            if _may_run_together(batch, segment) and _run_together(connection, batch, runtime, segment, locks):
+            # Jobs that are given back have no events, of which those of a segment are told by their places.
+            may_run_together = segment.kind != "alone" and not batch.blocked
+            if may_run_together and _run_together(connection, batch, runtime, segment, locks):
                 continue
             for position in segment.places:
                 job = batch.jobs[position]
@@ -78,11 +80,6 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
         collect_unique_adds(connection, None)
-
-
-def _may_run_together(batch: BatchState, segment: Segment) -> bool:
-    # Jobs that are given back have no events, of which those of a segment are told by their places.
-    return segment.kind != "alone" and not batch.blocked
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:

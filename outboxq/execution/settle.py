@@ -41,7 +41,10 @@ _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
     """Write the job's outcome, and return the event to send once that is committed."""
     if isinstance(result, Done):
-        return _settle_done(connection, job, result, runtime, seconds)
+        finish(connection, job)
+        if has_follower(job):
+            add_follower(connection, job)
+        return event_of_end(job, result, runtime, seconds)
     result = runtime.kept(job, result)
     match result:
         case Discard():
@@ -69,13 +72,6 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
         case UnknownKindResult():
             raise AssertionError("unknown kinds are parked, not settled")
     assert_never(result)
-
-
-def _settle_done(connection: Connection, job: Job, result: Done, runtime: Runtime, seconds: float) -> JobEvent:
-    finish(connection, job)
-    if has_follower(job):
-        add_follower(connection, job)
-    return event_of_end(job, result, runtime, seconds)
 
 
 def _drop(

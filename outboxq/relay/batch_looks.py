@@ -31,7 +31,7 @@ class BatchLooks:
         self, connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
     ) -> Committed | None:
         """Commit a batch, and look at the batches of its jobs in the same round trip."""
-        if not is_listened_to(connection):
+        if batch.is_plain or not is_listened_to(connection):
             return commit(connection, batch, runtime, next_claim)
         committed = commit(connection, batch, runtime, next_claim, looks=False)
         self.add(batch.jobs)

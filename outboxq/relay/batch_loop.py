@@ -271,9 +271,9 @@ class BatchLoop:
 
     def _next_claim(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, if any should."""
-        self._tally.begin()
         if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
             return None
+        self._tally.begin()
         if not batch.is_leased:
             return self._planner.next_claim(batch)
         leased = self.leased_batch

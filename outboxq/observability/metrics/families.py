@@ -38,7 +38,7 @@ RELAY = _by_name(
             "Failed attempts by the type of their error.",
             (*_KIND, "error_type"),
         ),
-        Family("outboxq_claims_total", "counter", "Claims that took jobs, that found none, and that failed.", ("queue", "result")),
+        Family("outboxq_claims_total", "counter", "Claims that took jobs, found none, or failed.", ("queue", "result")),
         Family("outboxq_claimed_jobs_total", "counter", "Jobs that claims took.", _QUEUE),
         Family("outboxq_claim_seconds", "histogram", "The round trips of claims that took jobs.", _QUEUE),
         Family("outboxq_slots", "gauge", "Slots that have jobs, look for some, or sleep.", ("state",)),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -1643,15 +1643,19 @@ def main(wanted: list[str]) -> int:
     survivors = 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         # Several mutants have the same tests: these run once without a change.
-        without = {tests: pool.submit(run, tests) for tests in dict.fromkeys(mutant.tests for mutant in mutants)}
-        mutated = [pool.submit(run, mutant.tests, mutant) for mutant in mutants]
-        for mutant, running in zip(mutants, mutated, strict=True):
+        without: dict[tuple[str, ...], Future[Run]] = {}
+        mutated: list[Future[Run]] = []
+        for mutant in mutants:
+            if mutant.tests not in without:
+                without[mutant.tests] = pool.submit(run, mutant.tests)
+            mutated.append(pool.submit(run, mutant.tests, mutant))
+        for number, (mutant, running) in enumerate(zip(mutants, mutated, strict=True), 1):
             changed, plain = running.result(), without[mutant.tests].result()
             red = plain.code == 0 and changed.code == 1
             survivors += not red
             verdict = "red" if red else "SURVIVED" if plain.code == 0 else "NOT GREEN WITHOUT IT"
             lines = (
-                f"{verdict:9} {mutant.name}",
+                f"{verdict:9} {mutant.name} ({number} of {len(mutants)})",
                 f"          without: {plain.said}",
                 f"          with:    {changed.said}",
             )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tests.fuzz.lanes import Observed
 
 _KEPT = 12
+_HANDLERS = "/tests/fuzz/"
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -33,6 +34,8 @@ def check(alone: Observed, other: Observed, how: str) -> None:
 
 
 def _between(path: str, one: object, two: object) -> list[str]:
+    if path.endswith(".frames"):
+        one, two = _of_handlers(one), _of_handlers(two)
     if _plain(one) == _plain(two):
         return []
     if isinstance(one, Mapping) and isinstance(two, Mapping):
@@ -45,6 +48,11 @@ def _between(path: str, one: object, two: object) -> list[str]:
             for line in _between(f"{path}[{place}]", left, right)
         ]
     return [f"{path}: {_text(one)} | {_text(two)}"]
+
+
+def _of_handlers(frames: object) -> object:
+    """Those of the handlers' own code: below them, a shared batch may send another statement first, which fails."""
+    return [frame for frame in frames if _HANDLERS in str(frame[0])] if isinstance(frames, list) else frames
 
 
 def _text(value: object) -> str:

@@ -10,6 +10,11 @@ OWN_SQL = (
 )  # fmt: skip
 
 SEEN: dict[str, Batch] = {
+    "a lazy load in a coroutine, which fails at the buffered changes of the jobs before it": batch(
+        *(task(given("Account", 1), step("change", 0, 1)) for _ in range(6)),
+        task(given("Account", 1), step("attach", "Account", 2), step("change", 0, 1), step("change", 1, 1)),
+        flavour="async",
+    ),
     "a deferred update, a row that is got after a select, the same row as an entity": batch(
         task(step("defer_update", "Account", 1, 7)),
         task(step("anything"), step("get_one", "Account", 1), step("change", 0, 3)),

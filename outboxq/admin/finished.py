@@ -7,7 +7,6 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.clock import uuid7s
-from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.statements import done as statements
 from outboxq.statements.done import OUTCOMES as OUTCOMES
@@ -79,7 +78,7 @@ def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
 
 def outcome_of(connection: Connection, job_id: UUID) -> str | None:
     """How a job that is kept ended; None if it is not kept, or if this role may not look."""
-    if not run_script(connection, statements.may_read(mapped_schema(connection)))[0].rows[0][0]:
+    if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
         return None
     return connection.execute(statements.select_outcome(job_id)).scalar_one_or_none()
 
@@ -97,5 +96,7 @@ def run_again(connection: Connection, job_id: UUID) -> UUID:
     if found.args is None:
         raise ArgsNotKept(job_id, found.finished.kind)
     new_id = UUID(uuid7s(1)[0])
-    connection.execute(statements.add_again(job_id, new_id))
+    # It may have been pruned since it was looked at.
+    if connection.execute(statements.add_again(job_id, new_id)).rowcount == 0:
+        raise JobNotFound(job_id, "finished job")
     return new_id

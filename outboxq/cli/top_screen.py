@@ -18,6 +18,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 from textual.worker import get_current_worker
 
+from outboxq.cli.errors import explain
 from outboxq.cli.tables import Column, is_number
 from outboxq.cli.top import TopOptions, look, summary
 from outboxq.cli.top_views import VIEWS, View
@@ -297,8 +298,8 @@ class Top(App[None]):
         try:
             with self._options.transaction() as connection:
                 found = explain_queue(connection, queue) if job_id is None else explain_job(connection, job_id)
-        except OutboxqError as error:
-            self.call_from_thread(self.notify, printable(str(error)), severity="error", markup=False)
+        except Exception as error:  # noqa: BLE001  # whatever the database refuses: it is said, and the screen goes on
+            self.call_from_thread(self._refuse, error)
             return
         self.call_from_thread(self.push_screen, Detail(_explained(found, queue if job_id is None else str(job_id))))
 
@@ -322,16 +323,21 @@ class Top(App[None]):
         from outboxq import config
         from outboxq.admin.actions import Actions, Actor
 
-        actions = Actions(Actor(config.actor_name(), via="cli"), "by a key of outboxq top", warn=self._warn)
-        change = actions.pause_queues if verb == "Pause" else actions.resume_queues
         try:
+            actions = Actions(Actor(config.actor_name(), via="cli"), "by a key of outboxq top", warn=self._warn)
+            change = actions.pause_queues if verb == "Pause" else actions.resume_queues
             with self._options.transaction() as connection:
                 changed = change(connection, [queue])
-        except OutboxqError as error:
-            self.call_from_thread(self.notify, printable(str(error)), severity="error", markup=False)
+        except Exception as error:  # noqa: BLE001  # as of a role that may only read
+            self.call_from_thread(self._refuse, error)
             return
         said = f"{verb}d {queue}." if changed else f"{queue} was {verb.lower()}d already."
         self.call_from_thread(self.notify, printable(said), markup=False)
+
+    def _refuse(self, error: Exception) -> None:
+        known = explain(error)
+        said = type(error).__name__ if known is None else known.message
+        self.notify(printable(said), severity="error", markup=False)
 
     def _warn(self, said: str) -> None:
         self.call_from_thread(self.notify, printable(said), severity="warning", markup=False)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from outboxq.database.driver import run_script
+from outboxq.database.sessions import transaction_connection
 from outboxq.new_job import JobHandle
 from outboxq.statements import done
 from outboxq.statements import jobs as statements
@@ -60,9 +60,10 @@ def find_job(
 
 
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
-    row = connection.execute(statements.find_job(job_id)).one_or_none()
-    below = connection if isinstance(connection, Connection) else connection.connection()
-    if row is None and run_script(below, done.may_read(mapped_schema(below)))[0].rows[0][0]:
+    # Where its jobs go, also if the session has several engines; of whatever driver.
+    below = connection if isinstance(connection, Connection) else transaction_connection(connection)
+    row = below.execute(statements.find_job(job_id)).one_or_none()
+    if row is None and below.execute(done.may_read(mapped_schema(below))).scalar_one():
         # Later than the first look: a job that ended between the two is found.
-        row = connection.execute(done.find_finished(job_id)).one_or_none()
+        row = below.execute(done.find_finished(job_id)).one_or_none()
     return None if row is None else FoundJob(*row)

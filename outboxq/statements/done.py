@@ -96,9 +96,12 @@ def may_write(schema: str) -> str:
     return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT", "INSERT", "UPDATE"])
 
 
-def may_read(schema: str) -> str:
-    """Whether the table `done_job` is there, and this role may read it; one row. No locks."""
-    return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT"])
+def may_read(schema: str) -> TextClause:
+    """Whether the table `done_job` is there, and this role may read it; one row. For any driver. No locks."""
+    return text(
+        "SELECT coalesce("
+        "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
+    ).bindparams(name=quote_identifier(schema, "done_job"))
 
 
 @dataclass(frozen=True, slots=True)

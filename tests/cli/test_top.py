@@ -15,6 +15,8 @@ from outboxq.cli.top import TopOptions
 from outboxq.cli.top_screen import Detail, Top
 from outboxq.postgres import Database
 from outboxq.testing import RelayProcess
+from tests.admin.test_roles import Cast
+from tests.admin.test_roles import roles as roles
 from tests.support.cli import call, command, environment
 from tests.support.ledger import rows
 from tests.support.staged import stage
@@ -131,6 +133,29 @@ def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outbox
         await until(pilot, lambda: rows(engine, paused) in ([], [(False,)]), "the end of the pause")
 
     watch(outboxq_database.url, act)
+
+
+@pytest.mark.parametrize("actor", ["anna", "x" * 1_000])
+def test_what_is_refused_is_said_and_the_screen_goes_on(
+    engine: Engine, roles: Cast, monkeypatch: pytest.MonkeyPatch, actor: str
+) -> None:
+    """As to a role that may only read, or to an actor without a name that fits."""
+    said: list[str] = []
+    monkeypatch.setenv("OUTBOXQ_ACTOR", actor)
+    monkeypatch.setattr(Top, "notify", lambda _top, message, **_: said.append(message))
+    with engine.begin() as connection:
+        connection.execute(text(_JOB), {"queue": "mail"})
+
+    async def act(top: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("p", "y")
+        await until(pilot, lambda: bool(said), "the refusal")
+        assert ("permission denied" if actor == "anna" else "actor") in said[0]
+        with engine.begin() as connection:
+            connection.execute(text(_JOB), {"queue": "later"})
+        await until(pilot, lambda: "later" in [row[0] for row in shown(top, "queues")], "the next look")
+
+    watch(roles.url("reader"), act)
+    assert rows(engine, "SELECT FROM outboxq.queue WHERE paused_at IS NOT NULL") == []
 
 
 def test_a_database_that_goes_is_said_and_asked_again(engine: Engine, outboxq_database: Database) -> None:

@@ -260,7 +260,7 @@ class ClaimRequest:
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
         # The columns of RETURNED, in order, the token, and the time.
         at = self.clock.now()
-        job: Callable[..., Job] = Job
+        job = cast("Callable[..., Job]", Job)
         jobs = [job(*row[1:_END_OF_JOB], at) for row in rows]
         # RETURNING has no order. Within a group priorities do not count.
         is_grouped = isinstance(self.script, GroupScript)

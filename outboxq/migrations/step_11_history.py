@@ -6,6 +6,9 @@ column is added under the lock that no claim holds up.
 
 from outboxq.migrations.step_07_checks import LOCK
 
+# Of the table that is changed: behind a lock of `job`, whoever holds `queue` would hold up claims and producers too.
+LOCK_QUEUE = LOCK.replace(".job", ".queue")
+
 UP = f"""\
     -- What each relay says of itself, several times a minute: free room on the page keeps the updates HOT.
     CREATE TABLE @schema@.relay_status (
@@ -118,13 +121,13 @@ UP = f"""\
     );
     CREATE INDEX audit_at ON @schema@.audit (at);
 
-{LOCK}
+{LOCK_QUEUE}
     -- How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
     ALTER TABLE @schema@.queue
       ADD COLUMN keep_dead_seconds double precision,
       ADD CONSTRAINT queue_keep_dead CHECK (keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200);"""
 
 DOWN = f"""\
-{LOCK}
+{LOCK_QUEUE}
     ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
     DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.audit;"""

@@ -97,6 +97,6 @@ def run_again(connection: Connection, job_id: UUID) -> UUID:
         raise ArgsNotKept(job_id, found.finished.kind)
     new_id = UUID(uuid7s(1)[0])
     # It may have been pruned since it was looked at.
-    if connection.execute(statements.add_again(job_id, new_id)).rowcount == 0:
+    if connection.execute(statements.add_again(job_id, new_id)).scalar_one_or_none() is None:
         raise JobNotFound(job_id, "finished job")
     return new_id

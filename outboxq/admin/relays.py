@@ -69,6 +69,8 @@ def decode_running(running: str) -> _Running:
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
     """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
 
+    If there are more than `limit`, those that were seen last: the living are among them, however many have died.
+
     Raises:
         SchemaError: the table of relays is missing.
     """
@@ -91,5 +93,5 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
             tuple(row.kinds),
             decode_running(row.running),
         )
-        for row in rows
+        for row in sorted(rows, key=lambda row: (row.started_at, row.id))
     ]

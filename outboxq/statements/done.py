@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Insert, Select, Text, TextClause, cast, insert, literal, select, text
+from sqlalchemy import ColumnElement, Select, Text, TextClause, cast, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
+from sqlalchemy.sql.dml import ReturningInsert
 
 from outboxq.job import OWN_HEADERS
 from outboxq.statements.doctor.sessions import qualified
@@ -158,16 +159,18 @@ def find_finished(job_id: UUID) -> Select[Any]:
     return select(*(done_job.c[name] for name in columns)).where(done_job.c.id == job_id)
 
 
-def add_again(job_id: UUID, new_id: UUID) -> Insert:
+def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
     """Add a job with the kind, the queue, the arguments and the headers of a finished one, but for our own headers.
 
+    Returns the new id; no row if the finished job is gone.
     Index: the primary key of `done_job`. No lock is waited for: the id is new.
     """
     own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
     headers = cast(done_job.c.headers, JSONB).op("-")(own)
     new = select(literal(new_id, done_job.c.id.type), done_job.c.queue, done_job.c.kind, done_job.c.args, headers)
     columns = ["id", "queue", "kind", "args", "headers"]
-    return insert(job).from_select(columns, new.where(done_job.c.id == job_id), include_defaults=False)
+    added = insert(job).from_select(columns, new.where(done_job.c.id == job_id), include_defaults=False)
+    return added.returning(job.c.id)
 
 
 def finished_facts(schema: str, job_id: UUID) -> TextClause:

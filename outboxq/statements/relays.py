@@ -29,13 +29,13 @@ def served_queues(schema: str, limit: int) -> str:
 
 
 def select_relays(limit: int) -> Executable:
-    """The relays that were seen within a day, the newest last. Reads the small table `relay_status`; no locks."""
+    """The relays that were seen last, of those of the last day. Reads the small table `relay_status`; no locks."""
     return (
         select(
             relay_status,
             seconds(pg.statement_timestamp() - relay_status.c.seen_at).label("seen_seconds"),
         )
-        .order_by(relay_status.c.started_at, relay_status.c.id)
+        .order_by(relay_status.c.seen_at.desc(), relay_status.c.id)
         .limit(limit)
     )
 

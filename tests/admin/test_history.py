@@ -87,6 +87,16 @@ def test_relays_are_listed_with_what_runs_there_for_long(outboxq_database: Datab
     assert "send for 42 s" in call("relays", "list", url=outboxq_database.url).ok().stdout
 
 
+def test_however_many_relays_died_the_living_are_listed(engine: Engine) -> None:
+    """Of more than the limit those that were seen last."""
+    with engine.begin() as connection:
+        for number in range(5):
+            connection.execute(RELAY, {"host": f"dead {number}", "ago": 900 - number, "running": "[]"})
+        connection.execute(RELAY, {"host": "alive", "ago": 5, "running": "[]"})
+        found = list_relays(connection, limit=2)
+    assert {relay.host for relay in found} == {"dead 4", "alive"}
+
+
 def test_the_command_shows_the_history(outboxq_database: Database, engine: Engine) -> None:
     """As a table and as JSON; a span that is none is refused."""
     url = outboxq_database.url

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.commit as commit_module
@@ -14,7 +14,7 @@ import outboxq.execution.lease_mode as lease_module
 from outboxq import BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
 from outboxq.database.driver import run_script
-from outboxq.errors import ArgsNotKept
+from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
 from outboxq.statements.prune import delete_finished
@@ -271,6 +271,31 @@ def test_arguments_that_were_not_kept_are_not_run_again(engine: Engine, sessions
     with engine.connect() as connection, pytest.raises(ArgsNotKept, match="keep_args=True"):
         run_again(connection, handle.id)
     assert "canary" not in str(rows(engine, "SELECT done_job::text FROM outboxq.done_job"))
+
+
+def test_a_finished_job_that_is_pruned_meanwhile_is_not_said_to_run_again(
+    engine: Engine, sessions: Sessions, drain: Drain
+) -> None:
+    """Between the look at it and the INSERT."""
+    jobs = Jobs()
+
+    @jobs.handler(keep=KEEP, keep_args=True)
+    def work(ctx: Context) -> None:
+        pass
+
+    with sessions.begin() as session:
+        handle = session.add_job(work)
+    drain(jobs)
+    with engine.connect() as connection:
+
+        @event.listens_for(connection, "after_cursor_execute", once=True)
+        def prune(*_: object) -> None:
+            with engine.begin() as pruner:
+                pruner.execute(text("DELETE FROM outboxq.done_job"))
+
+        with pytest.raises(JobNotFound):
+            run_again(connection, handle.id)
+    assert rows(engine, "SELECT id FROM outboxq.job") == []
 
 
 def test_a_relay_that_may_not_write_the_table_works_without_it(

@@ -136,7 +136,7 @@ class RelayState:
         """Count what was committed, and tell it behind the events of claims; with the jobs that were parked besides."""
         self.count(report)
         emit = self.emit
-        # Mostly nobody listens to the events of jobs that are done, which most events are.
+        # Most events are of jobs that are done, and most relays have no hook that is told of them.
         are_done_wanted = emit.wants(JobDone)
         for event in (*claims, *report.events):
             if are_done_wanted or type(event) is not JobDone:

@@ -6,7 +6,7 @@ column is added under the lock that no claim holds up.
 
 from outboxq.migrations.step_07_checks import LOCK
 
-# Of the table that is changed: behind a lock of `job`, a session that holds `queue` would hold up claims and producers too.
+# Of the table that is changed: a session that holds `queue` is not to hold up what works on `job`.
 LOCK_QUEUE = LOCK.replace(".job", ".queue")
 
 UP = f"""\

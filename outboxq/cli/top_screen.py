@@ -298,8 +298,10 @@ class Top(App[None]):
         try:
             with self._options.transaction() as connection:
                 found = explain_queue(connection, queue) if job_id is None else explain_job(connection, job_id)
-        except Exception as error:  # noqa: BLE001  # whatever the database refuses: it is said, and the screen goes on
-            self.call_from_thread(self._refuse, error)
+        except Exception as error:
+            # What the database or a check refuses is said, and the screen goes on; a bug ends it with its traceback.
+            if not self._is_told(error):
+                raise
             return
         self.call_from_thread(self.push_screen, Detail(_explained(found, queue if job_id is None else str(job_id))))
 
@@ -328,16 +330,20 @@ class Top(App[None]):
             change = actions.pause_queues if verb == "Pause" else actions.resume_queues
             with self._options.transaction() as connection:
                 changed = change(connection, [queue])
-        except Exception as error:  # noqa: BLE001  # as of a role that may only read
-            self.call_from_thread(self._refuse, error)
+        except Exception as error:
+            # As to a role that may only read; a bug ends the screen with its traceback.
+            if not self._is_told(error):
+                raise
             return
         said = f"{verb}d {queue}." if changed else f"{queue} was {verb.lower()}d already."
         self.call_from_thread(self.notify, printable(said), markup=False)
 
-    def _refuse(self, error: Exception) -> None:
+    def _is_told(self, error: Exception) -> bool:
+        """Say why an action was refused; False for an error that no refusal explains."""
         known = explain(error)
-        said = type(error).__name__ if known is None else known.message
-        self.notify(printable(said), severity="error", markup=False)
+        if known is not None:
+            self.call_from_thread(self.notify, printable(known.message), severity="error", markup=False)
+        return known is not None
 
     def _warn(self, said: str) -> None:
         self.call_from_thread(self.notify, printable(said), severity="warning", markup=False)

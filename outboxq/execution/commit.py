@@ -15,6 +15,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, for
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.job_batches import batch_ids, read_finished
+from outboxq.execution.keep import Keeper
 from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
@@ -26,6 +27,9 @@ from outboxq.statements.transaction import xact_status
 _STATEMENTS = 3
 # How many of them stand before those that keep finished jobs, and take the keys of unique jobs.
 _BEFORE_KEYS = 2
+# If the rows of finished jobs are refused, the transaction goes back to before them, and no further.
+_KEPT_SAVEPOINT = "oq_kept"
+_KEEPING_STATEMENTS = 3
 _NO_SUCH_SAVEPOINT = "3B001"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
@@ -124,7 +128,7 @@ def _send_commit(
     texts, next_claim = behind.texts, behind.next_claim
     kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)
     try:
-        results = run_script(connection, "; ".join([commit_script(transaction.inner_savepoint, keys, kept), *texts]))
+        results = _run(connection, transaction.inner_savepoint, keys, texts, runtime.keeper, kept)
     except psycopg.Error as error:
         if not texts or not _failed_after_commit(connection, transaction, error):
             if not is_lost(connection):
@@ -134,8 +138,6 @@ def _send_commit(
         _forgive(connection, next_claim, error)
         fault_point("after-commit")
         return None
-    if kept:
-        results.pop(_BEFORE_KEYS)
     taken = [results.pop(_BEFORE_KEYS) for _ in keys]
     check_committed(results)
     if taken:
@@ -223,21 +225,56 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: str = ""
             producer which adds a job of the same key waits for a COMMIT, and not for a handler.
         kept: Writes the rows of finished jobs. Behind the savepoint: never in another transaction than theirs.
     """
-    keeping = f"{kept}; " if kept else ""
+    keeping = f"SAVEPOINT {_KEPT_SAVEPOINT}; {kept}; RELEASE SAVEPOINT {_KEPT_SAVEPOINT}; " if kept else ""
     taking = "".join(f"{statement}; " for statement in keys)
     return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"
 
 
-def commit_checked(connection: Connection, inner_savepoint: str, kept: str = "") -> None:
+def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper, kept: str = "") -> None:
     """Commit by `commit_script`, and check that it is done.
+
+    Args:
+        keeper: Made `kept`, and is told if the table refuses it.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.
     """
-    results = run_script(connection, commit_script(inner_savepoint, kept=kept))
+    check_committed(_run(connection, inner_savepoint, [], [], keeper, kept))
+
+
+def _run(
+    connection: Connection,
+    inner_savepoint: str,
+    keys: Sequence[str],
+    behind: Sequence[str],
+    keeper: Keeper,
+    kept: str,
+) -> list[ScriptResult]:
+    """Send `commit_script`, once more without the rows of finished jobs if their table refuses them.
+
+    Returns the results of all other statements: a transaction whose rows stand is not undone, nor are its handlers run
+    again, for what is kept of it.
+    """
+    try:
+        results = run_script(connection, "; ".join([commit_script(inner_savepoint, keys, kept), *behind]))
+    except psycopg.Error as error:
+        # The savepoint is there only if its own statement failed: those behind have released it.
+        if not (kept and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
+            raise
+        keeper.refused(error)
+        return run_script(connection, "; ".join([commit_script(_KEPT_SAVEPOINT, keys), *behind]))
     if kept:
-        results.pop(_BEFORE_KEYS)
-    check_committed(results)
+        del results[_BEFORE_KEYS : _BEFORE_KEYS + _KEEPING_STATEMENTS]
+    return results
+
+
+def _goes_back(connection: Connection, savepoint: str) -> bool:
+    try:
+        run_script(connection, f"ROLLBACK TO SAVEPOINT {savepoint}")
+    except psycopg.Error:
+        # Not there, or the connection is lost: the first error says what happened.
+        return False
+    return True
 
 
 def check_committed(results: Sequence[ScriptResult]) -> None:

@@ -1,17 +1,23 @@
 """Keep: the rows of finished jobs, of kinds that keep them. They are written in the transaction that removes the jobs.
 
-So a row is there if and only if the effect of its job is: in transaction mode it goes along in the string of COMMIT,
-under a lease in the statement that removes the job.
+So a row is there only if the effect of its job is: in transaction mode it goes along in the string of COMMIT, under a
+lease in the statement that removes the job. If its table refuses it, the job is done all the same, and has no row: what
+jobs do must not depend on what is kept of them.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
 
+from outboxq.clock import clock
+from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.events import Event, JobCancelled, JobDiscarded, JobDone, JobExpired
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
 from outboxq.statements.done import KeptJob, keep_jobs
+
+logger = logging.getLogger("outboxq.relay")
 
 _OUTCOMES: Mapping[type, str] = {
     JobDone: "done",
@@ -20,14 +26,19 @@ _OUTCOMES: Mapping[type, str] = {
     JobExpired: "expired",
 }
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
+# A row, or a table, that will be refused again: data, constraints, rights and missing tables, limits, foreign locks.
+_REFUSALS = frozenset({"22", "23", "42", "54", "55"})
+# After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
+_PAUSE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keeper:
     """What a relay keeps of finished jobs, by kind and alias; without kinds, nothing."""
 
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
+    _paused_until: float = 0.0
 
     @classmethod
     def of(cls, registry: Registry, relay: UUID | None = None) -> "Keeper":
@@ -41,7 +52,7 @@ class Keeper:
         Args:
             others: The jobs that runs have taken along, by the id of the job that ran.
         """
-        if not self.kinds:
+        if not self.kinds or (self._paused_until and clock() < self._paused_until):
             return []
         return [row for event in events if (row := self._row(event, others)) is not None]
 
@@ -51,6 +62,22 @@ class Keeper:
         """The statement that writes these rows, for the transaction that removes the jobs; empty if there are none."""
         rows = self.kept(events, others)
         return keep_jobs(schema, rows, self.relay) if rows else ""
+
+    @staticmethod
+    def may_be_refusal(error: BaseException) -> bool:
+        """Whether an error of a string that kept jobs may have come from their table, and would come again."""
+        return (sqlstate_of(error) or "")[:2] in _REFUSALS
+
+    def refused(self, error: BaseException) -> None:
+        """Keep nothing for a while, since the table has refused rows, and log that."""
+        self._paused_until = clock() + _PAUSE_SECONDS
+        logger.warning(
+            "finished jobs are not kept for %d s: the table done_job refused their rows (%s); `outboxq doctor` names "
+            "rights that are missing",
+            _PAUSE_SECONDS,
+            describe_error(error),
+            extra={"outboxq_kinds": sorted(self.kinds)},
+        )
 
     def _row(self, event: Event, others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJob | None:
         if not isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired):

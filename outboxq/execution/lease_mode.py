@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 import psycopg
@@ -74,15 +74,16 @@ class Unsettled:
     def __bool__(self) -> bool:
         return bool(self.finished or self.waiting)
 
-    def script(self, schema: str, *, free: bool = False) -> str:
+    def script(self, schema: str, *, keep: bool = True, free: bool = False) -> str:
         """The statements that settle the jobs, for a transaction that has just begun; the first returns the lost ones.
 
         Args:
+            keep: With the rows of those of them whose kinds keep finished jobs.
             free: Settle only jobs whose rows no other transaction holds. The others stay under the lease, and a later
                 beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
-        rows = self.keeper.kept(self.finished, self.stands_for)
+        rows = self.keeper.kept(self.finished, self.stands_for) if keep else []
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) if rows else ""
         finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
@@ -221,37 +222,61 @@ def settle_leased(
     """Settle the waiting jobs of a claim in the transaction of the next claim; returns their events and that claim.
 
     If the next claim fails, the jobs are settled without it. If another transaction holds the row of a job, the others
-    are settled, and that job stays under the lease.
+    are settled, and that job stays under the lease. If the rows of finished jobs are refused, they are left out.
 
     Raises:
         ConnectionLost, psycopg.Error: all of the jobs wait on.
     """
-    free = False
+    sending = _Sending(next_claim)
     while True:
         fault_point("before-commit")
         unsettled = _take(connection, leased)
         if unsettled.unsure:
-            next_claim = None
+            sending = replace(sending, next_claim=None)
         try:
             with leased.settling(unsettled, connection):
-                results = _send(connection, unsettled, schema, next_claim, free=free)
+                results = _send(connection, unsettled, schema, sending)
             break
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost while jobs were settled: all are, or none") from error
-            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not free:
-                free = True
-            elif next_claim is None or not next_claim.failed(error):
+            less = sending.after(error, leased.keeper)
+            if less is None:
                 # Perhaps an error of the claim: the jobs are settled by themselves when the slot has recovered.
                 raise
-            next_claim = None
+            sending = less
             run_script(connection, "ROLLBACK")
+    if sending.refusal is not None:
+        leased.keeper.refused(sending.refusal)
     fault_point("after-commit")
     events = _events(unsettled, results)
-    if next_claim is None:
+    if sending.next_claim is None:
         return events, None
     fault_point("before-claim")
-    return events, next_claim.read(results)
+    return events, sending.next_claim.read(results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """How the jobs of a claim are settled: at first in the transaction of the next claim, and after errors with less.
+
+    `free`: without those whose rows are locked. `refusal`: without the rows of finished jobs, after this error.
+    """
+
+    next_claim: ClaimRequest | None
+    free: bool = False
+    refusal: psycopg.Error | None = None
+
+    def after(self, error: psycopg.Error, keeper: Keeper) -> "_Sending | None":
+        """What to send after an error of the server; None if it would be the same again."""
+        alone = replace(self, next_claim=None)
+        if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not self.free:
+            return replace(alone, free=True)
+        may_be_refusal = bool(keeper.kinds) and keeper.may_be_refusal(error)
+        if self.next_claim is not None:
+            return alone if self.next_claim.failed(error) or may_be_refusal else None
+        # Whether the rows of finished jobs were refused shows without them.
+        return replace(self, refusal=error) if may_be_refusal and self.refusal is None else None
 
 
 def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
@@ -260,12 +285,11 @@ def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
     return unsettled
 
 
-def _send(
-    connection: Connection, unsettled: Unsettled, schema: str, next_claim: ClaimRequest | None, *, free: bool
-) -> list[ScriptResult]:
+def _send(connection: Connection, unsettled: Unsettled, schema: str, sending: _Sending) -> list[ScriptResult]:
     # One transaction: if the claim fails, the jobs wait on.
-    end = "COMMIT" if next_claim is None else next_claim.text()
-    results = run_script(connection, unsettled.script(schema, free=free) + end + unsettled.question(schema))
+    end = "COMMIT" if sending.next_claim is None else sending.next_claim.text()
+    settling = unsettled.script(schema, keep=sending.refusal is None, free=sending.free)
+    results = run_script(connection, settling + end + unsettled.question(schema))
     if not any(result.tag == "COMMIT" for result in results):
         raise AssertionError(f"COMMIT was not answered, but {results[-1].tag}")
     return results

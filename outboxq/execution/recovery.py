@@ -134,7 +134,7 @@ def _recover_escaped(
         return Recovered(None, run_alone=len(batch.jobs))
     # Rolled back: every job waits again, and the handler's job is charged.
     try:
-        event = _settle_anew(connection, escaped.job, escaped.failed, runtime, batch.seconds, batch.claimed_ids)
+        event = _settle_anew(connection, batch, escaped.job, escaped.failed, runtime, batch.claimed_ids)
     except LeaseLost:
         end_transaction(connection)
         event = None
@@ -157,22 +157,26 @@ def record_failed_attempt(
     connection: Connection, batch: BatchState, failed: Failed, runtime: Runtime, cleared: tuple[UUID, ...] = ()
 ) -> BatchReport:
     """Count an attempt of a batch's job that failed outside its handler, or was cut off, as `record_result` does."""
-    return record_result(connection, batch.job, failed, runtime, batch.seconds, cleared)
+    return record_result(connection, batch, batch.job, failed, runtime, cleared)
 
 
 def record_result(
-    connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float, cleared: tuple[UUID, ...] = ()
+    connection: Connection,
+    batch: BatchState,
+    job: Job,
+    result: Result,
+    runtime: Runtime,
+    cleared: tuple[UUID, ...] = (),
 ) -> BatchReport:
-    """Settle a job in a transaction of its own, because its batch was rolled back.
+    """Settle a job of a batch that was rolled back, in a transaction of its own.
 
     Another relay may have taken the job meanwhile. If the job cannot even be settled, it is put off instead.
 
     Args:
-        seconds: How long its handler ran.
         cleared: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, job, result, runtime, seconds, cleared)
+        event = _settle_anew(connection, batch, job, result, runtime, cleared)
         return BatchReport(1, () if event is None else (event,))
     except LeaseLost:
         end_transaction(connection)
@@ -209,7 +213,8 @@ def settle_on_new_connection(
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, runtime, batch.seconds),)
-            commit_checked(connection, inner, runtime.keeper.statement(runtime.schema, events))
+            kept = runtime.keeper.statement(runtime.schema, events, batch.stands_for)
+            commit_checked(connection, inner, runtime.keeper, kept)
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError):
@@ -308,7 +313,7 @@ def settle_cancelled(
         return report
     events: tuple[Event, ...] = ()
     for job in cancelled:
-        events += record_result(connection, job, CancelledResult(), runtime, batch.seconds, batch.claimed_ids).events
+        events += record_result(connection, batch, job, CancelledResult(), runtime, batch.claimed_ids).events
     return BatchReport(len(batch.jobs), events)
 
 
@@ -320,9 +325,11 @@ def end_other_transaction(connection: Connection, batch: BatchState, *, terminat
 
 
 def _settle_anew(
-    connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float, cleared: tuple[UUID, ...] = ()
+    connection: Connection, batch: BatchState, job: Job, result: Result, runtime: Runtime, cleared: tuple[UUID, ...]
 ) -> JobEvent | None:
     """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
+    # What a leased run has taken along is gone for good; without a lease it waits again, as its claim was rolled back.
+    taken_along = batch.stands_for if batch.is_leased else {}
     with connection.begin():
         if job.lease_token is None:
             # In the transaction that charges the job: between two transactions another slot could take it uncharged.
@@ -335,6 +342,7 @@ def _settle_anew(
             inner = again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
-        event = settle_result(connection, job, result, runtime, seconds)
-        commit_checked(connection, inner, runtime.keeper.statement(runtime.schema, [event]))
+        event = settle_result(connection, job, result, runtime, batch.seconds)
+        kept = runtime.keeper.statement(runtime.schema, [event], taken_along)
+        commit_checked(connection, inner, runtime.keeper, kept)
     return event

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import msgspec
+
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
 from outboxq.errors import ArgumentError, HandlerError, NothingDone, ResultNotKept
 from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
@@ -83,8 +85,12 @@ class Returned:
     def _encoded(self, value: object) -> str:
         try:
             encoded = encode_value("result", value)
+            # What a value says of itself as JSON (`msgspec.Raw`) may be none.
+            msgspec.json.decode(encoded)
         except ArgumentError as error:
             raise ResultNotKept(self._kind, str(error).removeprefix("argument 'result' ")) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ResultNotKept(self._kind, f"cannot be read from its JSON: {error}") from None
         if len(encoded) > MAX_RESULT_BYTES:
             raise ResultNotKept(self._kind, f"is {len(encoded):,} bytes as JSON, over the cap of {MAX_RESULT_BYTES:,}")
         return encoded.decode()

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.commit as commit_module
+import outboxq.execution.keep as keep_module
 import outboxq.execution.lease_mode as lease_module
-from outboxq import BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
+from outboxq import Backoff, BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept, JobNotFound
@@ -30,6 +32,11 @@ def kept(engine: Engine) -> list[tuple[object, ...]]:
     """Kind, outcome, attempt and result of each row, sorted."""
     found = rows(engine, "SELECT kind, outcome, attempt, result::text FROM outboxq.done_job")
     return sorted(found, key=str)
+
+
+def list_done(engine: Engine) -> list[object]:
+    """The ids of the jobs that have a row."""
+    return [job_id for (job_id,) in rows(engine, "SELECT id FROM outboxq.done_job")]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -147,11 +154,14 @@ def test_the_row_goes_back_with_a_refused_commit(
 ) -> None:
     """A deferred constraint fails at COMMIT: neither effect nor row, and the row of the next attempt stands alone."""
     jobs = Jobs()
+    before_second = []
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE kept_pair (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
 
     @jobs.handler(keep=KEEP, retry=QUICK)
     def work(ctx: Context, number: int) -> None:
+        if ctx.job.attempt == 2:
+            before_second.extend(row for row in list_done(engine) if row == ctx.job.id)
         values = [1, 1] if number == 1 and ctx.job.attempt == 1 else [10 * number]
         for value in values:
             ctx.session.execute(text("INSERT INTO kept_pair VALUES (:value)"), {"value": value})
@@ -160,6 +170,7 @@ def test_the_row_goes_back_with_a_refused_commit(
         for number in (1, 2):
             session.add_job(work, number=number)
     drain(jobs, batch_size=batch_size)
+    assert before_second == []
     assert kept(engine) == [("work", "done", 1, None), ("work", "done", 2, None)]
     assert rows(engine, "SELECT n FROM kept_pair ORDER BY n") == [(10,), (20,)]
 
@@ -167,9 +178,12 @@ def test_the_row_goes_back_with_a_refused_commit(
 def test_a_job_whose_lease_was_lost_is_not_kept(engine: Engine, sessions: Sessions, drain: Drain) -> None:
     """Its row may be another relay's by now: what this run was at leaves nothing."""
     jobs = Jobs()
+    before_second = []
 
     @jobs.handler(claim="lease", keep=KEEP)
     def work(ctx: Context, loses: bool) -> None:
+        if ctx.job.attempt == 2:
+            before_second.extend(list_done(engine))
         if loses and ctx.job.attempt == 1:
             with engine.begin() as connection:
                 connection.execute(
@@ -180,6 +194,7 @@ def test_a_job_whose_lease_was_lost_is_not_kept(engine: Engine, sessions: Sessio
         session.add_job(work, loses=True)
     events = drain(jobs)
     assert sum(isinstance(each, JobLeaseLost) for each in events) == 1
+    assert before_second == []
     assert kept(engine) == [("work", "done", 2, None)]
     assert sum(isinstance(each, JobDone) for each in events) == 1
 
@@ -198,21 +213,33 @@ def test_only_rows_whose_time_is_over_are_pruned(engine: Engine) -> None:
     assert kept(engine) == [("stands", "done", 1, None)] * 3
 
 
-def test_a_result_that_cannot_be_kept_fails_its_job_for_good(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_result_that_cannot_be_kept_fails_its_job_for_good(
+    engine: Engine, sessions: Sessions, drain: Drain, claim: str
+) -> None:
     """Too large, or no JSON: a dead letter that says so, and no effect."""
     jobs = Jobs()
+    values = {
+        "large": "x" * 300_000,
+        "foreign": object(),
+        "word": msgspec.Raw(b"nothing"),
+        "number": msgspec.Raw(b"1e999999"),
+        "bytes": msgspec.Raw(b'"\xff"'),
+        "depth": msgspec.Raw(b"[" * 50_000 + b"]" * 50_000),
+    }
 
-    @jobs.handler(keep=KEEP, keep_result=True, retry=QUICK)
-    def work(ctx: Context, large: bool) -> Any:
+    @jobs.handler(claim=claim, keep=KEEP, keep_result=True, retry=QUICK)
+    def work(ctx: Context, what: str) -> Any:
         ctx.session.add(Effect(name="x"))
-        return "x" * 300_000 if large else object()
+        return values[what]
 
     with sessions.begin() as session:
-        session.add_job(work, large=True)
-        session.add_job(work, large=False)
-    died = {each.job.args: each.reason for each in drain(jobs) if isinstance(each, JobDied)}
-    assert "300,002 bytes as JSON, over the cap of 262,144" in died['{"large": true}']
-    assert "cannot be stored as JSON: it holds a value of type object" in died['{"large": false}']
+        handles = {session.add_job(work, what=what).id: what for what in values}
+    died = {handles[each.job.id]: each.reason for each in drain(jobs) if isinstance(each, JobDied)}
+    assert "300,002 bytes as JSON, over the cap of 262,144" in died["large"]
+    assert "cannot be stored as JSON: it holds a value of type object" in died["foreign"]
+    for what in ("word", "number", "bytes", "depth"):
+        assert "cannot be read from its JSON" in died[what], what
     assert (ledger(engine), kept(engine)) == ({}, [])
 
 
@@ -316,6 +343,97 @@ def test_a_relay_that_may_not_write_the_table_works_without_it(
     assert sum("finished jobs are not kept" in record.message for record in caplog.records) == 1
     with engine.connect() as connection:
         assert find_job(connection, handle) is None
+
+
+def _revoked(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outboxq.done_job RENAME TO elsewhere"))
+
+
+def _refusing(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outboxq.done_job ADD CONSTRAINT never CHECK (attempt < 0) NOT VALID"))
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("refuse", [_revoked, _refusing])
+def test_jobs_whose_rows_are_refused_are_done_without(
+    engine: Engine,
+    sessions: Sessions,
+    drain: Drain,
+    caplog: pytest.LogCaptureFixture,
+    claim: str,
+    batch_size: int,
+    refuse: Callable[[Engine], None],
+) -> None:
+    """The table goes, or refuses, while the relay runs: each handler runs once, what it added stands, one warning."""
+    jobs = Jobs()
+    ran = []
+
+    @jobs.handler(claim=claim, keep=KEEP, retry=QUICK)
+    def work(ctx: Context, number: int) -> None:
+        if number == 0:
+            refuse(engine)
+        ran.append(number)
+        if number % 2:
+            ctx.session.add(Effect(name=str(number)))
+            ctx.session.add_job(follow.options(unique=f"key {number}"), number=number)
+
+    @jobs.handler(claim=claim)
+    def follow(ctx: Context, number: int) -> None:
+        ctx.session.add(Effect(name=f"after {number}"))
+
+    with sessions.begin() as session:
+        for number in range(6):
+            session.add_job(work, number=number)
+    events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert sorted(ran) == list(range(6))
+    assert sum(isinstance(each, JobDone) for each in events) == 9
+    assert ledger(engine) == {name: 1 for number in (1, 3, 5) for name in (str(number), f"after {number}")}
+    said = [record.message for record in caplog.records if "finished jobs are not kept" in record.message]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_keeping_begins_again_after_a_while(
+    engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch, claim: str
+) -> None:
+    """A right that is given back is used without a restart."""
+    monkeypatch.setattr(keep_module, "_PAUSE_SECONDS", 0.0)
+    jobs = Jobs()
+
+    @jobs.handler(claim=claim, keep=KEEP)
+    def work(ctx: Context, number: int) -> None:
+        to = {0: ("done_job", "elsewhere"), 1: ("elsewhere", "done_job")}[number]
+        with engine.begin() as connection:
+            connection.execute(text(f"ALTER TABLE outboxq.{to[0]} RENAME TO {to[1]}"))
+
+    with sessions.begin() as session:
+        handles = [session.add_job(work, number=number) for number in range(2)]
+    drain(jobs, batch_size=1, slots_per_queue=1)
+    assert list_done(engine) == [handles[1].id]
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_refused_commit_is_not_taken_for_refused_rows(
+    engine: Engine, sessions: Sessions, drain: Drain, caplog: pytest.LogCaptureFixture, claim: str
+) -> None:
+    """A deferred constraint says no before the rows are written: a failed attempt, and the rows of the others stand."""
+    jobs = Jobs()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE kept_pair (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+
+    @jobs.handler(claim=claim, keep=KEEP, retry=Backoff(max_attempts=1))
+    def work(ctx: Context, number: int) -> None:
+        ctx.session.execute(text("INSERT INTO kept_pair VALUES (7), (:n)"), {"n": 7 if number == 0 else 8})
+
+    with sessions.begin() as session:
+        handles = [session.add_job(work, number=number) for number in range(2)]
+    events = drain(jobs, slots_per_queue=1)
+    assert [each.job.id for each in events if isinstance(each, JobDied)] == [handles[0].id]
+    assert list_done(engine) == [handles[1].id]
+    assert not [record for record in caplog.records if "finished jobs are not kept" in record.message]
 
 
 @pytest.mark.parametrize(

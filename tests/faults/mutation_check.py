@@ -119,6 +119,20 @@ MUTANTS = (
         ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
     ),
     Mutant(
+        "the way back to before rows of finished jobs that are refused",
+        "outboxq/execution/commit.py",
+        "if not (kept and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):",
+        "if True:",
+        ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
+    ),
+    Mutant(
+        "the jobs of a lease without rows that are refused",
+        "outboxq/execution/lease_mode.py",
+        "        return replace(self, refusal=error) if may_be_refusal and self.refusal is None else None\n",
+        "        return None\n",
+        ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
+    ),
+    Mutant(
         "the number of a flush in the relay's own row",
         "outboxq/statements/history.py",
         "WHERE id = {owner} AND flush < {flush} RETURNING 1",

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from uuid import UUID
 
 import pytest
@@ -192,6 +193,38 @@ def test_a_handler_that_does_not_listen_is_cut_off(
         assert done.wait(PATIENCE)
         release.set()
     assert not running.of(JobsSuspected)
+
+
+@pytest.mark.relay_limits(CUT_SOON)
+def test_the_row_of_a_leased_run_that_was_cut_off_names_the_jobs_it_stood_for(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    begun: threading.Event,
+    release: threading.Event,
+) -> None:
+    """They were taken along for good when it began: without their ids nobody could say what became of them."""
+    jobs = Jobs()
+    ran: list[UUID] = []
+
+    @jobs.handler(claim="lease", timeout_seconds=None, keep=timedelta(days=1), coalesce="number")
+    def is_deaf(ctx: Context, number: int) -> None:
+        ran.append(ctx.job.id)
+        begun.set()
+        release.wait(LONG)
+
+    with sessions.begin() as session:
+        handles = [session.add_job(is_deaf, number=1) for _ in range(3)]
+    with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
+        assert begun.wait(PATIENCE)
+        (runs,) = ran
+        with sessions.begin() as session:
+            assert cancel(session, runs) == "requested"
+        wait_for_the_end(running, engine)
+        release.set()
+    others = {handle.id for handle in handles} - {runs}
+    ((kept, outcome, stands_for),) = rows(engine, "SELECT id, outcome, stands_for FROM outboxq.done_job")
+    assert (kept, outcome, set(stands_for)) == (runs, "cancelled", others)
 
 
 @MODES

@@ -12,7 +12,7 @@ from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobsSuspected
 from outboxq.execution import lease_mode, recovery
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, claim, return_suspect, take_slot
+from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.lease_mode import LeasedBatch
@@ -60,8 +60,10 @@ class BatchLoop:
     @property
     def running(self) -> int:
         """How many jobs are claimed."""
-        own = 0 if self.batch is None else len(self.batch.jobs)
-        return own if self.leased_batch is None else own + self.leased_batch.unsettled
+        # Read once each: other threads ask, and the slot's may just end them.
+        batch, leased = self.batch, self.leased_batch
+        own = 0 if batch is None else len(batch.jobs)
+        return own if leased is None else own + leased.unsettled
 
     @property
     def is_seized(self) -> bool:
@@ -84,7 +86,6 @@ class BatchLoop:
                 work_off = self._run_leased if script.leased else self._run_batches
                 report = work_off(connection, request, runtime)
             except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
-                self._count_failed(name)
                 if self._failed_to_be_sent(connection, error):
                     continue
                 if self._gave_way(connection, request, error):
@@ -118,7 +119,7 @@ class BatchLoop:
         fault_point("before-claim")
         with connection.begin():
             # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
-            claimed = self._look_at(claim(connection, request))
+            claimed = self._look_at(self._tally.claim(connection, request))
             while claimed.jobs:
                 batch = self.batch = BatchState.of(claimed, runtime.epoch)
                 coalesce(connection, batch, self._state.config.schema)
@@ -156,7 +157,7 @@ class BatchLoop:
         """
         fault_point("before-claim")
         with connection.begin():
-            claimed: Claimed | None = self._look_at(claim(connection, request))
+            claimed: Claimed | None = self._look_at(self._tally.claim(connection, request))
         report, leased, holds = None, self._hold(connection, claimed), claimed
         # BEGIN is sent with the first statement, so no transaction is open while handlers work outside the database.
         with connection.begin():
@@ -311,10 +312,6 @@ class BatchLoop:
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
         self._state.publish(report, self._tally.take(), parked)
-
-    def _count_failed(self, queue: str) -> None:
-        if self.batch is None and self.leased_batch is None:
-            self._tally.fail(queue)
 
     def _failed_to_be_sent(self, connection: Connection, error: BaseException) -> bool:
         """Whether a claim failed because of how it was sent (prepared), and is to be sent in another way."""

@@ -4,9 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
+from sqlalchemy import Connection
+
 from outboxq.emitter import Emitter
 from outboxq.events import ClaimsEmpty, ClaimsFailed, JobsClaimed
-from outboxq.execution.claim import Claimed
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
 
 
 class ClaimTally:
@@ -34,10 +36,14 @@ class ClaimTally:
         else:
             self._empty[queue] += 1
 
-    def fail(self, queue: str) -> None:
-        """Count a claim that was answered with an error, or not at all."""
-        if self._is_heard:
-            self._failed[queue] += 1
+    def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
+        """Send a claim by itself, and count it if it is answered with an error, or not at all."""
+        try:
+            return claim(connection, request)
+        except BaseException:
+            if self._is_heard:
+                self._failed[request.queue] += 1
+            raise
 
     def take(self) -> Iterable[JobsClaimed | ClaimsEmpty | ClaimsFailed]:
         """The events of what was counted, once."""

@@ -11,7 +11,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, Snooze
 from outboxq.admin.roles import roles_sql
-from outboxq.events import Event, JobDone, JobRetried
+from outboxq.events import ClaimsFailed, Event, JobDone, JobRetried, JobsClaimed
 from outboxq.relay.maintenance.pruner import _delete_keys
 from outboxq.statements.windows import WantedWindow, take_windows
 from outboxq.testing.transaction import unit_test_job
@@ -398,3 +398,34 @@ def test_windows_are_taken_by_indexes(engine: Engine, jobs: int) -> None:
     assert "job_unique" in plan
     assert "Seq Scan on job" not in plan
     assert "JIT" not in plan
+
+
+def test_a_refused_commit_of_put_off_jobs_is_no_failed_claim(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """What fails behind an answered claim is no claim that failed."""
+    told = list[Event]()
+    rebuild = Rebuild(sessions, engine, "transaction")
+    rebuild.jobs.on(JobsClaimed, ClaimsFailed)(told.append)
+    rebuild.add(1)
+    drain(rebuild.jobs)
+    rebuild.add(2)
+    with engine.begin() as connection:
+        # Once: what a sequence has counted stands after a rollback.
+        connection.execute(text("CREATE SEQUENCE refusals"))
+        connection.execute(
+            text(
+                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN "
+                "IF nextval('refusals') = 1 THEN RAISE EXCEPTION 'not now'; END IF; RETURN NULL; END$$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON outboxq.job DEFERRABLE INITIALLY DEFERRED "
+                "FOR EACH ROW EXECUTE FUNCTION refuse()"
+            )
+        )
+    drain(rebuild.jobs)
+    assert rebuild.put_back() == [(2, 0)]
+    assert rows(engine, "SELECT last_value FROM refusals") == [(2,)]
+    assert [event for event in told if isinstance(event, ClaimsFailed)] == []

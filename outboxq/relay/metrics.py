@@ -17,6 +17,7 @@ from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
 from outboxq.relay.activity import RelayLook
 
 TELL_SECONDS = 5.0
+# A supervisor that takes nothing for so long, because its process stands still, gets the rest at the next time.
 _SEND_SECONDS = 1.0
 _LENGTH = struct.Struct("!I")
 # A reading has some hundred kilobytes at the most.
@@ -57,32 +58,41 @@ class MetricsTeller:
         self._socket = socket.socket(fileno=number)
         self._socket.settimeout(_SEND_SECONDS)
         self._read = read
+        self._rest = memoryview(b"")
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="outboxq-metrics", daemon=True).start()
 
     def tell(self) -> None:
-        """Send the totals.
+        """Send the totals, behind the rest of those that the supervisor has taken half of.
 
         Raises:
-            OSError: the supervisor is gone, or takes nothing.
+            TimeoutError: the supervisor takes nothing now.
+            OSError: the supervisor is gone.
         """
         with self._lock:
+            self._send_rest()
             data = self._read().encoded()
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._rest = memoryview(_LENGTH.pack(len(data)) + data)
+            self._send_rest()
 
     def finish(self) -> None:
         """Send them for the last time."""
         with suppress(OSError):
             self.tell()
 
+    def _send_rest(self) -> None:
+        while self._rest:
+            self._rest = self._rest[self._socket.send(self._rest) :]
+
     def _run(self) -> None:
-        # Ends with the supervisor, or if half of a message was sent in time: the rest would be nonsense.
+        # Ends with the supervisor.
         with suppress(OSError):
             while True:
                 is_asked, _, _ = select.select([self._socket], [], [], TELL_SECONDS)
                 if is_asked and not self._socket.recv(4096):
                     return
-                self.tell()
+                with suppress(TimeoutError):
+                    self.tell()
 
 
 def receive(connection: socket.socket) -> Reading | None:

@@ -23,6 +23,8 @@ Transact: TypeAlias = Callable[[str], Sequence[Sequence[str | None]]]
 
 # The row of a relay that was not seen for a day is removed, and with it what its last flush was.
 _DOUBT_SECONDS = 43_200.0
+# At the end: one whose row was removed, the same with a new row, and what was counted since.
+_LAST_FLUSHES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +126,10 @@ class Flusher:
         Raises:
             psycopg.Error: nothing was added, or that is not known.
         """
-        self.flush(transact, counts=counts)
-        if not self._is_registered:
+        for _ in range(_LAST_FLUSHES):
             self.flush(transact, counts=counts)
+            if self._is_registered and (self._aggregate.is_empty or not counts):
+                break
         transact(statements.unregister(self._schema, self._identity.id))
         self._is_registered = False
 

@@ -140,6 +140,20 @@ MUTANTS = (
         ("tests/observability/test_flush.py",),
     ),
     Mutant(
+        "what was counted behind a flush in doubt, at the end",
+        "outboxq/observability/flush.py",
+        "            if self._is_registered and (self._aggregate.is_empty or not counts):\n",
+        "            if self._is_registered:\n",
+        ("tests/observability/test_flush.py::test_what_was_counted_behind_a_doubt_is_flushed_at_the_end",),
+    ),
+    Mutant(
+        "the number of a flush, in a ledger",
+        "outboxq/statements/history.py",
+        "WHERE id = {owner} AND flush < {flush} RETURNING 1",
+        "WHERE id = {owner} RETURNING 1",
+        ("tests/observability/test_history_ledger.py::test_without_kills_the_history_is_the_ledger",),
+    ),
+    Mutant(
         "the flush of a relay that ends",
         "outboxq/relay/maintenance/historian.py",
         "        self._finish()\n",

@@ -118,6 +118,32 @@ def test_a_flush_whose_answer_was_lost_is_added_once(engine: Engine, transact: S
         assert totals(engine)["q", "a"]["done"] == 2 * number
 
 
+@pytest.mark.parametrize("row_is_gone", [False, True])
+def test_what_was_counted_behind_a_doubt_is_flushed_at_the_end(
+    engine: Engine, transact: Send, row_is_gone: bool
+) -> None:
+    """A relay that stops right after a flush whose answer was lost: first that one again, then the rest."""
+    aggregate = Aggregate()
+    ours = flusher(aggregate)
+    aggregate.add(done("a", 1))
+    ours.flush(transact)
+    aggregate.add(done("a", 2))
+
+    def answer_lost(script: str) -> list[tuple[str | None, ...]]:
+        transact(script)
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        ours.flush(answer_lost)
+    if row_is_gone:
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM outboxq.relay_status"))
+    aggregate.add(done("a", 4))
+    ours.leave(transact)
+    assert totals(engine)["q", "a"]["done"] == 7
+    assert rows(engine, "SELECT count(*) FROM outboxq.relay_status") == [(0,)]
+
+
 def test_a_relay_whose_row_was_removed_comes_back(engine: Engine, transact: Send) -> None:
     """With what it had counted: it stood still for days, and was taken for dead."""
     aggregate = Aggregate()

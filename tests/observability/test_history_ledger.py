@@ -13,6 +13,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig
 from outboxq.postgres import Database
+from outboxq.testing.proxy import CommitProxy
 from outboxq.testing.relay_process import RelayProcess
 from tests.support import counted_app
 from tests.support.ledger import rows, waiting
@@ -149,19 +150,26 @@ def test_under_kills_the_history_is_never_over_and_under_by_what_was_not_flushed
 
 
 def test_without_kills_the_history_is_the_ledger(outboxq_database: Database, engine: Engine) -> None:
-    """Relays that are told to stop, and others in their places, while their sessions are ended at random."""
-    draw, url, added = random.Random(2), outboxq_database.url, 0
-    counted_app.prepare(url)
-    with fleet(url, engine) as relays:
+    """Relays that are told to stop, and others in their places, while sessions are ended, and answers to flushes lost.
+
+    A flush that was committed unseen is sent again: without its number it would be added twice.
+    """
+    draw, added = random.Random(2), 0
+    counted_app.prepare(outboxq_database.url)
+    with CommitProxy(outboxq_database.url) as proxy, fleet(proxy.url, engine) as relays:
+        lost = []
         wait_until(lambda: len(rows(engine, "SELECT FROM outboxq.relay_status")) == 4, "four relays")
         for turn in range(20):
             enqueue(engine, added, 20)
             added += 20
             terminate_some(engine, draw)
+            if turn % 3 == 0:
+                lost.append(proxy.cut_after_commit(containing='INTO "outboxq"."stat"'))
             if turn % 5 == 4:
                 relays.stop(draw.choice(relays.relays))
                 relays.start()
         wait_until(lambda: waiting(engine) == 0, "all jobs", seconds=180)
         for relay in list(relays.relays):
             relays.stop(relay)
+        assert sum(trap.count for trap in lost) >= 5
     assert ledger(engine) == history(engine) == dict.fromkeys(KINDS, added)

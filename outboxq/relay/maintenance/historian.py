@@ -6,6 +6,7 @@ missing, or the role may not write them, one line says so, and the numbers wait 
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ logger = logging.getLogger("outboxq.history")
 _UPKEEP_SECONDS = 600.0
 # Hours that one round rolls up at most: two weeks without a relay.
 _HOURS_MOST = 336
+_LAST_TRIES, _LAST_PAUSE_SECONDS = 5, 0.1
 _NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
 _MISSING = "its tables are missing: run `outboxq migrate`"
 _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
@@ -119,10 +121,11 @@ class Historian:
     def _finish(self) -> None:
         if not self.flusher.has_something_to_say:
             return
-        # Twice: the connection of the last flush may have been lost.
-        for _ in range(2):
+        # Each may lose its connection, as the flush before may have done.
+        for _ in range(_LAST_TRIES):
             if self._try(lambda: self.flusher.leave(self._transact, counts=self.stats_seconds > 0)):
                 return
+            time.sleep(_LAST_PAUSE_SECONDS)
 
     def _try(self, step: Callable[[], object]) -> bool:
         """Take this step; False if it has failed."""

@@ -1,17 +1,18 @@
 """Keep: the rows of finished jobs, of kinds that keep them. They are written in the transaction that removes the jobs.
 
 So a row is there if and only if the effect of its job is: in transaction mode it goes along in the string of COMMIT,
-under a lease in the statement that removes the job.
+under a lease in the statement that removes the job. Those who wait for the result of a job are told in the same string.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from outboxq.events import Event, JobCancelled, JobDiscarded, JobDone, JobExpired
+from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
 from outboxq.statements.done import KeptJob, keep_jobs
+from outboxq.statements.results import tell_waiters
 
 _OUTCOMES: Mapping[type, str] = {
     JobDone: "done",
@@ -48,9 +49,26 @@ class Keeper:
     def statement(
         self, schema: str, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
     ) -> str:
-        """The statement that writes these rows, for the transaction that removes the jobs; empty if there are none."""
-        rows = self.kept(events, others)
-        return keep_jobs(schema, rows, self.relay) if rows else ""
+        """The statement that writes these rows, and tells those who wait for results; empty if there is nothing of it.
+
+        For the transaction that removes the jobs, late: what it tries of waiters is held until COMMIT.
+        """
+        events = tuple(events)
+        rows, ended = self.kept(events, others), self.ended(events, others)
+        keeping = keep_jobs(schema, rows, self.relay) if rows else ""
+        return tell_waiters(schema, ended, beside=keeping) if ended else keeping
+
+    def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
+        """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""
+        if not self.kinds:
+            return []
+        found: list[UUID] = []
+        for event in events:
+            if isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired | JobDied):
+                keeping = self.kinds.get(event.job.kind)
+                if keeping is not None and keeping.result:
+                    found += (event.job.id, *others.get(event.job.id, ()))
+        return found
 
     def _row(self, event: Event, others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJob | None:
         if not isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired):

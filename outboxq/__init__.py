@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from outboxq.handlers.registry import Jobs
     from outboxq.inbox import Acceptance, AcceptedBatch, Inbox
     from outboxq.job import Job
-    from outboxq.new_job import JobHandle, NewJob
+    from outboxq.new_job import NewJob
     from outboxq.outbox.cancel import cancel
     from outboxq.outbox.find import FoundJob, find_job
+    from outboxq.outbox.handle import JobHandle, wait_for_result
     from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
     from outboxq.outbox.keys import Unique
     from outboxq.outbox.kinds import JobKind, external
@@ -43,9 +44,10 @@ _MODULES = {
     "handlers.registry": "Jobs",
     "inbox": "Acceptance AcceptedBatch Inbox",
     "job": "Job",
-    "new_job": "JobHandle NewJob",
+    "new_job": "NewJob",
     "outbox.cancel": "cancel",
     "outbox.find": "FoundJob find_job",
+    "outbox.handle": "JobHandle wait_for_result",
     "outbox.job_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
     "outbox.keys": "Unique",
     "outbox.kinds": "JobKind external",
@@ -110,6 +112,7 @@ __all__ = [
     "find_job",
     "finished_batch",
     "shard_of",
+    "wait_for_result",
 ]
 
 

@@ -179,6 +179,42 @@ class ArgsNotKept(OutboxqError):
         self.job_id = job_id
 
 
+class ResultUnavailable(OutboxqError):
+    """The result of a job cannot be had. `job_id` names the job."""
+
+    def __init__(self, job_id: UUID, message: str) -> None:
+        super().__init__(f"job {job_id}: {message}")
+        self.job_id = job_id
+
+
+class WaitRefused(ResultUnavailable):
+    """Waiting for this result would be in vain: its job is not committed yet, was not added, or keeps no result."""
+
+
+class JobNotDone(ResultUnavailable):
+    """The job whose result was waited for is over, and not done.
+
+    `outcome` is `dead`, `discarded`, `cancelled` or `expired`; `reason` that of a dead letter.
+    """
+
+    def __init__(self, job_id: UUID, outcome: str, reason: str | None = None) -> None:
+        shown = f"it is a dead letter: {reason}" if outcome == "dead" else f"it was {outcome}, and has no result"
+        super().__init__(job_id, "it has expired, and has no result" if outcome == "expired" else shown)
+        self.outcome = outcome
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["JobNotDone"], tuple[UUID, str, str | None]]:
+        return JobNotDone, (self.job_id, self.outcome, self.reason)
+
+
+class ResultNotFound(ResultUnavailable):
+    """No result of this job is in the database: it was never committed, or is over and its result is not kept."""
+
+
+class ResultTimeout(ResultUnavailable, TimeoutError):
+    """The job was not over when the time to wait for its result was. It goes on."""
+
+
 class BatchNotFound(OutboxqError):
     """No open batch has this id: it is over, and its callback was added as a job of the same id, or it never was."""
 

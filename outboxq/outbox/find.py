@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.database.sessions import transaction_connection
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.statements import done
 from outboxq.statements import jobs as statements
 from outboxq.tables import mapped_schema

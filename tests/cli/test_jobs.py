@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, external
 from outboxq.events import JobDone
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.tables import job
 from tests.conftest import StartRelay

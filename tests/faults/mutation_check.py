@@ -38,6 +38,8 @@ _THROTTLE = "tests/flow/test_throttle.py"
 
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
+_WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
+
 MUTANTS = (
     Mutant(
         "the count of a page in the page's own transaction",
@@ -117,6 +119,34 @@ MUTANTS = (
         "    with connection.engine.connect() as other, other.begin():\n"
         "        kept = kept and run_script(other, kept) and ''\n",
         ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
+    ),
+    Mutant(
+        "the flag of a wait in front of its look",
+        "outboxq/outbox/result_listener.py",
+        "        looked = self._flagged(connection) if self._hears else set(self._due)\n",
+        "        looked = set(self._due)\n",
+        (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
+    ),
+    Mutant(
+        "the notification of a job that is waited for",
+        "outboxq/execution/keep.py",
+        "        return tell_waiters(schema, ended, beside=keeping) if ended else keeping\n",
+        "        return keeping\n",
+        (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
+    ),
+    Mutant(
+        "the look that waits for a refused flag",
+        "outboxq/outbox/result_listener.py",
+        ' for name, is_held in rows if is_held == "t"}',
+        " for name, is_held in rows}",
+        ("tests/outbox/test_results_races.py::test_a_wait_that_meets_a_commit_on_its_way_looks_behind_it",),
+    ),
+    Mutant(
+        "the look of a connection that is made anew",
+        "outboxq/outbox/result_listener.py",
+        "        self._due = set(self._waits)\n        while",
+        "        while",
+        ("tests/outbox/test_results_races.py::test_a_connection_that_is_lost_is_made_anew_and_looks",),
     ),
     Mutant(
         "the number of a flush in the relay's own row",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
     from outboxq.outbox.keys import Unique
     from outboxq.outbox.kinds import JobKind, external
+    from outboxq.outbox.progress import Progress
     from outboxq.outbox.session import AsyncOutboxSession, OutboxSession, add_job, add_jobs
     from outboxq.outcomes import Backoff, DeadLetter, Discard, Done, Outcome, Retry, Snooze
     from outboxq.relay.relay import Relay
@@ -51,6 +52,7 @@ _MODULES = {
     "outbox.job_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
     "outbox.keys": "Unique",
     "outbox.kinds": "JobKind external",
+    "outbox.progress": "Progress",
     "outbox.session": "AsyncOutboxSession OutboxSession add_job add_jobs",
     "outcomes": "Backoff DeadLetter Discard Done Outcome Retry Snooze",
     "relay.relay": "Relay",
@@ -94,6 +96,7 @@ __all__ = [
     "OutboxqError",
     "Outcome",
     "PermanentError",
+    "Progress",
     "Relay",
     "RelayConfig",
     "RelayReport",

@@ -38,6 +38,7 @@ _THROTTLE = "tests/flow/test_throttle.py"
 
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
+_PROGRESS = "tests/relay/test_progress.py::"
 _WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
 
 MUTANTS = (
@@ -147,6 +148,27 @@ MUTANTS = (
         "        self._due = set(self._waits)\n        while",
         "        while",
         ("tests/outbox/test_results_races.py::test_a_connection_that_is_lost_is_made_anew_and_looks",),
+    ),
+    Mutant(
+        "the end of a note with its handler",
+        "outboxq/handlers/call.py",
+        "            self._notes.clear([job.id for job in self.jobs])\n",
+        "            pass\n",
+        (_PROGRESS + "test_a_note_is_seen_while_the_handlers_transaction_is_open[transaction-sync]",),
+    ),
+    Mutant(
+        "the pause between two writes of progress",
+        "outboxq/relay/progress.py",
+        "                self._changed.wait_for(lambda: self._stopping, self.write_seconds)\n",
+        "                pass\n",
+        (_PROGRESS + "test_of_many_notes_the_newest_is_written_and_few_are",),
+    ),
+    Mutant(
+        "the attempt of a note",
+        "outboxq/statements/progress.py",
+        "  WHERE known.attempt <= excluded.attempt",
+        "",
+        (_PROGRESS + "test_an_older_attempt_does_not_write_over_a_newer_one",),
     ),
     Mutant(
         "the number of a flush in the relay's own row",

@@ -141,6 +141,7 @@ BEHIND = {
     "cancelling.md": "finish(jobs, done=1, failed=0)\n",
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",
+    "progress.md": "finish(jobs, done=1)\n",
     "results.md": """
 assert report == {"file": "reports/2026-01.pdf"}
 """,

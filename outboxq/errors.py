@@ -192,19 +192,11 @@ class WaitRefused(ResultUnavailable):
 
 
 class JobNotDone(ResultUnavailable):
-    """The job whose result was waited for is over, and not done.
-
-    `outcome` is `dead`, `discarded`, `cancelled` or `expired`; `reason` that of a dead letter.
-    """
+    """The job whose result was waited for is over, and not done: `outcome` says how, `reason` why it is dead."""
 
     def __init__(self, job_id: UUID, outcome: str, reason: str | None = None) -> None:
-        shown = f"it is a dead letter: {reason}" if outcome == "dead" else f"it was {outcome}, and has no result"
-        super().__init__(job_id, "it has expired, and has no result" if outcome == "expired" else shown)
-        self.outcome = outcome
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type["JobNotDone"], tuple[UUID, str, str | None]]:
-        return JobNotDone, (self.job_id, self.outcome, self.reason)
+        super().__init__(job_id, f"a dead letter: {reason}" if outcome == "dead" else f"it has no result: {outcome}")
+        self.outcome, self.reason = outcome, reason
 
 
 class ResultNotFound(ResultUnavailable):
@@ -359,8 +351,7 @@ class EffectNotFound(OutboxqError):
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(f"no effect of scope {scope!r} with key {key!r}: it was never called, or is forgotten")
-        self.scope = scope
-        self.key = key
+        self.scope, self.key = scope, key
 
 
 class AuditNotFound(OutboxqError):

@@ -53,6 +53,8 @@ class Keeper:
 
         For the transaction that removes the jobs, late: what it tries of waiters is held until COMMIT.
         """
+        if not self.kinds:
+            return ""
         events = tuple(events)
         rows, ended = self.kept(events, others), self.ended(events, others)
         keeping = keep_jobs(schema, rows, self.relay) if rows else ""

@@ -63,5 +63,5 @@ def may_read_progress(schema: str) -> TextClause:
 
 def select_progress(job_ids: Collection[UUID]) -> Select[Any]:
     """What was noted last of these jobs. Index: the primary key; no locks."""
-    columns = (progress.c.job_id, progress.c.fraction, progress.c.note, progress.c.noted_at)
-    return select(*columns).where(progress.c.job_id.in_(list(job_ids)))
+    columns = ("job_id", "fraction", "note", "noted_at")
+    return select(*(progress.c[name] for name in columns)).where(progress.c.job_id.in_(list(job_ids)))

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from outboxq.handlers.registry import Jobs
     from outboxq.inbox import Acceptance, AcceptedBatch, Inbox
     from outboxq.job import Job
-    from outboxq.new_job import JobHandle, NewJob
+    from outboxq.new_job import NewJob
     from outboxq.outbox.cancel import cancel
     from outboxq.outbox.find import FoundJob, find_job
+    from outboxq.outbox.handle import JobHandle, wait_for_result
     from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
     from outboxq.outbox.keys import Unique
     from outboxq.outbox.kinds import JobKind, external
+    from outboxq.outbox.progress import Progress
     from outboxq.outbox.session import AsyncOutboxSession, OutboxSession, add_job, add_jobs
     from outboxq.outcomes import Backoff, DeadLetter, Discard, Done, Outcome, Retry, Snooze
     from outboxq.relay.relay import Relay
@@ -43,12 +45,14 @@ _MODULES = {
     "handlers.registry": "Jobs",
     "inbox": "Acceptance AcceptedBatch Inbox",
     "job": "Job",
-    "new_job": "JobHandle NewJob",
+    "new_job": "NewJob",
     "outbox.cancel": "cancel",
     "outbox.find": "FoundJob find_job",
+    "outbox.handle": "JobHandle wait_for_result",
     "outbox.job_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
     "outbox.keys": "Unique",
     "outbox.kinds": "JobKind external",
+    "outbox.progress": "Progress",
     "outbox.session": "AsyncOutboxSession OutboxSession add_job add_jobs",
     "outcomes": "Backoff DeadLetter Discard Done Outcome Retry Snooze",
     "relay.relay": "Relay",
@@ -92,6 +96,7 @@ __all__ = [
     "OutboxqError",
     "Outcome",
     "PermanentError",
+    "Progress",
     "Relay",
     "RelayConfig",
     "RelayReport",
@@ -110,6 +115,7 @@ __all__ = [
     "find_job",
     "finished_batch",
     "shard_of",
+    "wait_for_result",
 ]
 
 

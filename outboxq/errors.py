@@ -179,6 +179,34 @@ class ArgsNotKept(OutboxqError):
         self.job_id = job_id
 
 
+class ResultUnavailable(OutboxqError):
+    """The result of a job cannot be had. `job_id` names the job."""
+
+    def __init__(self, job_id: UUID, message: str) -> None:
+        super().__init__(f"job {job_id}: {message}")
+        self.job_id = job_id
+
+
+class WaitRefused(ResultUnavailable):
+    """Waiting for this result would be in vain: its job is not committed yet, was not added, or keeps no result."""
+
+
+class JobNotDone(ResultUnavailable):
+    """The job whose result was waited for is over, and not done: `outcome` says how, `reason` why it is dead."""
+
+    def __init__(self, job_id: UUID, outcome: str, reason: str | None = None) -> None:
+        super().__init__(job_id, f"a dead letter: {reason}" if outcome == "dead" else f"it has no result: {outcome}")
+        self.outcome, self.reason = outcome, reason
+
+
+class ResultNotFound(ResultUnavailable):
+    """No result of this job is in the database: it was never committed, or is over and its result is not kept."""
+
+
+class ResultTimeout(ResultUnavailable, TimeoutError):
+    """The job was not over when the time to wait for its result was. It goes on."""
+
+
 class BatchNotFound(OutboxqError):
     """No open batch has this id: it is over, and its callback was added as a job of the same id, or it never was."""
 
@@ -323,8 +351,7 @@ class EffectNotFound(OutboxqError):
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(f"no effect of scope {scope!r} with key {key!r}: it was never called, or is forgotten")
-        self.scope = scope
-        self.key = key
+        self.scope, self.key = scope, key
 
 
 class AuditNotFound(OutboxqError):

@@ -13,12 +13,15 @@ JobFaultPoint: TypeAlias = Literal[
     "after-commit",
 ]
 EffectFaultPoint: TypeAlias = Literal["before-call", "after-call", "after-record"]
+ResultFaultPoint: TypeAlias = Literal["before-look", "after-look"]
 # In the order in which a job passes them. In lease mode the claim is committed at "after-claim".
 FAULT_POINTS: tuple[JobFaultPoint, ...] = get_args(JobFaultPoint)
 # The steps of a call of `ctx.once`: its claim is committed before the first, its result between the last two.
 EFFECT_FAULT_POINTS: tuple[EffectFaultPoint, ...] = get_args(EffectFaultPoint)
+# Around each look of those who wait for results: their flags are up.
+RESULT_FAULT_POINTS: tuple[ResultFaultPoint, ...] = get_args(ResultFaultPoint)
 
-FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint
+FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint | ResultFaultPoint
 
 _action: Callable[[FaultPoint], None] | None = None
 

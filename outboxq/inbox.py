@@ -25,7 +25,8 @@ from outboxq.emitter import tell
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.events import MessageSeen
 from outboxq.names import check_key
-from outboxq.new_job import JobHandle, NewJob
+from outboxq.new_job import NewJob
+from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.session import add_jobs
 from outboxq.outbox.told import tell_after_commit, tells
 from outboxq.statements import inbox as statements

@@ -1,4 +1,4 @@
-"""A job that is not enqueued yet, and what enqueueing it returns."""
+"""A job that is not enqueued yet."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -8,11 +8,14 @@ import msgspec
 
 from outboxq.codec.entities import is_pending
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value, join_object
-from outboxq.errors import AddedNotKnown, ArgumentError, JobTooLarge
+from outboxq.errors import ArgumentError, JobTooLarge
 
 
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What the jobs of a kind with its options have in common: one object for all of them."""
+    """What the jobs of a kind with its options have in common: one object for all of them.
+
+    `keeps_result`: whether results of the kind are kept; None if its handler is elsewhere.
+    """
 
     kind: str
     queue: str
@@ -23,6 +26,7 @@ class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
     delay: timedelta | None
     every: timedelta | None = None
     expires: timedelta | None = None
+    keeps_result: bool | None = None
 
 
 class UniqueKey(msgspec.Struct, frozen=True, gc=False):
@@ -216,59 +220,3 @@ def check_size(kind: str, args: str) -> str:
     if size_bytes > MAX_ARGS_BYTES:
         raise JobTooLarge(kind, size_bytes, MAX_ARGS_BYTES)
     return args
-
-
-class JobHandle(msgspec.Struct, frozen=True):
-    """What `add_job` returns: enough to find the job again, known before anything is written.
-
-    `hex` is the `id` as 32 hexadecimal digits.
-    """
-
-    # Strings, and no UUID: a bulk returns one for each job, in a tenth of the time of a frozen dataclass with a UUID.
-    hex: str
-    kind: str
-    queue: str
-
-    @property
-    def id(self) -> UUID:
-        return UUID(self.hex)
-
-    @property
-    def added(self) -> bool:
-        """Whether the job was added: always, unless it has a unique key that another job has.
-
-        Of a unique job it is known once its session has flushed, in a handler once the handler's transaction is
-        committed. A rollback behind that undoes the job, and this does not show it.
-
-        Raises:
-            AddedNotKnown: that has not happened yet.
-        """
-        return True
-
-    @property
-    def existing_id(self) -> UUID | None:
-        """The id of the job that has the key, if this one was not added; it may be done, if a period keeps the key.
-
-        Raises:
-            AddedNotKnown: as `added` does.
-        """
-        return None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(id={self.id!r}, kind={self.kind!r}, queue={self.queue!r})"
-
-
-class UniqueJobHandle(JobHandle, frozen=True):
-    """The handle of a job that may turn out not to be added."""
-
-    answer: UniqueAnswer
-
-    @property
-    def added(self) -> bool:
-        if self.answer.added is None:
-            raise AddedNotKnown(self.kind)
-        return self.answer.added
-
-    @property
-    def existing_id(self) -> UUID | None:
-        return None if self.added else self.answer.existing_id

@@ -18,7 +18,8 @@ from sqlalchemy.orm import Session
 from outboxq.admin import schedules as admin
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule, Schedule
 from outboxq.cron import Cron
-from outboxq.new_job import JobHandle, NewJob
+from outboxq.new_job import NewJob
+from outboxq.outbox.handle import JobHandle
 
 __all__ = ["FIRE_TIME", "Missed", "Schedule", "list_schedules", "pause", "put", "remove", "resume", "run_now"]
 

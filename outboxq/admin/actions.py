@@ -23,7 +23,7 @@ from outboxq.admin.bulk_actions import RetryDead as RetryDead
 from outboxq.admin.marks import Begin as Begin
 from outboxq.admin.marks import unmarked as unmarked
 from outboxq.config import DEFAULT_RETENTION
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.queue_limits import QueueLimits
 
 

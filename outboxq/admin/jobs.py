@@ -18,6 +18,7 @@ from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.outbox.options import MAX_PRIORITY
+from outboxq.outbox.progress import progress_of
 from outboxq.statements import jobs as statements
 from outboxq.statements import wake
 from outboxq.statements.jobs import STATES as STATES
@@ -39,6 +40,7 @@ class WaitingJob:
         pid: The backend whose transaction runs it; None if it only waits.
         expires_at: It is dropped if its handler is not called before; None for never.
         running_seconds: How long that transaction has been open; None also if the role may not read it.
+        progress: How far its handler is, from 0 to 1, by the last note of its `ctx.progress`; `note` is the text of it.
     """
 
     id: UUID
@@ -55,6 +57,8 @@ class WaitingJob:
     expires_at: datetime | None
     pid: int | None
     running_seconds: float | None
+    progress: float | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,15 @@ def list_jobs(
 ) -> list[WaitingJob]:
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds."""
     rows = connection.execute(statements.select_jobs(wanted or JobFilter(), running=running, limit=limit))
-    return [WaitingJob(*row) for row in rows]
+    return _with_progress(connection, [WaitingJob(*row) for row in rows])
+
+
+def _with_progress(connection: Connection, jobs: list[WaitingJob]) -> list[WaitingJob]:
+    noted = progress_of(connection, [job.id for job in jobs if job.state in ("running", "leased")])
+    return [
+        replace(job, progress=noted[job.id].fraction, note=noted[job.id].note) if job.id in noted else job
+        for job in jobs
+    ]
 
 
 def show_job(connection: Connection, job_id: UUID) -> JobDetail:
@@ -101,7 +113,8 @@ def show_job(connection: Connection, job_id: UUID) -> JobDetail:
     if row is None:
         raise JobNotFound(job_id, "job")
     named = row._mapping  # noqa: SLF001  # SQLAlchemy's public name
-    job = WaitingJob(*(named[name] for name in (*statements.SUMMARY_COLUMNS, "pid", "running_seconds")))
+    summary = WaitingJob(*(named[name] for name in (*statements.SUMMARY_COLUMNS, "pid", "running_seconds")))
+    (job,) = _with_progress(connection, [summary])
     group: str | None = named["group_key"]
     first = None if group is None else connection.execute(statements.first_of_group(job.queue, group)).scalar()
     details = {name: named[name] for name in statements.DETAIL_COLUMNS}

@@ -1,6 +1,6 @@
 """Relays: which of them live, what they serve, and what runs there for long."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeAlias
 from uuid import UUID
@@ -9,13 +9,19 @@ import msgspec
 from sqlalchemy import Connection
 
 from outboxq.database.errors import missing_tables_explained
+from outboxq.outbox.progress import Progress, progress_of
 from outboxq.statements import relays as statements
 from outboxq.tables import HISTORY_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job that has run for longer than a second. `pid`: the backend of its transaction, if it has one by now."""
+    """A job that has run for longer than a second.
+
+    Args:
+        pid: The backend of its transaction, if it has one by now.
+        progress: How far its handler is, from 0 to 1, by the last note of its `ctx.progress`; `note` is the text of it.
+    """
 
     id: UUID
     queue: str
@@ -23,6 +29,8 @@ class RunningJob:
     attempt: int
     seconds: float
     pid: int | None
+    progress: float | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,10 @@ def decode_running(running: str) -> _Running:
     return msgspec.json.decode(running, type=_Running)
 
 
+def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:
+    return job if noted is None else replace(job, progress=noted.fraction, note=noted.note)
+
+
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
     """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
 
@@ -76,6 +88,8 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
     """
     with missing_tables_explained(HISTORY_VERSION):
         rows = connection.execute(statements.select_relays(limit)).all()
+    running = {row.id: decode_running(row.running) for row in rows}
+    noted = progress_of(connection, [job.id for jobs in running.values() for job in jobs])
     return [
         RelaySummary(
             row.id,
@@ -91,7 +105,7 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
             row.started_at,
             row.seen_at,
             tuple(row.kinds),
-            decode_running(row.running),
+            tuple(_with_progress(job, noted.get(job.id)) for job in running[row.id]),
         )
         for row in sorted(rows, key=lambda row: (row.started_at, row.id))
     ]

@@ -99,6 +99,7 @@ RIGHTS: Mapping[Part, Rights] = {
             "stat": _CHANGE,
             "gauge": _CHANGE,
             "done_job": _CHANGE,
+            "progress": _CHANGE,
         },
         calls_functions=True,
     ),

@@ -22,15 +22,13 @@ from outboxq.database.sessions import transaction_connection
 from outboxq.errors import ArgumentError, ScheduleDeclared, ScheduleNotFound
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.new_job import (
-    JobHandle,
     JobKeys,
     NewJob,
-    UniqueJob,
-    UniqueJobHandle,
     check_size,
     has_unique_key,
     with_answer,
 )
+from outboxq.outbox.handle import JobHandle, make_handle
 from outboxq.outbox.insert import insert_all
 from outboxq.outbox.stored_job import dump, load
 from outboxq.statements import schedules as statements
@@ -257,9 +255,7 @@ def run_now(connection: Executor, name: str) -> JobHandle:
     jobs = stored.jobs_at([_clock(connection)])
     insert_all(_transaction(connection), jobs, wakes="by queue")
     ((job_id, new),) = jobs.items()
-    if isinstance(new, UniqueJob):
-        return UniqueJobHandle(job_id, new.kind, new.queue, new.answer)
-    return JobHandle(job_id, new.kind, new.queue)
+    return make_handle(job_id, new)
 
 
 def list_schedules(

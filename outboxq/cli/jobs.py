@@ -40,6 +40,8 @@ app = Commands(help="List, show, change and cancel jobs that wait or run.")
         Column("run_at", rank=1),
         Column("running_seconds", rank=2),
         Column("pid", "id", rank=3),
+        Column("progress", rank=11),
+        Column("note", rank=12),
         Column("max_attempts", rank=8),
         Column("crashes", rank=6),
         Column("parked", rank=7),

@@ -54,7 +54,7 @@ def _running(snapshot: "Snapshot") -> list[SimpleNamespace]:
     jobs = [
         SimpleNamespace(
             id=job.id, queue=job.queue, kind=job.kind, attempt=job.attempt, running_seconds=job.seconds, pid=job.pid,
-            host=relay.host, relay_pid=relay.pid,
+            host=relay.host, relay_pid=relay.pid, progress=job.progress, note=job.note,
         )
         for relay in snapshot.relays
         if relay.state != "dead"
@@ -134,6 +134,8 @@ VIEWS = (
             Column("kind", "name"),
             Column("attempt", rank=3),
             Column("running_seconds", rank=1),
+            Column("progress", rank=2),
+            Column("note", rank=3),
             Column("pid", "id", rank=2),
             Column("host", "name", rank=4),
             Column("relay_pid", "id", rank=5),

@@ -56,6 +56,8 @@ class _Watched:
     kind: str | None = None
     attempt: int | None = None
     run_at: datetime | None = None
+    progress: float | None = None
+    note: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -64,7 +66,7 @@ class _Watched:
 
 @takes(WatchOptions)
 def watch_jobs(options: WatchOptions) -> None:
-    """Print each change of the state of jobs, a line each, until none of them is left.
+    """Print each change of the state of jobs, a line each, and of the progress of their handlers, until none is left.
 
     A job that is gone is done, or was cancelled: neither leaves a row, unless its kind keeps finished jobs. With
     filters, the oldest jobs that match are watched, and those that come meanwhile. A state that lasted for less than
@@ -111,7 +113,7 @@ def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]
     if not options.ids:
         wanted.append(JobFilter(queue=options.queue, kind=options.kind))
     found = {
-        job.id: _Watched(job.id, job.state, job.queue, job.kind, job.attempt, job.run_at)
+        job.id: _Watched(job.id, job.state, job.queue, job.kind, job.attempt, job.run_at, job.progress, job.note)
         for each in wanted
         for job in list_jobs(connection, each, limit=max(options.limit, len(each.ids or ())))
     }
@@ -140,5 +142,7 @@ def _print(options: WatchOptions, job: _Watched, now: datetime) -> None:
         said.append(f"attempt {job.attempt}")
     if job.run_at is not None and job.run_at > now:
         said.append(f"runs {age(job.run_at, now)}")
+    if job.progress is not None:
+        said.append(f"{job.progress:.0%} {job.note}".rstrip())
     print_wrapped(printable("  ".join(said)), hanging="  ")
     sys.stdout.flush()

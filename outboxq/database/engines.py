@@ -42,6 +42,7 @@ _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
+RESULTS_NAME = "outboxq results"
 # Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
 _POOLED = {"pool_size": 5, "max_overflow": -1}
 # To read hstore itself, psycopg would look up its type with an operator that PostgreSQL does not have for exactly those
@@ -74,6 +75,7 @@ _EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mo
 _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
     RELAY_NAME: _RELAY_SETTINGS,
     LISTENER_NAME: _RELAY_SETTINGS,
+    RESULTS_NAME: _RELAY_SETTINGS,
     EFFECTS_NAME: _EFFECTS_SETTINGS,
 }
 
@@ -223,7 +225,7 @@ def listen_connector(
 ) -> Callable[[], DriverConnection]:
     """How the listener opens its connection: by `listen_url`, else through whichever engine there is."""
     if listen_url is not None:
-        return _url_connector(psycopg_url(listen_url))
+        return _url_connector(psycopg_url(listen_url), LISTENER_NAME)
 
     def by_engine() -> DriverConnection:
         assert engines.sync is not None
@@ -246,15 +248,34 @@ def listen_connector(
     def through_loop() -> DriverConnection:
         running = loop()
         if running is None:
-            raise OSError("the relay's event loop is not running yet")
+            raise OSError("the event loop does not run")
         return asyncio.run_coroutine_threadsafe(by_async_engine(), running).result(timeout=30)
 
     return by_engine if engines.sync is not None else through_loop
 
 
-def _url_connector(url: URL) -> Callable[[], DriverConnection]:
+def beside_connector(
+    given: AnyEngine, loop: Callable[[], asyncio.AbstractEventLoop | None]
+) -> Callable[[], DriverConnection]:
+    """How a connection beside those of a producer is opened: as its engine opens them, or by a URL.
+
+    An engine of another driver than psycopg is asked for its URL alone.
+
+    Raises:
+        ConfigError: not a PostgreSQL URL.
+    """
+    if isinstance(given, str | URL):
+        return _url_connector(psycopg_url(given), RESULTS_NAME)
+    if given.dialect.driver not in ("psycopg", "psycopg_async"):
+        return _url_connector(psycopg_url(given.url), RESULTS_NAME)
+    if isinstance(given, AsyncEngine):
+        return listen_connector(Engines(None, given, owns_sync=False, owns_asynchronous=False), None, loop)
+    return listen_connector(Engines(given, None, owns_sync=False, owns_asynchronous=False), None, loop)
+
+
+def _url_connector(url: URL, application_name: str) -> Callable[[], DriverConnection]:
     """Connect without an engine, whose first queries on a new connection have no time limit."""
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
-    parameters = {**in_url, **connect_arguments(url, LISTENER_NAME), "autocommit": True}
+    parameters = {**in_url, **connect_arguments(url, application_name), "autocommit": True}
     refused = threading.Event()
     return lambda: _connect(psycopg.connect, parameters, url, refused)

@@ -16,6 +16,7 @@ from outboxq.execution.errors import Abandoned
 from outboxq.execution.failure import Failed
 from outboxq.execution.runtime import Result
 from outboxq.handlers.call import HandlerCall
+from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
 from outboxq.outbox.unique import UniqueAdds
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
@@ -119,6 +120,7 @@ class BatchState:
     coalesced: tuple[JobsCoalesced, ...] = ()
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
     put_off: tuple[UUID, ...] = ()
+    notes: ProgressNotes | None = None
     _began_at: float = 0.0
     _ran_seconds: float | None = 0.0
     _phase: Phase = Phase.RUNNING
@@ -203,7 +205,7 @@ class BatchState:
 
     def begin_call(self, jobs: tuple[Job, ...]) -> HandlerCall:
         """The call of a handler that is about to run these jobs."""
-        call = self.call = HandlerCall(jobs, self._call_lock)
+        call = self.call = HandlerCall(jobs, self._call_lock, self.notes)
         return call
 
     def end_call(self) -> None:

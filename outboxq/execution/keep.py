@@ -2,7 +2,7 @@
 
 So a row is there only if the effect of its job is: in transaction mode it goes along in the string of COMMIT, under a
 lease in the statement that removes the job. If its table refuses it, the job is done all the same, and has no row: what
-jobs do must not depend on what is kept of them.
+jobs do must not depend on what is kept of them. Those who wait for the result of a job are told in the same string.
 """
 
 import logging
@@ -12,10 +12,11 @@ from uuid import UUID
 
 from outboxq.clock import clock
 from outboxq.database.errors import describe_error, sqlstate_of
-from outboxq.events import Event, JobCancelled, JobDiscarded, JobDone, JobExpired
+from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
 from outboxq.statements.done import KeptJob, keep_jobs
+from outboxq.statements.results import tell_waiters
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -59,9 +60,28 @@ class Keeper:
     def statement(
         self, schema: str, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
     ) -> str:
-        """The statement that writes these rows, for the transaction that removes the jobs; empty if there are none."""
-        rows = self.kept(events, others)
-        return keep_jobs(schema, rows, self.relay) if rows else ""
+        """The statement that writes these rows, and tells those who wait for results; empty if there is nothing of it.
+
+        For the transaction that removes the jobs, late: what it tries of waiters is held until COMMIT.
+        """
+        if not self.kinds:
+            return ""
+        events = tuple(events)
+        rows, ended = self.kept(events, others), self.ended(events, others)
+        keeping = keep_jobs(schema, rows, self.relay) if rows else ""
+        return tell_waiters(schema, ended, beside=keeping) if ended else keeping
+
+    def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
+        """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""
+        if not self.kinds:
+            return []
+        found: list[UUID] = []
+        for event in events:
+            if isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired | JobDied):
+                keeping = self.kinds.get(event.job.kind)
+                if keeping is not None and keeping.result:
+                    found += (event.job.id, *others.get(event.job.id, ()))
+        return found
 
     @staticmethod
     def may_be_refusal(error: BaseException) -> bool:

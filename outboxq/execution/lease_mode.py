@@ -31,6 +31,7 @@ from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.statements.done import keep_jobs
 from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
+from outboxq.statements.results import tell_waiters
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # A release that failed is tried again so much later.
@@ -86,8 +87,14 @@ class Unsettled:
         rows = self.keeper.kept(self.finished, self.stands_for) if keep else []
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) if rows else ""
         finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
+        telling = f"{tell_waiters(schema, self.ended)}; " if self.ended else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
-        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}"
+        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}{telling}"
+
+    @property
+    def ended(self) -> list[UUID]:
+        """The jobs that are over, of kinds whose results can be waited for."""
+        return self.keeper.ended(self.finished, self.stands_for)
 
     def question(self, schema: str) -> str:
         """The query after COMMIT: which of the jobs are in the table, if they may have been settled before.
@@ -296,12 +303,14 @@ def _send(connection: Connection, unsettled: Unsettled, schema: str, sending: _S
 
 
 def _events(unsettled: Unsettled, results: list[ScriptResult]) -> tuple[Event, ...]:
-    """The events of the jobs that were over; takes the results of their statement out of `results`."""
+    """The events of the jobs that were over; takes the results of their statements out of `results`."""
     if not unsettled.finished:
         return ()
-    finished = next(result for result in results if result.tag.startswith("SELECT"))
-    lost = {job_id for (job_id,) in finished.rows}
-    results.remove(finished)
+    # In this order: what was lost, and what was told to waiters.
+    places = [place for place, result in enumerate(results) if result.tag.startswith("SELECT")]
+    if unsettled.ended:
+        del results[places[1]]
+    lost = {job_id for (job_id,) in results.pop(places[0]).rows}
     if unsettled.unsure:
         # A job whose row is gone is done: by the COMMIT whose answer was lost.
         lost &= {job_id for (job_id,) in results[-1].rows}

@@ -51,6 +51,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     """
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
+    batch.notes = runtime.notes
     batch.blocked.clear()
     batch.unique_adds.clear()
     batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)

@@ -21,6 +21,7 @@ from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.orders import Orders
 from outboxq.handlers.handler import AnyHandler
+from outboxq.handlers.progress import ProgressNotes
 from outboxq.handlers.resolved import Registry
 from outboxq.handlers.retention import spoken
 from outboxq.handlers.row_writes import Catalog
@@ -61,6 +62,7 @@ class Runtime:
 
     Args:
         is_interruption: Whether an error that came out of a handler is the relay's own interruption of it.
+        notes: Where handlers note their progress; None if that is nowhere.
     """
 
     registry: Registry
@@ -76,6 +78,7 @@ class Runtime:
     catalog: Catalog = field(default_factory=Catalog)
     orders: Orders = field(default_factory=Orders)
     keeper: Keeper = field(default_factory=Keeper)
+    notes: ProgressNotes | None = None
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
 
 
@@ -12,6 +13,7 @@ class HandlerCall:
 
     Args:
         lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
+        notes: Where its progress is noted; None if that is nowhere.
 
     Attributes:
         jobs: The jobs that it runs.
@@ -19,13 +21,25 @@ class HandlerCall:
         is_over: The handler has ended, and what it left on the connection is the relay's.
     """
 
-    __slots__ = ("_lock", "is_cancelled", "is_over", "jobs")
+    __slots__ = ("_has_noted", "_lock", "_notes", "is_cancelled", "is_over", "jobs")
 
-    def __init__(self, jobs: Sequence[Job], lock: threading.Lock) -> None:
+    def __init__(self, jobs: Sequence[Job], lock: threading.Lock, notes: ProgressNotes | None = None) -> None:
         self.jobs = jobs
         self.is_cancelled = False
         self.is_over = False
         self._lock = lock
+        self._notes = notes
+        self._has_noted = False
+
+    def note(self, job: Job, fraction: float, note: str) -> None:
+        """Note how far one of the jobs is. Never waits."""
+        if self._notes is None:
+            return
+        self._has_noted = True
+        self._notes.note(job, fraction, note)
+        if self.is_over:
+            # A thread or a task that the handler left behind notes this.
+            self._notes.clear((job.id,))
 
     def end(self) -> None:
         """Record that the handler has ended; waits for a cancellation that is on its way to the server.
@@ -34,6 +48,8 @@ class HandlerCall:
         """
         with self._lock:
             self.is_over = True
+        if self._has_noted and self._notes is not None:
+            self._notes.clear([job.id for job in self.jobs])
 
     @contextmanager
     def while_running(self) -> Iterator[bool]:

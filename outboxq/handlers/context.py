@@ -15,6 +15,7 @@ from outboxq.effects.api import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffe
 from outboxq.errors import EffectRefused
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.deferred import Write, checked_write, defer
+from outboxq.handlers.progress import checked_note
 from outboxq.handlers.row_writes import Statement
 from outboxq.job import OWN_HEADERS, Job
 from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch_of, finished_batch
@@ -69,6 +70,24 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
     def jobs(self) -> tuple[Job, ...]:
         """The job, as a batch handler's context names all of its jobs: for what is wrapped around both."""
         return (self.job,)
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Note how far the handler is, for `find_job`, `outboxq jobs` and whatever else looks at jobs that run.
+
+        Not awaited, and cheap enough for every turn of a loop: the relay writes the newest note of each job beside the
+        handler's transaction, once a second at most, and deletes it when the handler ends. If it cannot be written, the
+        job goes on without.
+
+        Args:
+            fraction: From 0 to 1.
+            note: What it is at; readable by everyone who may read jobs, and cut to 200 characters.
+
+        Raises:
+            ArgumentError: a fraction out of its range, or values of other types.
+        """
+        checked = checked_note(fraction, note)
+        if self.call is not None:
+            self.call.note(self.job, *checked)
 
     @functools.cached_property
     def log(self) -> JobLogger:

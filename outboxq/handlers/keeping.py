@@ -9,10 +9,11 @@ from outboxq.outcomes import MAX_DELAY
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """For how long a row stands for each finished job of a kind, and whether that has its arguments, with headers."""
+    """For how long a row stands for each finished job of a kind, and whether it has the arguments, and the result."""
 
     seconds: float
     args: bool = False
+    result: bool = False
 
 
 def checked_keeping(keep: object, keep_args: object, keep_result: object) -> Keeping | None:
@@ -32,4 +33,4 @@ def checked_keeping(keep: object, keep_args: object, keep_result: object) -> Kee
         raise RegistryError(f"keep takes a timedelta, such as keep=timedelta(days=7), got {keep!r}")
     if not timedelta(0) < keep <= MAX_DELAY:
         raise RegistryError(f"keep takes more than 0 and up to {MAX_DELAY.days:,} days, got {keep}")
-    return Keeping(keep.total_seconds(), bool(keep_args))
+    return Keeping(keep.total_seconds(), bool(keep_args), bool(keep_result))

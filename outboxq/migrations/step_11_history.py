@@ -1,4 +1,4 @@
-"""Step 11: what relays did and how the queues stood, minute by minute; finished jobs; what operators did. Frozen.
+"""Step 11: what relays did and how the queues stood, by minutes; finished jobs; progress; operators' actions. Frozen.
 
 Relays of the version before work on, write nothing here, and delete no dead letters. Every claim reads `queue`: its new
 column is added under the lock that no claim holds up.
@@ -94,6 +94,17 @@ UP = f"""\
     ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on);
     CREATE INDEX done_job_expires ON @schema@.done_job (expires_at);
 
+    -- How far handlers are that run, by their own notes: written beside their transactions, and deleted when they end.
+    CREATE TABLE @schema@.progress (
+      job_id uuid NOT NULL PRIMARY KEY,
+      attempt integer NOT NULL,
+      fraction double precision NOT NULL,
+      note text NOT NULL,
+      relay uuid NOT NULL,
+      noted_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+      CONSTRAINT progress_fraction CHECK (fraction BETWEEN 0 AND 1)
+    ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
+
     -- What operators did: each page of a change of many rows counts its rows here, in its own transaction.
     CREATE TABLE @schema@.audit (
       id uuid NOT NULL PRIMARY KEY,
@@ -130,4 +141,5 @@ UP = f"""\
 DOWN = f"""\
 {LOCK_QUEUE}
     ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
-    DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.audit;"""
+    DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.progress,
+      @schema@.audit;"""

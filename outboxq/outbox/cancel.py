@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.errors import ArgumentError
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.statements import cancel as statements
-from outboxq.statements import wake
+from outboxq.statements import results, wake
 from outboxq.statements.paging import read_page
 from outboxq.tables import job as job_table
 from outboxq.tables import mapped_schema
@@ -103,7 +103,12 @@ def end_waiting(
     connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome, *, leased: bool = False
 ) -> set[UUID]:
     """End those of these jobs that wait, or are under a lease if that is wanted too; their ids."""
+    schema = mapped_schema(connection)
     if outcome == "dead":
-        buried = statements.bury_waiting(mapped_schema(connection), ids, leased=leased)
-        return set(connection.execute(text(buried)).scalars())
-    return set(read_page(connection.execute(statements.cancel_waiting(ids, leased=leased))).changed)
+        buried = statements.bury_waiting(schema, ids, leased=leased)
+        gone: set[UUID] = set(connection.execute(text(buried)).scalars())
+    else:
+        gone = set(read_page(connection.execute(statements.cancel_waiting(ids, leased=leased))).changed)
+    if gone:
+        connection.execute(text(results.tell_waiters(schema, gone)))
+    return gone

@@ -1,7 +1,7 @@
 """Find a job again by what `add_job` returned: for a producer whose COMMIT was not answered, and for tests."""
 
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, overload
 from uuid import UUID
 
@@ -10,7 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.database.sessions import transaction_connection
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
+from outboxq.outbox.progress import Progress as Progress
+from outboxq.outbox.progress import progress_of
 from outboxq.statements import done
 from outboxq.statements import jobs as statements
 from outboxq.tables import mapped_schema
@@ -24,7 +26,8 @@ class FoundJob:
     while it ran, or expired.
 
     `attempt` counts the attempts that have ended; in lease mode also the one that runs. `result` is what a handler with
-    `keep_result=True` returned, as JSON text.
+    `keep_result=True` returned, as JSON text. `progress` is what the handler of a job that runs has noted last by
+    `ctx.progress`.
     """
 
     id: UUID
@@ -33,6 +36,7 @@ class FoundJob:
     state: Literal["waiting", "running", "dead", "done", "discarded", "cancelled", "expired"]
     attempt: int
     result: str | None = field(default=None, repr=False)
+    progress: Progress | None = None
 
 
 @overload
@@ -51,7 +55,8 @@ def find_job(
     A job that is found was committed. None means that it was never committed, or that it is done and not kept: the rows
     that you wrote in the transaction that added it tell which, because the job existed if and only if they do.
 
-    Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found.
+    Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found; and for the
+    progress of jobs that run, on `progress`.
     """
     job_id = job.id if isinstance(job, JobHandle) else job
     if isinstance(connection, AsyncSession | AsyncConnection):
@@ -66,4 +71,7 @@ def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
     if row is None and below.execute(done.may_read(mapped_schema(below))).scalar_one():
         # Later than the first look: a job that ended between the two is found.
         row = below.execute(done.find_finished(job_id)).one_or_none()
-    return None if row is None else FoundJob(*row)
+    if row is None:
+        return None
+    found = FoundJob(*row)
+    return replace(found, progress=progress_of(below, [job_id]).get(job_id)) if found.state == "running" else found

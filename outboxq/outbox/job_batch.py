@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session, SessionTransaction
 from outboxq.database.sessions import AnySession, plain_session
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER, Job
-from outboxq.new_job import JobHandle, JobKeys, NewJob
+from outboxq.new_job import JobKeys, NewJob
+from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.pending import current_transaction, is_within, replace_pending
 from outboxq.outbox.session import add_new

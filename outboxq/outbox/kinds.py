@@ -25,6 +25,9 @@ _SURELY_SMALL = MAX_ARGS_BYTES // 4
 class JobKind(Generic[P]):
     """A kind of job and the queue it goes to; `P` are the arguments of its handler after the context."""
 
+    # Whether results of the kind are kept; None if its handler lives in another service.
+    keeps_result: bool | None = None
+
     def __init__(self, kind: str, queue: str, options: JobOptions | None = None) -> None:
         self.kind = check_name("kind", kind)
         self.queue = check_name("queue", queue)
@@ -142,6 +145,7 @@ class JobKind(Generic[P]):
             options.delay,
             options.every,
             options.expires,
+            self.keeps_result,
         )
 
     def _bind_by_name(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
@@ -156,6 +160,7 @@ class _KindWithOptions(JobKind[P]):
     def __init__(self, base: JobKind[P], options: JobOptions) -> None:
         super().__init__(base.kind, base.queue, options)
         self._base = base
+        self.keeps_result = base.keeps_result
 
     def signature(self) -> Signature | None:
         return self._base.signature()

@@ -1,5 +1,6 @@
 """Enqueue: a job becomes a row in the caller's own transaction, by the flush of the caller's session."""
 
+import weakref
 from collections.abc import Iterable
 
 from sqlalchemy import Connection
@@ -16,7 +17,8 @@ from outboxq.database.sessions import (
     refuse_autocommit,
 )
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.new_job import JobHandle, NewJob, UniqueJob, UniqueJobHandle, has_unique_key, with_answer
+from outboxq.new_job import NewJob, has_unique_key, with_answer
+from outboxq.outbox.handle import JobHandle, make_handle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.pending import add_pending, pending_batch
 
@@ -82,15 +84,15 @@ def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
         jobs = [with_answer(new) if has_unique_key(new) else new for new in jobs]
     named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))
     add_pending(session, batch, named)
+    transaction = session.get_transaction()
+    # Weak, and one object for all handles of the transaction.
+    added_by = None if transaction is None else weakref.ref(transaction)
     if is_keyed:
-        return [_handle(job_id, new) for job_id, new in named.items()]
-    return [JobHandle(job_id, new.envelope.kind, new.envelope.queue) for job_id, new in named.items()]
-
-
-def _handle(job_id: str, new: NewJob) -> JobHandle:
-    if isinstance(new, UniqueJob):
-        return UniqueJobHandle(job_id, new.envelope.kind, new.envelope.queue, new.answer)
-    return JobHandle(job_id, new.envelope.kind, new.envelope.queue)
+        return [make_handle(job_id, new, added_by) for job_id, new in named.items()]
+    return [
+        JobHandle(job_id, new.envelope.kind, new.envelope.queue, new.envelope.keeps_result, added_by)
+        for job_id, new in named.items()
+    ]
 
 
 def _check(session: Session, new: NewJob) -> None:

@@ -42,6 +42,7 @@ from outboxq.relay.maintenance.service import Maintenance
 from outboxq.relay.maintenance.side_connection import SideConnection
 from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
+from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
@@ -141,6 +142,7 @@ class RelayRun:
             quarantine=quarantine,
             flow=flow,
             effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds, self.emit),
+            progress=ProgressWriter(self._connector(None), config.schema, lease.owner),
             limits=self.limits,
         )
 
@@ -252,6 +254,7 @@ class RelayRun:
         for service in services:
             service.start()
             stack.callback(service.stop)
+        stack.callback(self._state.progress.stop)
         stack.callback(self._scheduler.stop)
         if self.until_empty and self._state.flow.seen.schedule_seconds <= 0:
             self._scheduler.fire_all_due()

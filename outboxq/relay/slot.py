@@ -149,6 +149,7 @@ class Slot:
             is_interruption=self._is_interruption,
             orders=state.flow.orders,
             keeper=state.keeper,
+            notes=state.progress,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:

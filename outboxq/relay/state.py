@@ -35,6 +35,7 @@ from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
 from outboxq.relay.poller import SharedPoller
+from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.suspects import QuarantineTurns
 
 # The events that the relay takes note of before it tells them.
@@ -115,6 +116,7 @@ class RelayState:
     quarantine: QuarantineTurns
     flow: FlowSettings
     effect_runners: EffectRunners
+    progress: ProgressWriter
     limits: RelayLimits = field(default_factory=RelayLimits)
     # What the application's lifespan yielded.
     lifespan_state: object = None

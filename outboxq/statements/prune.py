@@ -85,6 +85,29 @@ def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
 
 
+_DELETE_PROGRESS: LiteralString = """\
+WITH old AS MATERIALIZED (
+  SELECT noted.job_id FROM {progress} AS noted
+  WHERE noted.noted_at < pg_catalog.statement_timestamp() - interval '1 minute'
+    AND NOT EXISTS (SELECT FROM {job} AS job WHERE job.id = noted.job_id)
+  ORDER BY noted.noted_at
+  LIMIT {limit} OFFSET {skip}
+  FOR UPDATE OF noted SKIP LOCKED
+), deleted AS (
+  DELETE FROM {progress} AS gone USING old WHERE gone.job_id = old.job_id RETURNING 1
+)
+SELECT pg_catalog.count(*) FROM deleted"""
+
+
+def delete_progress(schema: str, limit: int, skip: int = 0) -> str:
+    """Delete up to `limit` notes of jobs that are gone; one row, with their number.
+
+    Relays delete their own: these are left of relays that were killed. Reads all notes, of which there are few; index:
+    the job's primary key. Locks: the rows, skipping those that others hold.
+    """
+    return render(schema, _DELETE_PROGRESS, limit=limit, skip=skip)
+
+
 # As JSON, because tables of before step 11 have no such column.
 _KEEP: LiteralString = "pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"
 _SELECT_KEPT: LiteralString = """\

@@ -20,6 +20,7 @@ _TABLES = {
     "relay_status": "relay_status",
     "stat": "stat",
     "gauge": "gauge",
+    "progress": "progress",
     "migration": "migration",
 }
 

@@ -1,7 +1,7 @@
 """The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
 
 from outboxq.tables.columns import SCHEMA, JsonText, StoredText, mapped_schema, metadata
-from outboxq.tables.history import audit, done_job, gauge, relay_status, stat
+from outboxq.tables.history import audit, done_job, gauge, progress, relay_status, stat
 from outboxq.tables.installation import deployment, migration, relay
 from outboxq.tables.job_row import JobRow, job_mapper
 from outboxq.tables.jobs import JOB_SIZES, batch, cancel_request, dead_job, job, unique_key
@@ -36,6 +36,7 @@ __all__ = [
     "metadata",
     "migration",
     "paused_kind",
+    "progress",
     "queue",
     "rate",
     "relay",

@@ -1,4 +1,7 @@
-"""What relays say of themselves, what became of jobs, jobs that are kept when they are over, and what operators did."""
+"""What relays say of themselves, what became of jobs, and how far those are that run; what operators did.
+
+Among them are the finished jobs of kinds that keep them.
+"""
 
 from sqlalchemy import (
     ARRAY,
@@ -104,6 +107,20 @@ Index("done_job_expires", done_job.c.expires_at)
 set_storage(
     done_job, "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on"
 )
+
+# How far handlers are that run, by their own notes.
+progress = Table(
+    "progress",
+    metadata,
+    Column("job_id", Uuid, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("fraction", Double, nullable=False),
+    Column("note", StoredText, nullable=False),
+    Column("relay", Uuid, nullable=False),
+    Column("noted_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    CheckConstraint("fraction BETWEEN 0 AND 1", name="progress_fraction"),
+)
+set_storage(progress, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
 # What operators did.
 audit = Table(

@@ -32,7 +32,7 @@ from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
 from outboxq.job import Job
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 from outboxq.statements.claim import ClaimStatements

@@ -41,6 +41,7 @@ MAY: Mapping[str, Mapping[Part, str]] = {
         "stat": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "gauge": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "done_job": ("", "", "", "SIUDRarx", "Sa", "Sa"),
+        "progress": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "audit": ("", "", "", "", "Sa", "SIURarx"),
     }.items()
 }

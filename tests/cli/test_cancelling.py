@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.admin import cancellation
 from outboxq.events import JobCancelled, JobDied, JobDone, JobsSuspected
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.app import Effect

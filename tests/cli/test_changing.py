@@ -12,7 +12,7 @@ from outboxq import OutboxSession, RelayConfig
 from outboxq.admin import jobs as admin
 from outboxq.errors import ArgumentError
 from outboxq.events import Event, JobDone, JobsSuspected
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support import app

@@ -9,7 +9,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession
 from outboxq.events import Event
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.tables import dead_job, job
 from tests.support import app

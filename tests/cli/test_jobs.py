@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, external
 from outboxq.events import JobDone
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.tables import job
 from tests.conftest import StartRelay
@@ -79,7 +79,7 @@ def test_the_keys_of_the_list_stay(outboxq_database: Database, waiting: dict[str
     (row,) = call("jobs", "list", "--kind", "ship", "--json", url=outboxq_database.url).ok().json["jobs"]
     assert list(row) == [
         "id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "crashes", "parked", "run_at",
-        "created_at", "expires_at", "pid", "running_seconds",
+        "created_at", "expires_at", "pid", "running_seconds", "progress", "note",
     ]  # fmt: skip
     assert UUID(row["id"]) == waiting["ship"].id
     assert row["run_at"].endswith("Z")

@@ -7,6 +7,7 @@ from datetime import timedelta
 from uuid import uuid4
 
 import pytest
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession
@@ -14,6 +15,7 @@ from outboxq.events import Event
 from outboxq.postgres import Database
 from tests.support import app
 from tests.support.cli import call, command, environment
+from tests.support.leases import lease
 from tests.support.waiting import PATIENCE
 
 
@@ -74,3 +76,22 @@ def test_ids_or_filters_are_needed(outboxq_database: Database, words: tuple[obje
     said = call("jobs", "watch", *words, url=outboxq_database.url)
     assert said.exit_code == 2
     assert "Give ids, or --queue NAME or --kind NAME" in said.stderr
+
+
+def test_the_progress_of_a_job_that_runs_is_shown(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """In its line here, in the list of jobs that run, and on its own page; no terminal acts on its text."""
+    with sessions.begin() as session:
+        handle = session.add_job(app.record, name="x")
+    noted = "INSERT INTO outboxq.progress (job_id, attempt, fraction, note, relay) VALUES (:id, 1, 0.4, :note, :id)"
+    with engine.begin() as connection:
+        lease(connection, handle.id, "1 hour")
+        connection.execute(text(noted), {"id": handle.id, "note": "row \x1b[31m 4"})
+    watched = call("jobs", "watch", handle.id, "--timeout", "0", url=outboxq_database.url)
+    assert "40% row \\x1b[31m 4" in " ".join(watched.stdout.split())
+    (row,) = call("jobs", "list", "--running", "--json", url=outboxq_database.url).ok().json["jobs"]
+    assert (row["progress"], row["note"]) == (0.4, "row \x1b[31m 4")
+    shown = call("jobs", "show", handle.id, url=outboxq_database.url).ok().stdout
+    assert "0.4" in shown
+    assert "\x1b" not in shown

@@ -38,6 +38,9 @@ _THROTTLE = "tests/flow/test_throttle.py"
 
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
+_PROGRESS = "tests/relay/test_progress.py::"
+_WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
+
 MUTANTS = (
     Mutant(
         "the count of a page in the page's own transaction",
@@ -131,6 +134,55 @@ MUTANTS = (
         "        return replace(self, refusal=error) if may_be_refusal and self.refusal is None else None\n",
         "        return None\n",
         ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
+    ),
+    Mutant(
+        "the flag of a wait in front of its look",
+        "outboxq/outbox/result_listener.py",
+        "        looked = self._flagged(connection) if self._hears else set(self._due)\n",
+        "        looked = set(self._due)\n",
+        (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
+    ),
+    Mutant(
+        "the notification of a job that is waited for",
+        "outboxq/execution/keep.py",
+        "        return tell_waiters(schema, ended, beside=keeping) if ended else keeping\n",
+        "        return keeping\n",
+        (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
+    ),
+    Mutant(
+        "the look that waits for a refused flag",
+        "outboxq/outbox/result_listener.py",
+        ' for name, is_held in rows if is_held == "t"}',
+        " for name, is_held in rows}",
+        ("tests/outbox/test_results_races.py::test_a_wait_that_meets_a_commit_on_its_way_looks_behind_it",),
+    ),
+    Mutant(
+        "the look of a connection that is made anew",
+        "outboxq/outbox/result_listener.py",
+        "        self._due = set(self._waits)\n        while",
+        "        while",
+        ("tests/outbox/test_results_races.py::test_a_connection_that_is_lost_is_made_anew_and_looks",),
+    ),
+    Mutant(
+        "the end of a note with its handler",
+        "outboxq/handlers/call.py",
+        "            self._notes.clear([job.id for job in self.jobs])\n",
+        "            pass\n",
+        (_PROGRESS + "test_a_note_is_seen_while_the_handlers_transaction_is_open[transaction-sync]",),
+    ),
+    Mutant(
+        "the pause between two writes of progress",
+        "outboxq/relay/progress.py",
+        "                self._changed.wait_for(lambda: self._stopping, self.write_seconds)\n",
+        "                pass\n",
+        (_PROGRESS + "test_of_many_notes_the_newest_is_written_and_few_are",),
+    ),
+    Mutant(
+        "the attempt of a note",
+        "outboxq/statements/progress.py",
+        "  WHERE known.attempt <= excluded.attempt",
+        "",
+        (_PROGRESS + "test_an_older_attempt_does_not_write_over_a_newer_one",),
     ),
     Mutant(
         "the number of a flush in the relay's own row",

@@ -65,6 +65,14 @@ session = Session()
 session.add(Account(id=7, balance=0))
 session.commit()
 """,
+    "results.md": """
+import threading
+from outboxq import Relay
+def run_the_job():
+    while not ("handle" in globals() and Relay(engine, jobs).drain().done):
+        pass
+threading.Thread(target=run_the_job).start()
+""",
     "metrics.md": "from myapp.jobs import jobs\nURL = engine.url\n",
     "coalescing.md": JOBS
     + """
@@ -133,6 +141,10 @@ BEHIND = {
     "cancelling.md": "finish(jobs, done=1, failed=0)\n",
     "enqueueing.md": "from myapp.jobs import jobs\nfinish(jobs, done=1_005, failed=0)\n",
     "explain.md": "assert found.verdict.code == 'queue-empty'\n",
+    "progress.md": "finish(jobs, done=1)\n",
+    "results.md": """
+assert report == {"file": "reports/2026-01.pdf"}
+""",
     "finished-jobs.md": """
 from outboxq import find_job
 with Session.begin() as session:

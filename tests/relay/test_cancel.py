@@ -29,7 +29,7 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.fault_points import FaultPoint, fault_action
-from outboxq.new_job import JobHandle
+from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.conftest import RunningRelay, StartRelay

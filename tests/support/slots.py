@@ -20,6 +20,7 @@ from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
+from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
@@ -52,6 +53,7 @@ def relay_state(
         quarantine=QuarantineTurns(),
         flow=FlowSettings(),
         effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, SILENT),
+        progress=ProgressWriter(engine.connect, config.schema, uuid4()),
         limits=limits or RelayLimits(),
     )
 

@@ -30,6 +30,7 @@ from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.jobs import JobChange, JobFilter
 from outboxq.statements.limit import limit_count, limit_slot
+from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
 from outboxq.statements.unique import add_unique
 from outboxq.statements.windows import WantedWindow
@@ -119,6 +120,10 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
+    "notes: Sequence[statements.progress.ProgressNote]": (
+        [ProgressNote(_ID, 1, 0.4, "4 of 10")],
+        [ProgressNote(_ID, 1, 0.4, "4 of 10"), ProgressNote(UUID(int=1), 2, 1.0, "")],
+    ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
     "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True)),
@@ -139,6 +144,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "running": ("[]", "[]"),
     "pairs": ([("mail", "send")], [("mail", "send"), ("mail", "post")]),
     "by": ("minute", "kind"),
+    "beside": ("", keep_jobs("outboxq", [_KEPT], _ID)),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),
     "frozenset[UUID]": (frozenset({_ID, UUID(int=1)}), frozenset({_ID})),
@@ -181,6 +187,7 @@ _NO_STATEMENTS = frozenset(
         "pick_page",
         "qualified",
         "read_page",
+        "result_channel",
         "rows_of",
         "schema_name",
         "slot_parts",

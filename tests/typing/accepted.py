@@ -47,6 +47,7 @@ from outboxq import (
     add_jobs,
     external,
     find_job,
+    wait_for_result,
 )
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 
@@ -162,6 +163,16 @@ def finding(session: Session, asynchronous: AsyncSession, handle: JobHandle) -> 
     assert_type(find_job(session, handle), FoundJob | None)
     assert_type(find_job(session, handle.id), FoundJob | None)
     assert_type(find_job(asynchronous, handle), Awaitable[FoundJob | None])
+
+
+async def waiting(engine: Engine, asynchronous: AsyncEngine, handle: JobHandle, job_id: UUID) -> None:
+    assert_type(handle.result(engine, returns=Account, timeout=timedelta(seconds=5)), Account)
+    assert_type(handle.result("postgresql://localhost/shop", returns=int, timeout=5), int)
+    assert_type(await handle.result(asynchronous, returns=str), str)
+    assert_type(wait_for_result(engine, job_id, returns=list[int]), list[int])
+    assert_type(await wait_for_result(asynchronous, handle, returns=int, schema="other"), int)
+    assert_type(handle.result(engine), Any)
+    assert_type(await wait_for_result(asynchronous, job_id), Any)
 
 
 async def accepting(session: Session, asynchronous: AsyncSession, account: Account) -> None:

@@ -39,6 +39,7 @@ _Deletion: TypeAlias = Callable[[str, int, int], str]
 _NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
 _MISSING = "a table is missing: run `outboxq migrate`"
 _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
+_FINISHED, _NOTES = "finished jobs", "notes of progress"
 _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 
@@ -72,9 +73,10 @@ class Pruner(PeriodicTask):
             messages = self._delete_all(connection, "messages", statements.delete_messages)
             effects = self._delete_all(connection, "effects", statements.delete_effects)
             keys = self._delete_idle_keys(connection)
-            finished = self._delete_all(connection, "finished jobs", statements.delete_finished)
+            finished = self._delete_all(connection, _FINISHED, statements.delete_finished)
         dead = self._delete_dead(connection) if self.deletes else []
         self._delete_all(connection, "cancellations", statements.delete_requests)
+        self._delete_all(connection, _NOTES, statements.delete_progress)
         pruned = Pruned(messages, effects, keys, self._sweep(connection), finished)
         return dead if pruned == Pruned(0, 0) else [pruned, *dead]
 
@@ -181,9 +183,9 @@ class Pruner(PeriodicTask):
         sqlstate = refusal_of(error)
         if sqlstate is None:
             logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
-        elif what == "finished jobs" and sqlstate in _ADVICE:
-            # A relay whose kinds keep finished jobs has said so when it started; no other needs the table.
-            logger.debug("finished jobs could not be deleted", extra={"outboxq_sqlstate": sqlstate})
+        elif what in (_FINISHED, _NOTES) and sqlstate in _ADVICE:
+            # A relay that writes these has said so by itself; no other needs the tables.
+            logger.debug("%s could not be deleted", what, extra={"outboxq_sqlstate": sqlstate})
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))
             logger.warning(

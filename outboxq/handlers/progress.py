@@ -1,0 +1,36 @@
+"""Progress notes of a handler: checked here, and written by its relay, which the handler never waits for."""
+
+from collections.abc import Collection
+from typing import Protocol
+from uuid import UUID
+
+from outboxq.codec.text import storable
+from outboxq.errors import ArgumentError
+from outboxq.job import Job
+
+MAX_NOTE_CHARACTERS = 200
+
+
+class ProgressNotes(Protocol):
+    """Where notes go: both calls return at once, and raise nothing."""
+
+    def note(self, job: Job, fraction: float, note: str) -> None:
+        """Have this written soon, if nothing newer is noted until then."""
+        ...
+
+    def clear(self, job_ids: Collection[UUID]) -> None:
+        """Have the notes of these jobs deleted: their handler has ended."""
+        ...
+
+
+def checked_note(fraction: object, note: object) -> tuple[float, str]:
+    """A fraction from 0 to 1, and a text that the database can hold, cut to 200 characters.
+
+    Raises:
+        ArgumentError: one of another type, or a fraction out of its range.
+    """
+    if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 <= fraction <= 1:
+        raise ArgumentError(f"ctx.progress takes a fraction from 0 to 1, got {fraction!r}")
+    if not isinstance(note, str):
+        raise ArgumentError(f"ctx.progress takes a text, got {type(note).__name__}")
+    return float(fraction), storable(note[:MAX_NOTE_CHARACTERS])

@@ -1,0 +1,252 @@
+"""Handles: what `add_job` returns, and what waits for the result of the job behind it."""
+
+import weakref
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any, TypeVar, overload
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import URL, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import SessionTransaction
+
+from outboxq.errors import AddedNotKnown, WaitRefused
+from outboxq.new_job import NewJob, UniqueAnswer, UniqueJob
+from outboxq.outbox import results
+
+T = TypeVar("T")
+
+_A_MINUTE = timedelta(minutes=1)
+
+
+# gc=False: it refers to nothing that could refer to it, and those of a bulk live on together.
+class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What `add_job` returns: enough to find the job again, known before anything is written.
+
+    `hex` is the `id` as 32 hexadecimal digits.
+    """
+
+    # Strings, and no UUID: a bulk returns one for each job, in a tenth of the time of a frozen dataclass with a UUID.
+    hex: str
+    kind: str
+    queue: str
+    # Whether the kind keeps results; None if its handler is elsewhere.
+    _keeps_result: bool | None = None
+    # The session's transaction that adds the job, in this process.
+    _transaction: "weakref.ref[SessionTransaction] | None" = None
+
+    @property
+    def id(self) -> UUID:
+        return UUID(self.hex)
+
+    @property
+    def added(self) -> bool:
+        """Whether the job was added: always, unless it has a unique key that another job has.
+
+        Of a unique job it is known once its session has flushed, in a handler once the handler's transaction is
+        committed. A rollback behind that undoes the job, and this does not show it.
+
+        Raises:
+            AddedNotKnown: that has not happened yet.
+        """
+        return True
+
+    @property
+    def existing_id(self) -> UUID | None:
+        """The id of the job that has the key, if this one was not added; it may be done, if a period keeps the key.
+
+        Raises:
+            AddedNotKnown: as `added` does.
+        """
+        return None
+
+    @overload
+    def result(
+        self, engine: str | URL | Engine, *, timeout: timedelta | float = ..., returns: None = None, schema: str = ...
+    ) -> Any: ...
+
+    @overload
+    def result(
+        self, engine: str | URL | Engine, *, timeout: timedelta | float = ..., returns: type[T], schema: str = ...
+    ) -> T: ...
+
+    @overload
+    def result(
+        self, engine: AsyncEngine, *, timeout: timedelta | float = ..., returns: None = None, schema: str = ...
+    ) -> Coroutine[Any, Any, Any]: ...
+
+    @overload
+    def result(
+        self, engine: AsyncEngine, *, timeout: timedelta | float = ..., returns: type[T], schema: str = ...
+    ) -> Coroutine[Any, Any, T]: ...
+
+    def result(
+        self,
+        engine: str | URL | Engine | AsyncEngine,
+        *,
+        timeout: timedelta | float = _A_MINUTE,
+        returns: type[Any] | None = None,
+        schema: str | None = None,
+    ) -> Any:
+        """Wait until the job is done, and return what its handler returned; await it if the engine is async.
+
+        For kinds with `keep_result=True`, behind the COMMIT of the transaction that added the job. The wait holds none
+        of the engine's connections: those who wait in a process share one that listens. The time is over for the
+        caller alone: the job goes on.
+
+        Args:
+            engine: Where the job is: an engine, of any driver, or a URL. An async engine makes it a coroutine.
+            timeout: How long to wait, as a timedelta or in seconds.
+            returns: The type of the result, such as a dataclass; by default JSON's own types.
+            schema: That of the tables; by default the one of the engine's `schema_translate_map`, or `outboxq`.
+
+        Raises:
+            WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
+            JobNotDone: the job is dead, was discarded or cancelled, or has expired.
+            ResultNotFound: the job was never committed, or its result is not there any more.
+            ResultTimeout: the job is not over yet. Also a `TimeoutError`.
+            PayloadError: the result is not of the type `returns`.
+            ConfigError: the engine, the time, the type or the schema cannot be used.
+        """
+        self.refuse_to_wait()
+        return results.wait(engine, self.id, timeout=timeout, returns=returns, schema=schema)
+
+    def refuse_to_wait(self) -> None:
+        """Refuse a wait that would be in vain, as far as that shows without I/O.
+
+        Raises:
+            WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
+        """
+        if self._keeps_result is False:
+            raise WaitRefused(
+                self.id,
+                f"its kind {self.kind!r} keeps no results: give its handler keep=timedelta(days=7), keep_result=True",
+            )
+        if _is_open(self._transaction):
+            raise WaitRefused(
+                self.id,
+                "the transaction that adds it is still open, and it cannot run before COMMIT: wait behind the end of "
+                "the `with Session.begin()` block, or behind session.commit()",
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, JobHandle):
+            return NotImplemented
+        return (self.hex, self.kind, self.queue) == (other.hex, other.kind, other.queue)
+
+    def __hash__(self) -> int:
+        return hash(self.hex)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process knows nothing of the transaction.
+        return type(self), (self.hex, self.kind, self.queue, self._keeps_result)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(id={self.id!r}, kind={self.kind!r}, queue={self.queue!r})"
+
+
+class UniqueJobHandle(JobHandle, frozen=True, eq=False, gc=False, kw_only=True):
+    """The handle of a job that may turn out not to be added."""
+
+    answer: UniqueAnswer
+
+    @property
+    def added(self) -> bool:
+        if self.answer.added is None:
+            raise AddedNotKnown(self.kind)
+        return self.answer.added
+
+    @property
+    def existing_id(self) -> UUID | None:
+        return None if self.added else self.answer.existing_id
+
+    def refuse_to_wait(self) -> None:
+        super().refuse_to_wait()
+        if self.answer.added is False:
+            raise WaitRefused(
+                self.id,
+                f"it was not added, because job {self.answer.existing_id} has its unique key: wait for that one with "
+                "outboxq.wait_for_result(engine, handle.existing_id)",
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.hex, self.kind, self.queue, self._keeps_result, self.answer)
+
+
+def _unpickled(hexadecimal: str, kind: str, queue: str, keeps_result: bool | None, answer: UniqueAnswer) -> JobHandle:
+    return UniqueJobHandle(hexadecimal, kind, queue, keeps_result, answer=answer)
+
+
+def make_handle(job_id: str, new: NewJob, transaction: "weakref.ref[SessionTransaction] | None" = None) -> JobHandle:
+    """The handle of a job that is added by this transaction of a session, if it is known."""
+    envelope = new.envelope
+    if isinstance(new, UniqueJob):
+        return UniqueJobHandle(
+            job_id, envelope.kind, envelope.queue, envelope.keeps_result, transaction, answer=new.answer
+        )
+    return JobHandle(job_id, envelope.kind, envelope.queue, envelope.keeps_result, transaction)
+
+
+def _is_open(transaction: "weakref.ref[SessionTransaction] | None") -> bool:
+    """Whether the session works in this transaction, or in a savepoint of it."""
+    found = None if transaction is None else transaction()
+    return found is not None and found.session.get_transaction() is found
+
+
+@overload
+def wait_for_result(
+    engine: str | URL | Engine,
+    job: JobHandle | UUID,
+    *,
+    timeout: timedelta | float = ...,
+    returns: None = None,
+    schema: str = ...,
+) -> Any: ...
+
+
+@overload
+def wait_for_result(
+    engine: str | URL | Engine,
+    job: JobHandle | UUID,
+    *,
+    timeout: timedelta | float = ...,
+    returns: type[T],
+    schema: str = ...,
+) -> T: ...
+
+
+@overload
+def wait_for_result(
+    engine: AsyncEngine,
+    job: JobHandle | UUID,
+    *,
+    timeout: timedelta | float = ...,
+    returns: None = None,
+    schema: str = ...,
+) -> Coroutine[Any, Any, Any]: ...
+
+
+@overload
+def wait_for_result(
+    engine: AsyncEngine, job: JobHandle | UUID, *, timeout: timedelta | float = ..., returns: type[T], schema: str = ...
+) -> Coroutine[Any, Any, T]: ...
+
+
+def wait_for_result(
+    engine: str | URL | Engine | AsyncEngine,
+    job: JobHandle | UUID,
+    *,
+    timeout: timedelta | float = _A_MINUTE,
+    returns: type[Any] | None = None,
+    schema: str | None = None,
+) -> Any:
+    """Do what `JobHandle.result` does, for a job of which only the id is known, as in another process.
+
+    An id says neither that its transaction is still open, nor that its kind keeps no result: the first is a
+    `ResultNotFound`, the second too, once the job is done.
+    """
+    if isinstance(job, JobHandle):
+        job.refuse_to_wait()
+        job = job.id
+    return results.wait(engine, job, timeout=timeout, returns=returns, schema=schema)

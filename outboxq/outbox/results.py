@@ -1,0 +1,161 @@
+"""Results: wait for what the handler of a job returns, in a thread or in an event loop."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import URL, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outboxq.codec.values import build_decoder, decode_stored
+from outboxq.config import check_schema
+from outboxq.database.driver import DriverConnection
+from outboxq.database.engines import AnyEngine, beside_connector
+from outboxq.database.errors import describe_error
+from outboxq.errors import ConfigError, JobNotDone, ResultNotFound, ResultTimeout
+from outboxq.outbox.result_listener import Ending, ResultLimits, ResultListener
+from outboxq.tables import SCHEMA, mapped_schema
+
+
+class ResultListeners:
+    """The listeners of this process, one for each database, schema and event loop in which results are waited for."""
+
+    def __init__(self) -> None:
+        self.limits = ResultLimits()
+        self.clear()
+
+    def clear(self) -> None:
+        """Know of no listener: in a forked process there is no thread of the old one."""
+        self._lock = threading.Lock()
+        self._listeners: dict[Hashable, ResultListener] = {}
+
+    def wait_for(
+        self, place: Hashable, connect: Callable[[], DriverConnection], schema: str, job_id: UUID
+    ) -> "tuple[ResultListener, Future[Ending]]":
+        """Wait for a job by the listener of this place, which is started if there is none."""
+        with self._lock:
+            listener = self._listeners.get(place)
+            future = None if listener is None else listener.wait_for(job_id)
+            if listener is None or future is None:
+                listener = ResultListener(connect, schema, self.limits, partial(self._drop, place))
+                self._listeners[place] = listener
+                future = listener.wait_for(job_id)
+                assert future is not None
+                listener.start()
+            return listener, future
+
+    def _drop(self, place: Hashable, ended: ResultListener) -> None:
+        with self._lock:
+            if self._listeners.get(place) is ended:
+                del self._listeners[place]
+
+
+listeners = ResultListeners()
+os.register_at_fork(after_in_child=listeners.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """One wait, as it was asked for."""
+
+    job_id: UUID
+    schema: str
+    seconds: float
+    decoder: "msgspec.json.Decoder[object]"
+
+    def value(self, ending: Ending) -> object:
+        """What the handler returned.
+
+        Raises:
+            JobNotDone, ResultNotFound, PayloadError: there is nothing, or it is of another type.
+        """
+        if ending.outcome == "gone":
+            raise ResultNotFound(
+                self.job_id,
+                "it is in no table: its transaction was rolled back, or the job is over and its result is not kept, or "
+                "not any more (keep=timedelta(days=7), keep_result=True at its handler)",
+            )
+        if ending.outcome != "done":
+            raise JobNotDone(self.job_id, ending.outcome, ending.reason)
+        if ending.result is None:
+            raise ResultNotFound(self.job_id, "it is done, and its kind keeps no results: write keep_result=True")
+        return decode_stored(f"the result of job {self.job_id}", self.decoder, ending.result)
+
+    def timed_out(self, trouble: Exception | None) -> ResultTimeout:
+        """The error when the time is over; `trouble` kept the listener from looking."""
+        why = "" if trouble is None else f"; the database could not be asked: {describe_error(trouble)}"
+        return ResultTimeout(self.job_id, f"it was not over within {self.seconds:g} s, and goes on{why}")
+
+
+def wait(
+    engine: AnyEngine,
+    job_id: UUID,
+    *,
+    timeout: timedelta | float,
+    returns: type[Any] | None,
+    schema: str | None,
+) -> Any:
+    """Wait for the result of a job, as `JobHandle.result` says; a coroutine if the engine is async.
+
+    Raises:
+        ConfigError: the engine, the time, the type or the schema cannot be used.
+    """
+    if not isinstance(engine, str | URL | Engine | AsyncEngine):
+        raise ConfigError(
+            f"a result is waited for with an engine or a URL, as the wait has a connection of its own; got "
+            f"{type(engine).__name__}"
+        )
+    decoder = build_decoder(f"the result of job {job_id}", object if returns is None else returns)
+    asked = _Wait(job_id, _schema_of(engine, schema), _seconds_of(timeout), decoder)
+    return _wait_in_loop(engine, asked) if isinstance(engine, AsyncEngine) else _wait_in_thread(engine, asked)
+
+
+def _wait_in_thread(engine: str | URL | Engine, asked: _Wait) -> object:
+    place = engine.pool if isinstance(engine, Engine) else str(engine) if isinstance(engine, str) else engine
+    connect = beside_connector(engine, lambda: None)
+    listener, future = listeners.wait_for((place, asked.schema), connect, asked.schema, asked.job_id)
+    try:
+        ending = future.result(asked.seconds)
+    except TimeoutError:
+        raise asked.timed_out(listener.trouble) from listener.trouble
+    finally:
+        listener.forget(future)
+    return asked.value(ending)
+
+
+async def _wait_in_loop(engine: AsyncEngine, asked: _Wait) -> object:
+    loop = asyncio.get_running_loop()
+    connect = beside_connector(engine, lambda: None if loop.is_closed() else loop)
+    # An engine of an event loop that is over may be used in another one: its connections may not.
+    place = (engine.pool, asked.schema, loop)
+    listener, future = listeners.wait_for(place, connect, asked.schema, asked.job_id)
+    try:
+        ending = await asyncio.wait_for(asyncio.wrap_future(future), asked.seconds)
+    except TimeoutError:
+        raise asked.timed_out(listener.trouble) from listener.trouble
+    finally:
+        listener.forget(future)
+    return asked.value(ending)
+
+
+def _schema_of(engine: AnyEngine, schema: str | None) -> str:
+    if schema is not None:
+        return check_schema(schema)
+    if isinstance(engine, str | URL):
+        return SCHEMA
+    return mapped_schema(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
+
+
+def _seconds_of(timeout: object) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= threading.TIMEOUT_MAX:
+        return seconds
+    raise ConfigError(f"timeout takes a timedelta, or seconds, of more than 0, got {timeout!r}")

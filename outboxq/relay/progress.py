@@ -1,0 +1,147 @@
+"""The progress writer: it writes what handlers note of how far they are, on a connection of its own.
+
+A handler's transaction shows nothing before its COMMIT, so its notes go another way. A handler never waits for them,
+and its job does not depend on them: of each job the newest note is kept in memory, and all that is new goes into one
+transaction, once a second at most. While the database is away nothing grows but the jobs that run.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.errors import describe_error, sqlstate_of
+from outboxq.job import Job
+from outboxq.statements.progress import SETTINGS, ProgressNote, write_progress
+from outboxq.statements.transaction import BEGIN
+
+logger = logging.getLogger("outboxq.relay")
+
+_STOP_SECONDS = 5.0
+# A role or a table that the next second does not bring.
+_ADVICE = {
+    "42501": "the role may not: run what `outboxq roles --sql` prints",
+    "42P01": "the table progress is missing: run `outboxq migrate`",
+    "3F000": "the table progress is missing: run `outboxq migrate`",
+}
+
+
+@dataclass(eq=False)
+class ProgressWriter:
+    """Writes the notes of a relay's handlers. Its thread starts with the first note.
+
+    Args:
+        connect: Opens a connection outside a transaction; a transaction pooler will do.
+        write_seconds: The shortest time between two writes.
+        idle_seconds: For how long its connection is kept when there is nothing to write.
+    """
+
+    connect: Callable[[], DriverConnection]
+    schema: str
+    relay: UUID
+    write_seconds: float = 1.0
+    idle_seconds: float = 10.0
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _notes: dict[UUID, ProgressNote] = field(default_factory=dict, init=False)
+    # The jobs whose rows may be in the table, and those of them that are to be deleted.
+    _written: set[UUID] = field(default_factory=set, init=False)
+    _ended: set[UUID] = field(default_factory=set, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _connection: "DriverConnection | None" = field(default=None, init=False)
+    _stopping: bool = field(default=False, init=False)
+    _is_refused: bool = field(default=False, init=False)
+
+    def note(self, job: Job, fraction: float, note: str) -> None:
+        """Have a note written, unless a newer one of the job comes before its turn."""
+        with self._changed:
+            if self._is_refused or self._stopping:
+                return
+            self._notes[job.id] = ProgressNote(job.id, job.attempt, fraction, note)
+            self._ended.discard(job.id)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="outboxq-progress", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def clear(self, job_ids: Collection[UUID]) -> None:
+        """Forget the notes of jobs whose handler has ended, and have their rows deleted."""
+        with self._changed:
+            for job_id in job_ids:
+                self._notes.pop(job_id, None)
+                if job_id in self._written:
+                    self._ended.add(job_id)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Delete the rows that are left, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._notes.clear()
+            self._ended |= self._written
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        while self._await_work():
+            try:
+                self._write()
+            except Exception as error:  # noqa: BLE001  # whatever it is, no job depends on it
+                self._disconnect()
+                self._report(error)
+                if self._stopping:
+                    break
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, self.write_seconds)
+        self._disconnect()
+
+    def _await_work(self) -> bool:
+        """Wait for something to write; False if the relay stops, and there is nothing."""
+        with self._changed:
+            while not self._changed.wait_for(self._has_work, self.idle_seconds):
+                self._disconnect()
+            return bool(self._notes or self._ended)
+
+    def _has_work(self) -> bool:
+        return bool(self._notes or self._ended or self._stopping)
+
+    def _write(self) -> None:
+        with self._changed:
+            notes, ended = dict(self._notes), set(self._ended)
+            # Before it is sent: the answer may be lost.
+            self._written |= notes.keys()
+        if self._connection is None:
+            self._connection = self.connect()
+        written = write_progress(self.schema, self.relay, list(notes.values()), ended)
+        run_on_libpq(self._connection.pgconn, f"{BEGIN}; {SETTINGS}{written}; COMMIT")
+        with self._changed:
+            self._notes = {job_id: note for job_id, note in self._notes.items() if notes.get(job_id) is not note}
+            self._ended -= ended
+            # What was noted again meanwhile has its row, or will have one.
+            self._written -= ended - self._notes.keys()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(Exception):
+                self._connection.pgconn.finish()
+            self._connection = None
+
+    def _report(self, error: Exception) -> None:
+        """Warn once that nothing can be noted, and take no more notes; an outage is reported by the slots."""
+        sqlstate = sqlstate_of(error)
+        if sqlstate not in _ADVICE:
+            logger.debug("progress could not be written", extra={"error_type": type(error).__name__})
+            return
+        with self._changed:
+            self._is_refused = True
+            for kept in (self._notes, self._ended, self._written):
+                kept.clear()
+        logger.warning(
+            "the progress of handlers is not shown, and their jobs run without: %s",
+            _ADVICE.get(sqlstate) or describe_error(error),
+            extra={"outboxq_sqlstate": sqlstate},
+        )

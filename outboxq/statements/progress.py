@@ -1,0 +1,67 @@
+"""Progress: how far handlers that run have come, by their own notes, in a small table beside the jobs."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, LiteralString, NamedTuple
+from uuid import UUID
+
+from sqlalchemy import Select, TextClause, select, text
+
+from outboxq.statements.render import quote_identifier, render
+from outboxq.tables import progress
+
+
+class ProgressNote(NamedTuple):
+    """What the handler of a job has noted last, in this attempt of the job; `fraction` is from 0 to 1."""
+
+    job_id: UUID
+    attempt: int
+    fraction: float
+    note: str
+
+
+# The rows stand for a moment: they need not be on the disk before COMMIT is answered.
+SETTINGS = "SET LOCAL synchronous_commit = off; "
+_WRITE: LiteralString = """\
+WITH over AS (
+  DELETE FROM {progress} WHERE job_id = ANY ({ended}::uuid[]) AND relay = {owner}::uuid
+)
+INSERT INTO {progress} AS known (job_id, attempt, fraction, note, relay)
+SELECT noted.job_id, noted.attempt, noted.fraction, noted.note, {owner}::uuid
+FROM unnest({ids}::uuid[], {attempts}::int[], {fractions}::float8[], {notes}::text[])
+  AS noted (job_id, attempt, fraction, note)
+ORDER BY noted.job_id
+ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, fraction = excluded.fraction, note = excluded.note,
+  relay = excluded.relay, noted_at = pg_catalog.clock_timestamp()
+  WHERE known.attempt <= excluded.attempt"""
+
+
+def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ended: Collection[UUID]) -> str:
+    """Write what handlers noted, and delete the notes of jobs that this relay has ended; none is in both.
+
+    Index: the primary key. Waits only for another relay that writes a note of the same job. The note of an earlier
+    attempt gives way, and does not come back.
+    """
+    return render(
+        schema,
+        _WRITE,
+        owner=str(relay),
+        ended=[str(job_id) for job_id in ended],
+        ids=[str(each.job_id) for each in notes],
+        attempts=[each.attempt for each in notes],
+        fractions=[each.fraction for each in notes],
+        notes=[each.note for each in notes],
+    )
+
+
+def may_read_progress(schema: str) -> TextClause:
+    """Whether the table `progress` is there, and this role may read it; one row. For any driver. No locks."""
+    return text(
+        "SELECT coalesce("
+        "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
+    ).bindparams(name=quote_identifier(schema, "progress"))
+
+
+def select_progress(job_ids: Collection[UUID]) -> Select[Any]:
+    """What was noted last of these jobs. Index: the primary key; no locks."""
+    columns = ("job_id", "fraction", "note", "noted_at")
+    return select(*(progress.c[name] for name in columns)).where(progress.c.job_id.in_(list(job_ids)))

@@ -1,0 +1,81 @@
+"""Results that are waited for: the flags of waiters, the look at what became of jobs, and the call to look again.
+
+A waiter holds the flags of its jobs, as shared advisory locks, before it looks. What ends a job tries the same locks
+exclusively, until its COMMIT: if one is refused, somebody waits, and a notification goes along with the COMMIT.
+"""
+
+from collections.abc import Collection
+from typing import LiteralString
+from uuid import UUID
+
+from outboxq.statements.render import fill, render
+
+# Stands for all jobs, as a flag that every waiter holds, and in a notification.
+ALL_JOBS = ""
+# Locks are in a table of the server's that all sessions share: a transaction that ends more jobs tries the flag of all.
+_FLAGS_TRIED = 64
+
+
+def result_channel(schema: str) -> str:
+    """The channel on which waiters listen, and the class of their flags."""
+    return f"outboxq_{schema} result"
+
+
+def try_result_flags(schema: str, names: Collection[str]) -> str:
+    """Try to hold flags, shared: a row for each, with its name and whether it is held now. Never waits.
+
+    False from the moment at which a transaction that ends the job has tried the flag, late, until it is over.
+    """
+    return fill(
+        "SELECT name, pg_catalog.pg_try_advisory_lock_shared(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name))"
+        " FROM pg_catalog.unnest({names}::text[]) AS wanted (name)",
+        channel=result_channel(schema),
+        names=sorted(names),
+    )
+
+
+def drop_result_flags(schema: str, names: Collection[str]) -> str:
+    """Release flags."""
+    return fill(
+        "SELECT pg_catalog.pg_advisory_unlock_shared(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
+        "FROM pg_catalog.unnest({names}::text[]) AS dropped (name)",
+        channel=result_channel(schema),
+        names=sorted(names),
+    )
+
+
+_TELL: LiteralString = """\
+SELECT pg_catalog.pg_notify({channel}, name) FROM pg_catalog.unnest({names}::text[]) AS ended (name)
+WHERE NOT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name))"""
+
+
+def tell_waiters(schema: str, job_ids: Collection[UUID], beside: str = "") -> str:
+    """Notify those who wait for these jobs, in the transaction that ends them; without any, nothing is notified.
+
+    Never waits, and holds up to 64 advisory locks until the transaction is over. Two jobs whose flags are the same by
+    their hash, and two large transactions, notify for nothing.
+
+    Args:
+        beside: A statement that is executed in the same one, as `keep_jobs` makes it.
+    """
+    names = sorted(map(str, job_ids)) if len(job_ids) <= _FLAGS_TRIED else [ALL_JOBS]
+    telling = fill(_TELL, channel=result_channel(schema), names=names)
+    return f"WITH kept AS (\n{beside}\n)\n{telling}" if beside else telling
+
+
+_LOOK: LiteralString = """\
+SELECT wanted.id, waiting.found, finished.outcome, finished.result, buried.reason
+FROM pg_catalog.unnest({ids}::uuid[]) AS wanted (id)
+LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE id = wanted.id LIMIT 1) AS waiting ON true
+LEFT JOIN LATERAL (SELECT outcome, result::text FROM {done} WHERE id = wanted.id LIMIT 1) AS finished ON true
+LEFT JOIN LATERAL (SELECT reason FROM {dead} WHERE id = wanted.id LIMIT 1) AS buried ON true"""
+
+
+def look_at_jobs(schema: str, job_ids: Collection[UUID]) -> str:
+    """What became of jobs: a row for each, with its id; whether it waits or runs; its outcome and its result as JSON
+    text, if it is over and kept; and why it is dead.
+
+    One statement, so that a job on its way from one table to the other is seen in one of them. Indexes: the primary
+    keys; no locks.
+    """
+    return render(schema, _LOOK, ids=[str(job_id) for job_id in job_ids])

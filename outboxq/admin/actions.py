@@ -68,6 +68,7 @@ class Actions:
 
         Raises:
             RunElsewhere: another process has taken it over.
+            AuditNotFound: its row was deleted from the audit meanwhile.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
         expected = action.count if isinstance(action, Preview) and not action.is_capped else None

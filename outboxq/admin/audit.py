@@ -89,12 +89,14 @@ class AuditDetail:
 
     Attributes:
         position: The last row that a change of many rows has looked at.
+        resumed: How often it was gone on with.
         filter: Which rows were meant.
         change: What was to become of them; instead of arguments it says that they are not kept.
     """
 
     entry: AuditEntry
     position: UUID | None
+    resumed: int
     filter: str | None
     change: str | None
 

@@ -2,12 +2,13 @@
 
 A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or takes the
 answer to a COMMIT away, the audit says what was done, and where to go on. It also keeps two processes from working on
-one change: a page begins where its own process has left the row, or the process ends.
+one change: each one that goes on with it raises a number in the row, and one that finds another number than its own, in
+the transaction of its next page, ends.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal, TypeAlias
 from uuid import UUID
@@ -21,7 +22,7 @@ from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
 from outboxq.database.errors import describe_error
-from outboxq.errors import RunElsewhere, RunNotResumable
+from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
 
@@ -137,6 +138,7 @@ class BulkRun:
         self._expected = expected
         self._warn = warn
         self._position = None if follows is None else follows.position
+        self._resumed = 0 if follows is None else follows.resumed
         self.total = Total(entry=None if follows is None else follows.entry.id)
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 
@@ -147,6 +149,7 @@ class BulkRun:
 
         Raises:
             RunElsewhere: another process has taken it over.
+            AuditNotFound: the row of the audit was deleted.
         """
         try:
             while True:
@@ -159,7 +162,7 @@ class BulkRun:
                 on_page(self.total)
                 if is_last:
                     return self.total
-        except RunElsewhere:
+        except (RunElsewhere, AuditNotFound):
             raise
         except BaseException as error:
             self._note(error)
@@ -176,11 +179,14 @@ class BulkRun:
     def _change(self, ids: Sequence[UUID], *, is_last: bool) -> bool:
         """Change a page; False if an operator has stopped it."""
         entry = self.total.entry
-        with unmarked(self._begin, ids if self._action.leaves_marks else (), self._warn), self._begin() as connection:
+        touched: list[UUID] = []
+        with unmarked(self._begin, touched, self._warn, run=entry), self._begin() as connection:
             if entry is None and self._journal.may_write(connection):
                 entry = self._write(connection)
             elif entry is not None and not self._may_go_on(connection, entry):
                 return False
+            if self._action.leaves_marks:
+                touched += ids
             page = self._action.run(connection, ids) if ids else Page((), ())
             position = ids[-1] if ids else None
             if entry is not None:
@@ -207,8 +213,10 @@ class BulkRun:
 
     def _may_go_on(self, connection: Connection, entry: UUID) -> bool:
         row = connection.execute(statements.lock_entry(entry, skip_locked=False)).one_or_none()
-        if row is None or row.finished_at is not None or row.position != self._position:
-            raise RunElsewhere(entry)
+        if row is None:
+            raise AuditNotFound(entry)
+        if row.resumed != self._resumed:
+            raise RunElsewhere(entry, resumed=True)
         return row.stopped_at is None
 
     def _note(self, error: BaseException) -> None:
@@ -216,7 +224,7 @@ class BulkRun:
             return
         # The server is gone, perhaps: what counts is the error itself.
         with contextlib.suppress(Exception), self._begin() as connection:
-            connection.execute(statements.note_error(self.total.entry, describe_error(error)))
+            connection.execute(statements.note_error(self.total.entry, self._resumed, describe_error(error)))
 
 
 def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
@@ -254,7 +262,9 @@ def resume(
     check: CheckArgs | None = None,
     warn: Callable[[str], None],
 ) -> BulkRun:
-    """Make ready to go on with a change of many rows that was stopped or cut off, behind its last page.
+    """Take over a change of many rows that was stopped or cut off, to go on behind its last page.
+
+    A process that still works on it ends at its next page.
 
     Args:
         args: The arguments that it gives, if it gives some: the audit does not keep them.
@@ -270,7 +280,7 @@ def resume(
         row = connection.execute(statements.lock_entry(entry, skip_locked=True)).one_or_none()
         if row is None:
             show_audit(connection, entry)
-            raise RunElsewhere(entry)
+            raise RunElsewhere(entry, resumed=False)
         found = detail_of(row)
         if found.entry.finished_at is not None:
             raise RunNotResumable(entry, "it is over")
@@ -279,6 +289,6 @@ def resume(
             raise RunNotResumable(entry, f"it is {found.entry.action}, which is none of many rows")
         if check is not None:
             check_args(connection, action, check)
-        connection.execute(statements.reopen(entry))
+        found = replace(found, resumed=connection.execute(statements.reopen(entry)).scalar_one())
         journal.record(connection, "bulk.resume", str(entry), changed=1)
     return BulkRun(begin, action, journal, warn=warn, follows=found)

@@ -115,6 +115,8 @@ UP = f"""\
       held bigint NOT NULL DEFAULT 0,
       -- The last row of a change of many rows that was looked at: it goes on behind that one.
       position uuid,
+      -- How often it was gone on with: a process that finds another number than its own ends.
+      resumed integer NOT NULL DEFAULT 0,
       stopped_at timestamptz,
       error text,
       CONSTRAINT audit_via CHECK (via IN ('cli', 'web', 'api'))

@@ -37,7 +37,7 @@ SUMMARY_COLUMNS = (
     "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
     "expected", "changed", "held", "error",
 )  # fmt: skip
-DETAIL_COLUMNS = ("position", "filter", "change")
+DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
 _RIGHTS = ("SELECT", "INSERT", "UPDATE")
 
@@ -80,9 +80,12 @@ def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, f
     return update(audit).where(audit.c.id == entry).values(**values)
 
 
-def note_error(entry: UUID, error: str) -> Executable:
-    """Note why a change of many rows has ended early, unless a page of it is under way. Index: the primary key."""
-    free = select(audit.c.id).where(audit.c.id == entry, audit.c.finished_at.is_(None))
+def note_error(entry: UUID, resumed: int, error: str) -> Executable:
+    """Note why a change of many rows has ended early, unless another process has taken it over.
+
+    Index: the primary key. Locks: the row, which is passed over if a page of it is under way.
+    """
+    free = select(audit.c.id).where(audit.c.id == entry, audit.c.resumed == resumed, audit.c.finished_at.is_(None))
     locked = free.with_for_update(skip_locked=True).cte("free").prefix_with("MATERIALIZED")
     return update(audit).where(audit.c.id == locked.c.id).values(error=error)
 
@@ -98,8 +101,9 @@ def stop(entry: UUID) -> Executable:
 
 
 def reopen(entry: UUID) -> Executable:
-    """Let a change of many rows go on; behind `lock_entry`. Index: the primary key."""
-    return update(audit).where(audit.c.id == entry).values(stopped_at=null(), error=null())
+    """Let a change of many rows go on, in another process than before; behind `lock_entry`. Index: the primary key."""
+    values = {"stopped_at": null(), "error": null(), "resumed": audit.c.resumed + 1}
+    return update(audit).where(audit.c.id == entry).values(**values).returning(audit.c.resumed)
 
 
 def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:

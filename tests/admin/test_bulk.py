@@ -227,6 +227,7 @@ def test_the_answer_to_commit_is_lost_and_the_audit_is_right(
     if name in ("cancel", "change"):
         assert marked(engine) == 0
     if rows and committed < 450:
+        operators.wait_until(lambda: operators.is_free(engine), "the server to end the page that was cut off")
         Actions(ANNA).resume(beginning(engine), rows[0]["id"])
         assert audited(engine)[0]["changed"] == done(engine, name, 450) == 450
 

@@ -36,6 +36,7 @@ class Mutant:
 _COALESCE = "tests/flow/test_coalesce.py"
 _THROTTLE = "tests/flow/test_throttle.py"
 
+_TAKEN_OVER = "tests/admin/test_bulk_taken_over.py"
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
 MUTANTS = (
@@ -47,11 +48,25 @@ MUTANTS = (
         (f"{_BULK}::test_the_answer_to_commit_is_lost_and_the_audit_is_right",),
     ),
     Mutant(
-        "the place at which a process has left a change of many rows",
+        "the number of a change of many rows that was resumed elsewhere",
         "outboxq/admin/bulk.py",
-        " or row.position != self._position:",
-        ":",
-        (f"{_BULK}::test_one_that_was_taken_over_does_no_page_again",),
+        "        if row.resumed != self._resumed:",
+        "        if row.position != self._position:",
+        (f"{_TAKEN_OVER}::test_one_that_was_resumed_elsewhere_ends_wherever_it_is",),
+    ),
+    Mutant(
+        "the number of a resumed change in front of the note of an error",
+        "outboxq/statements/audit.py",
+        "audit.c.resumed == resumed, ",
+        "",
+        (f"{_TAKEN_OVER}::test_one_that_was_resumed_elsewhere_notes_no_error_of_its_own",),
+    ),
+    Mutant(
+        "the wait of a resumed change for marks that are cleared",
+        "outboxq/admin/marks.py",
+        "(run is None or _lock(connection, run)) and ",
+        "",
+        (f"{_TAKEN_OVER}::test_no_job_is_passed_over_because_its_mark_is_cleared",),
     ),
     Mutant(
         "the stop of a change of many rows",

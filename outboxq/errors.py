@@ -345,7 +345,7 @@ class RunElsewhere(OutboxqError):
         super().__init__(
             f"{entry} was resumed elsewhere, and goes on there: see `outboxq audit show {entry}`"
             if resumed
-            else f"a page of {entry} is under way in another session: try again, or stop it before by `outboxq bulk stop`"
+            else f"a page of {entry} is under way in another session: see `outboxq audit show {entry}`, and try again"
         )
         self.entry = entry
         self.resumed = resumed

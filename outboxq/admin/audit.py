@@ -143,11 +143,12 @@ class Journal:
         """Write down something that was done as a whole, in its transaction."""
         if self.may_write(connection):
             counts = {"changed": changed, "held": held}
-            self.write(connection, action, target, filter, change, counts, finished=True)
+            self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
 
     def write(
         self,
         connection: Connection,
+        entry: UUID,
         action: str,
         target: str | None,
         filter: Mapping[str, object] | None,  # noqa: A002  # the column's name
@@ -155,9 +156,8 @@ class Journal:
         counts: Mapping[str, int | None],
         *,
         finished: bool,
-    ) -> UUID:
-        """Add a row, for something that is over or that goes on; returns its id."""
-        entry = UUID(uuid7s(1)[0])
+    ) -> None:
+        """Add a row of this id, for something that is over or that goes on."""
         values = {
             "id": entry,
             "actor": self._actor.name,
@@ -172,7 +172,11 @@ class Journal:
         }
         given = {name: value for name, value in values.items() if value is not None}
         connection.execute(statements.add_entry(given, finished=finished))
-        return entry
+
+
+def new_entry_id() -> UUID:
+    """The id of a row that is to be written."""
+    return UUID(uuid7s(1)[0])
 
 
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:

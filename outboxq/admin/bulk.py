@@ -15,19 +15,26 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.audit import AuditDetail, Journal, detail_of, show_audit
+from outboxq.admin.audit import AuditDetail, Journal, detail_of, new_entry_id, show_audit
 from outboxq.admin.bulk_actions import BulkAction, CancelJobs, ChangeJobs, DiscardDead, RetryDead, fields_of
 from outboxq.admin.bulk_actions import read_action as read_action
 from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
-from outboxq.database.errors import describe_error
+from outboxq.database.errors import describe_error, is_database_unavailable
 from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
 
 MAX_COUNT = 10_000
 SAMPLES = 10
+
+# How notes begin that are for operators: other libraries add notes too.
+NOTE = "outboxq: "
+_IN_DOUBT = (
+    NOTE + "whether the first rows were changed is not known: if they were, `outboxq audit show {entry}` shows it, and "
+    "`outboxq bulk resume {entry}` does the rest"
+)
 
 CheckArgs: TypeAlias = Callable[[str, str], object]
 Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
@@ -140,12 +147,16 @@ class BulkRun:
         self._position = None if follows is None else follows.position
         self._resumed = 0 if follows is None else follows.resumed
         self.total = Total(entry=None if follows is None else follows.entry.id)
+        # Chosen before the first page, so that it can be told if the answer to its COMMIT is lost.
+        self._new_entry = new_entry_id()
+        self._is_in_doubt = False
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 
     def run(self, on_page: Callable[[Total], None] = lambda _: None) -> Total:
         """Change page after page until nothing matches, or an operator stops it; each page commits by itself.
 
-        An error leaves what was committed, and notes in the audit that it came to it.
+        An error leaves what was committed, and notes in the audit that it came to it. One that takes the answer to the
+        first COMMIT away has the id of the audit's row in a note of its own.
 
         Raises:
             RunElsewhere: another process has taken it over.
@@ -182,7 +193,8 @@ class BulkRun:
         touched: list[UUID] = []
         with unmarked(self._begin, touched, self._warn, run=entry), self._begin() as connection:
             if entry is None and self._journal.may_write(connection):
-                entry = self._write(connection)
+                entry = self._new_entry
+                self._write(connection, entry)
             elif entry is not None and not self._may_go_on(connection, entry):
                 return False
             if self._action.leaves_marks:
@@ -192,7 +204,9 @@ class BulkRun:
             if entry is not None:
                 counts = {"changed": len(page.changed), "held": len(page.held)}
                 connection.execute(statements.count_page(entry, **counts, position=position, finished=is_last))
+            self._is_in_doubt = entry is not None and self.total.entry is None
         # Committed.
+        self._is_in_doubt = False
         self.total.entry = entry
         self.total.add(page)
         if self._ids is not None:
@@ -201,14 +215,14 @@ class BulkRun:
         self._position = position or self._position
         return True
 
-    def _write(self, connection: Connection) -> UUID:
+    def _write(self, connection: Connection, entry: UUID) -> None:
         """The row of the audit, in the transaction of the first page."""
         ids = self._action.ids
         target = str(ids[0]) if ids is not None and len(ids) == 1 else None
         wanted = fields_of(self._action.wanted)
         counts = {"expected": self._expected}
-        return self._journal.write(
-            connection, self._action.name, target, wanted, self._action.change, counts, finished=False
+        self._journal.write(
+            connection, entry, self._action.name, target, wanted, self._action.change, counts, finished=False
         )
 
     def _may_go_on(self, connection: Connection, entry: UUID) -> bool:
@@ -220,6 +234,8 @@ class BulkRun:
         return row.stopped_at is None
 
     def _note(self, error: BaseException) -> None:
+        if self._is_in_doubt and is_database_unavailable(error):
+            error.add_note(_IN_DOUBT.format(entry=self._new_entry))
         if self.total.entry is None:
             return
         # The server is gone, perhaps: what counts is the error itself.

@@ -217,7 +217,7 @@ def test_the_answer_to_commit_is_lost_and_the_audit_is_right(
             pages.append(total or Total())
 
         trap()
-        with pytest.raises(DBAPIError):
+        with pytest.raises(DBAPIError) as lost:
             Actions(ANNA, warn=[].append).run(beginning(through), action, on_page=trap)
         through.dispose()
     committed = [200, 400, 450][at] if cut == "after" else [0, 200, 400][at]
@@ -226,6 +226,10 @@ def test_the_answer_to_commit_is_lost_and_the_audit_is_right(
     assert [row["changed"] for row in rows] == ([committed] if committed else [])
     if name in ("cancel", "change"):
         assert marked(engine) == 0
+    # Later pages have told the id.
+    notes = getattr(lost.value, "__notes__", [])
+    assert len(notes) == (at == 0)
+    assert not notes or not rows or f"`outboxq audit show {rows[0]['id']}`" in notes[0]
     if rows and committed < 450:
         operators.wait_until(lambda: operators.is_free(engine), "the server to end the page that was cut off")
         Actions(ANNA).resume(beginning(engine), rows[0]["id"])
@@ -250,6 +254,16 @@ def test_a_page_that_is_rolled_back_leaves_no_suspects_and_no_count(engine: Engi
     (row,) = audited(engine)
     assert (row["changed"], done(engine, name, 450), marked(engine)) == (400, 400, 0)
     assert row["error"] == "RaiseException (P0001)"
+
+
+def test_a_first_page_that_was_refused_leaves_no_doubt(engine: Engine) -> None:
+    """The server has answered: there is no row of the audit, and no word of one."""
+    (job_id,) = add(engine, 1)
+    operators.on_change(engine, f"IF OLD.id = '{job_id}' THEN RAISE 'not this one'; END IF", at_commit=True)
+    with pytest.raises(DBAPIError, match="not this one") as refused:
+        Actions(ANNA).run(beginning(engine), ACTIONS["cancel"][0])
+    assert not getattr(refused.value, "__notes__", [])
+    assert audited(engine) == []
 
 
 def test_rows_that_others_hold_are_passed_over_and_counted(engine: Engine) -> None:

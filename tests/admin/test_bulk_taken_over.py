@@ -1,4 +1,4 @@
-"""A change of many rows that is stopped and resumed while its first process lives: one goes on, and no page is twice."""
+"""A change of many rows that is resumed while its first process lives: one of them goes on, and no page is twice."""
 
 import threading
 from collections import Counter

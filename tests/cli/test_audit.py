@@ -1,6 +1,7 @@
 """`outboxq audit` and `outboxq bulk`, and what commands leave in the audit, also when they are killed."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.postgres import Database
+from outboxq.testing import CommitProxy
 from tests.support import operators
 from tests.support.cli import call, command, environment
 from tests.support.operators import Table, add, audited, count, marked
@@ -92,6 +94,28 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_suspects(outboxq_database: Datab
     (row,) = audited(engine)
     assert f"stopped after 200 cancelled: those stand; `outboxq bulk resume {row['id']}` does the rest" in said
     assert (row["changed"], row["error"], marked(engine)) == (200, "KeyboardInterrupt", 0)
+
+
+@pytest.mark.parametrize("cut", ["before", "after"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_if_the_answer_to_the_first_commit_is_lost_the_id_is_told(
+    outboxq_database: Database, engine: Engine, cut: str, *, as_json: bool
+) -> None:
+    """With what finds out whether there is a row, and what goes on with it."""
+    add(engine, 450)
+    with CommitProxy(outboxq_database.url) as proxy:
+        (proxy.cut_before_commit if cut == "before" else proxy.cut_after_commit)()
+        words = ("jobs", "cancel", "--queue", "many", "--yes", *(("--json",) if as_json else ()))
+        said = call(*words, url=proxy.url)
+    assert (said.exit_code, "was lost" in said.stderr) == (1, True)
+    found = re.search("`outboxq audit show ([0-9a-f-]{36})`", said.stderr)
+    assert found is not None
+    wait_until(lambda: count(engine, "job") == (450 if cut == "before" else 250), "the server to know of it")
+    shown = call("audit", "show", found[1], url=outboxq_database.url)
+    assert shown.exit_code == (1 if cut == "before" else 0)
+    if cut == "after":
+        call("bulk", "resume", found[1], url=outboxq_database.url).ok()
+        assert count(engine, "job") == 0
 
 
 def test_every_changing_command_says_who_and_why(

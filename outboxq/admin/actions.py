@@ -10,7 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin import audit, bulk, cancellation, effects, installation, kinds, messages, queues, schedules
+from outboxq.admin import audit, bulk, cancellation, effects, finished, installation, kinds, messages, queues, schedules
 from outboxq.admin.audit import Actor as Actor
 from outboxq.admin.bulk import Preview as Preview
 from outboxq.admin.bulk import Total as Total
@@ -198,6 +198,12 @@ class Actions:
         """Add a schedule's job now, as `schedules.run_now` does."""
         added = schedules.run_now(connection, name)
         self._record(connection, "schedule.run_now", [name], 1, {"job": added.id})
+        return added
+
+    def run_again(self, connection: Connection, job_id: UUID) -> UUID:
+        """Add a new job like a finished one, as `finished.run_again` does."""
+        added = finished.run_again(connection, job_id)
+        self._record(connection, "done.run_again", [str(job_id)], 1, {"job": added})
         return added
 
     def resolve_effect(

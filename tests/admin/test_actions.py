@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from unittest.mock import ANY
 from uuid import UUID
 
 import pytest
@@ -16,7 +17,7 @@ from outboxq.admin.effects import WasApplied, WasNotApplied
 from outboxq.admin.jobs import JobFilter
 from outboxq.admin.schedules import NewSchedule
 from outboxq.cron import Cron
-from outboxq.errors import ArgumentError, AuditNotFound, EffectNotFound, InvalidKey
+from outboxq.errors import ArgumentError, AuditNotFound, EffectNotFound, InvalidKey, JobNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.outbox.kinds import external
 from outboxq.queue_limits import make_limits
@@ -32,6 +33,10 @@ SECRET = "canary-4111-1111"
 _EFFECT = """
 INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, lock_token, locked_until)
 VALUES ('pay', 'order-7', 'unknown', true, gen_random_uuid(), gen_random_uuid(), clock_timestamp())"""
+_DONE = f"""
+INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, result, expires_at)
+VALUES ('{UUID(int=7)}', 'q', 'k', 'done', 1, now(), 1, jsonb_build_object('a', CAST(:secret AS text)),
+  jsonb_build_object('h', CAST(:secret AS text)), to_jsonb(CAST(:secret AS text)), now() + interval '1 day')"""
 _MESSAGE = "INSERT INTO outboxq.inbox (consumer, message_id, expires_at) VALUES ('c', 'm', now() + interval '1 day')"
 
 Act = Callable[[Actions, Connection, UUID], object]
@@ -69,6 +74,10 @@ SINGLE: dict[str, tuple[Act, tuple[str, str | None, int, object]]] = {
         ("effect.resolve", "pay/order-7", 1, {"verdict": "not applied"}),
     ),
     "forget": (lambda a, c, _: a.forget_messages(c, "c", ["m"]), ("message.forget", "m", 1, {"consumer": "c"})),
+    "run again": (
+        lambda a, c, _: a.run_again(c, UUID(int=7)),
+        ("done.run_again", str(UUID(int=7)), 1, {"job": ANY}),
+    ),
     "terminate": (
         lambda a, c, _: a.terminate(c, UUID(int=1)),
         ("job.terminate", str(UUID(int=1)), 0, {"outcome": "discard"}),
@@ -84,6 +93,7 @@ def staged(engine: Engine) -> UUID:
     with engine.begin() as connection:
         connection.execute(text(_EFFECT))
         connection.execute(text(_MESSAGE))
+        connection.execute(text(_DONE), {"secret": SECRET})
         for table, more in (("job", ""), ("dead_job", ", reason = :secret")):
             connection.execute(
                 text(
@@ -142,6 +152,17 @@ def test_no_secret_of_a_job_comes_into_the_audit(engine: Engine, staged: UUID) -
     actions.run(beginning(engine), CancelJobs(JobFilter(queue="q")))
     assert [row["changed"] for row in audited(engine)] == [1, 2]
     assert SECRET not in operators.audit_text(engine)
+
+
+def test_a_job_that_is_run_again_is_named_in_its_row(engine: Engine, staged: UUID) -> None:
+    """The finished one as the target, the new one as what became of it."""
+    with engine.begin() as connection:
+        added = Actions(ANNA).run_again(connection, UUID(int=7))
+        assert connection.execute(text("SELECT count(*) FROM outboxq.job WHERE id = :id"), {"id": added}).scalar_one()
+    assert audited(engine)[0]["change"] == {"job": str(added)}
+    with pytest.raises(JobNotFound), engine.begin() as connection:
+        Actions(ANNA).run_again(connection, UUID(int=8))
+    assert len(audited(engine)) == 1
 
 
 def test_an_action_that_fails_has_no_row(engine: Engine) -> None:

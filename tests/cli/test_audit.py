@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, text
 
+from outboxq.cli.app import _Root
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy
 from tests.support import operators
@@ -126,6 +128,11 @@ def test_every_changing_command_says_who_and_why(
     monkeypatch.delenv("OUTBOXQ_ACTOR", raising=False)
     (job_id,) = add(engine, 1, queue="q")
     (dead,) = add(engine, 1, "dead_job", queue="q")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, expires_at) "
+            f"VALUES ('{UUID(int=7)}', 'q', 'k', 'done', 1, now(), 1, '{{}}', '{{}}', now() + interval '1 day')"
+        )
     commands: list[tuple[object, ...]] = [
         ("queues", "pause", "q"),
         ("queues", "resume", "q"),
@@ -141,6 +148,7 @@ def test_every_changing_command_says_who_and_why(
         ("jobs", "cancel", job_id),
         ("dead", "retry", dead),
         ("dead", "discard", "--queue", "q"),
+        ("done", "run-again", UUID(int=7)),
         ("effects", "new-installation", "--yes"),
     ]
     for words in commands:
@@ -151,13 +159,20 @@ def test_every_changing_command_says_who_and_why(
     assert [row["action"] for row in rows] == [
         "queue.pause", "queue.resume", "queue.set", "queue.keep_dead", "kind.pause", "kind.resume", "schedule.put",
         "schedule.pause", "schedule.resume", "schedule.run_now", "schedule.remove", "job.change", "job.cancel",
-        "dead.retry", "dead.discard", "installation.renew", "message.forget",
+        "dead.retry", "dead.discard", "done.run_again", "installation.renew", "message.forget",
     ]  # fmt: skip
     users = {row["actor"] for row in rows[:-1]}
     assert users == {_user()}
     assert (rows[-1]["actor"], rows[-1]["reason"]) == ("anna", None)
     assert {row["via"] for row in rows} == {"cli"}
     assert [row["reason"] for row in rows[:2]] == ["why queues pause", "why queues resume"]
+
+
+def test_every_command_that_mends_asks_why() -> None:
+    """None that changes something was forgotten."""
+    mends = _Root.sections["Mend"]
+    assert len(mends) > 15
+    assert [name for name in mends if "--because" not in call(*name.split(), "--help").ok().stdout] == []
 
 
 def _user() -> str:

@@ -39,15 +39,23 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
-_RIGHTS = ("SELECT", "INSERT", "UPDATE")
+# What a new row is given; `at` and `db_user` are the server's.
+WRITTEN_COLUMNS = (
+    "id", "actor", "role", "via", "action", "target", "filter", "change", "reason", "expected", "changed", "held",
+    "finished_at",
+)  # fmt: skip
+# What a change of many rows writes as it goes on.
+PROGRESS_COLUMNS = ("changed", "held", "position", "resumed", "finished_at", "stopped_at", "error")
 
 
 def may_write(schema: str) -> TextClause:
     """Whether the table is there and may be written: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
-    rights = " AND ".join(f"pg_catalog.has_table_privilege(audit.oid, '{right}')" for right in _RIGHTS)
+    columns = [(name, "INSERT") for name in WRITTEN_COLUMNS] + [(name, "UPDATE") for name in PROGRESS_COLUMNS]
+    rights = " AND ".join(f"pg_catalog.has_column_privilege(audit.oid, '{name}', '{right}')" for name, right in columns)
     name = f"{quote_identifier(schema)}.audit"
     return text(
-        f"SELECT CASE WHEN audit.oid IS NULL THEN 'missing' WHEN {rights} THEN 'yes' ELSE 'forbidden' END "
+        "SELECT CASE WHEN audit.oid IS NULL THEN 'missing' "
+        f"WHEN pg_catalog.has_table_privilege(audit.oid, 'SELECT') AND {rights} THEN 'yes' ELSE 'forbidden' END "
         "FROM (SELECT pg_catalog.to_regclass(:name)::oid AS oid) AS audit"
     ).bindparams(name=name)
 

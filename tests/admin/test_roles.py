@@ -391,7 +391,7 @@ def test_a_producer_of_before_is_left_the_columns_that_it_needs(roles: Cast) -> 
             connection.execute(roles_sql({"producer": group}))
     assert rights(roles) == new
     told = f'outboxq: role {group} could insert into every column of "outboxq".job, '
-    assert heard == [told + "and may now into those that producers write"]
+    assert heard == [told + "and may now into those that it needs"]
     roles.refuses("producer", "INSERT INTO outboxq.job (id, attempt) VALUES (gen_random_uuid(), 1)")
 
 

@@ -60,7 +60,7 @@ AUDITED = {
 PROGRESS = {"changed", "held", "position", "resumed", "finished_at", "stopped_at", "error"}
 # EXECUTE, in a database that has taken it from PUBLIC, who has it otherwise.
 _CALLERS: set[Part] = {"producer", "unique_producer", "relay"}
-MAY_CALL: Mapping[str, set[Part]] = {"add_job": _CALLERS, "wake_relays": _CALLERS}
+MAY_CALL: Mapping[str, set[Part]] = {"add_job": _CALLERS, "keep_audit": _CALLERS, "wake_relays": _CALLERS}
 # Whose call of add_job comes to a job, while PUBLIC has EXECUTE.
 MAY_ADD: set[Part] = {*_CALLERS, "operator"}
 # Identities take their numbers without a right on them.

@@ -130,7 +130,8 @@ def test_every_changing_command_says_who_and_why(
     (dead,) = add(engine, 1, "dead_job", queue="q")
     with engine.begin() as connection:
         connection.exec_driver_sql(
-            "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, expires_at) "
+            "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, "
+            "expires_at) "
             f"VALUES ('{UUID(int=7)}', 'q', 'k', 'done', 1, now(), 1, '{{}}', '{{}}', now() + interval '1 day')"
         )
     commands: list[tuple[object, ...]] = [

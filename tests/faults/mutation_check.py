@@ -83,6 +83,13 @@ MUTANTS = (
         (f"{_BULK}::test_a_preview_counts_shows_and_bounds_and_locks_nothing",),
     ),
     Mutant(
+        "the refusal to rewrite what is over in the audit",
+        "outboxq/migrations/step_11_history.py",
+        "WHEN (OLD.finished_at IS NOT NULL) EXECUTE",
+        "WHEN (OLD.id IS NULL) EXECUTE",
+        ("tests/admin/test_roles.py::test_what_is_over_in_the_audit_is_rewritten_by_no_one",),
+    ),
+    Mutant(
         "the row of an action in the transaction of the change",
         "outboxq/admin/actions.py",
         "        self._journal.record(connection, action, target,",

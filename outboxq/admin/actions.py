@@ -17,6 +17,7 @@ from outboxq.admin.bulk import Total as Total
 from outboxq.admin.bulk import preview as preview
 from outboxq.admin.bulk_actions import BulkAction as BulkAction
 from outboxq.admin.bulk_actions import CancelJobs as CancelJobs
+from outboxq.admin.bulk_actions import CancelRunning as CancelRunning
 from outboxq.admin.bulk_actions import ChangeJobs as ChangeJobs
 from outboxq.admin.bulk_actions import DiscardDead as DiscardDead
 from outboxq.admin.bulk_actions import RetryDead as RetryDead
@@ -112,22 +113,18 @@ class Actions:
         """
         return bulk.stop(connection, self._journal, entry)
 
-    def cancel_running(
-        self, connection: Connection, ids: Sequence[UUID], outcome: cancellation.CancelOutcome = "discard"
-    ) -> cancellation.Requested:
-        """Cancel jobs by id, those that run too, as `cancellation.cancel_running` does: up to 200.
+    def terminate(self, begin: Begin, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
+        """End the backend whose transaction runs a job, as `cancellation.terminate` does.
 
-        The audit counts those that are gone and those that were asked for. Put it into `unmarked`.
+        No rollback takes that back, so the audit's row is committed before: without a `finished_at` it says that the
+        backend may have been ended.
         """
-        done = cancellation.cancel_running(connection, ids, outcome)
-        changed = len(done.cancelled) + len(done.requested)
-        self._record(connection, "job.cancel_running", [str(each) for each in ids], changed, {"outcome": outcome})
-        return done
-
-    def terminate(self, connection: Connection, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
-        """End the backend whose transaction runs a job, as `cancellation.terminate` does."""
-        ended = cancellation.terminate(connection, job_id, outcome)
-        self._record(connection, "job.terminate", [str(job_id)], int(ended), {"outcome": outcome})
+        with begin() as connection:
+            entry = self._journal.announce(connection, "job.terminate", str(job_id), {"outcome": outcome})
+        with begin() as connection:
+            ended = cancellation.terminate(connection, job_id, outcome)
+            if entry is not None:
+                self._journal.finish(connection, entry, changed=int(ended))
         return ended
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:

@@ -145,6 +145,20 @@ class Journal:
             counts = {"changed": changed, "held": held}
             self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
 
+    def announce(
+        self, connection: Connection, action: str, target: str, change: Mapping[str, object] | None = None
+    ) -> UUID | None:
+        """Write down something that no rollback takes back, in a transaction before it; None if nothing is written."""
+        if not self.may_write(connection):
+            return None
+        entry = new_entry_id()
+        self.write(connection, entry, action, target, None, change, {}, finished=False)
+        return entry
+
+    def finish(self, connection: Connection, entry: UUID, *, changed: int) -> None:
+        """Write down what became of it."""
+        connection.execute(statements.count_page(entry, changed=changed, held=0, position=None, finished=True))
+
     def write(
         self,
         connection: Connection,

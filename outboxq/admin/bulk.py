@@ -9,14 +9,13 @@ the transaction of its next page, ends.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Literal, TypeAlias
 from uuid import UUID
 
 from sqlalchemy import Connection
 
 from outboxq.admin.audit import AuditDetail, Journal, detail_of, new_entry_id, show_audit
-from outboxq.admin.bulk_actions import BulkAction, CancelJobs, ChangeJobs, DiscardDead, RetryDead, fields_of
+from outboxq.admin.bulk_actions import BulkAction, fields_of
 from outboxq.admin.bulk_actions import read_action as read_action
 from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
@@ -70,6 +69,7 @@ class Total:
         refused: Rows that cannot be changed so.
         key_taken: Dead letters whose unique key a living job has.
         not_found: Ids that are not there.
+        requested: Those of the changed that run, and that their relays were asked to end.
         is_stopped: An operator has stopped it before its end.
         entry: The row of the audit; None if none is written.
     """
@@ -79,6 +79,7 @@ class Total:
     refused: list[UUID] = field(default_factory=list)
     key_taken: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
+    requested: list[UUID] = field(default_factory=list)
     is_stopped: bool = False
     entry: UUID | None = None
 
@@ -88,6 +89,7 @@ class Total:
         self.held += page.held
         self.refused += page.refused
         self.key_taken += page.key_taken
+        self.requested += page.requested
 
 
 def preview(
@@ -100,23 +102,11 @@ def preview(
         samples: How many rows to show.
     """
     if action.ids is None:
-        action = _until(action, database_clock(connection))
+        action = action.until(database_clock(connection))
     kinds = action.count(connection, None if most is None else most + 1)
     shown = action.sample(connection, samples) if samples else ()
     is_capped = most is not None and sum(each.count for each in kinds) > most
     return Preview(action, kinds, is_capped, shown)
-
-
-def _until(action: BulkAction, moment: datetime) -> BulkAction:
-    match action:
-        case RetryDead():
-            return RetryDead(action.until(moment), action.args)
-        case DiscardDead():
-            return DiscardDead(action.until(moment))
-        case CancelJobs():
-            return CancelJobs(action.until(moment))
-        case ChangeJobs():
-            return ChangeJobs(action.until(moment), action.to)
 
 
 class BulkRun:

@@ -20,6 +20,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 COMMANDS: dict[str, tuple[list[str], Table, str]] = {
     "cancel": (["jobs", "cancel"], "job", "cancelled"),
+    "cancel running": (["jobs", "cancel", "--running"], "job", "cancelled"),
     "discard": (["dead", "discard"], "dead_job", "discarded"),
     "retry": (["dead", "retry"], "dead_job", "retried"),
 }

@@ -78,9 +78,16 @@ MUTANTS = (
     Mutant(
         "the time of a preview, behind which nothing is touched",
         "outboxq/admin/bulk.py",
-        "        action = _until(action, database_clock(connection))\n",
+        "        action = action.until(database_clock(connection))\n",
         "        database_clock(connection)\n",
         (f"{_BULK}::test_a_preview_counts_shows_and_bounds_and_locks_nothing",),
+    ),
+    Mutant(
+        "the commit of an action that cannot be rolled back in front of it",
+        "outboxq/admin/actions.py",
+        "        with begin() as connection:\n            ended =",
+        "            ended =",
+        ("tests/admin/test_actions.py::test_a_backend_is_ended_only_if_the_audit_says_so",),
     ),
     Mutant(
         "the refusal to rewrite what is over in the audit",

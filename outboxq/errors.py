@@ -363,11 +363,19 @@ class AuditNotFound(OutboxqError):
 
 
 class RunElsewhere(OutboxqError):
-    """Another process has taken over a change of many rows, or is at a page of it: this one does not go on."""
+    """Another process has taken over a change of many rows, or is at a page of it: this one does not go on.
 
-    def __init__(self, entry: UUID) -> None:
-        super().__init__(f"another process works on {entry}: see `outboxq audit show {entry}`")
+    `resumed`: it was taken over, by `outboxq bulk resume`.
+    """
+
+    def __init__(self, entry: UUID, *, resumed: bool) -> None:
+        super().__init__(
+            f"{entry} was resumed elsewhere, and goes on there: see `outboxq audit show {entry}`"
+            if resumed
+            else f"a page of {entry} is under way in another session: see `outboxq audit show {entry}`, and try again"
+        )
         self.entry = entry
+        self.resumed = resumed
 
 
 class RunNotResumable(OutboxqError):

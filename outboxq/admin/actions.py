@@ -10,13 +10,14 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin import audit, bulk, cancellation, effects, installation, kinds, messages, queues, schedules
+from outboxq.admin import audit, bulk, cancellation, effects, finished, installation, kinds, messages, queues, schedules
 from outboxq.admin.audit import Actor as Actor
 from outboxq.admin.bulk import Preview as Preview
 from outboxq.admin.bulk import Total as Total
 from outboxq.admin.bulk import preview as preview
 from outboxq.admin.bulk_actions import BulkAction as BulkAction
 from outboxq.admin.bulk_actions import CancelJobs as CancelJobs
+from outboxq.admin.bulk_actions import CancelRunning as CancelRunning
 from outboxq.admin.bulk_actions import ChangeJobs as ChangeJobs
 from outboxq.admin.bulk_actions import DiscardDead as DiscardDead
 from outboxq.admin.bulk_actions import RetryDead as RetryDead
@@ -68,6 +69,7 @@ class Actions:
 
         Raises:
             RunElsewhere: another process has taken it over.
+            AuditNotFound: its row was deleted from the audit meanwhile.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
         expected = action.count if isinstance(action, Preview) and not action.is_capped else None
@@ -111,22 +113,18 @@ class Actions:
         """
         return bulk.stop(connection, self._journal, entry)
 
-    def cancel_running(
-        self, connection: Connection, ids: Sequence[UUID], outcome: cancellation.CancelOutcome = "discard"
-    ) -> cancellation.Requested:
-        """Cancel jobs by id, those that run too, as `cancellation.cancel_running` does: up to 200.
+    def terminate(self, begin: Begin, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
+        """End the backend whose transaction runs a job, as `cancellation.terminate` does.
 
-        The audit counts those that are gone and those that were asked for. Put it into `unmarked`.
+        No rollback takes that back, so the audit's row is committed before: without a `finished_at` it says that the
+        backend may have been ended.
         """
-        done = cancellation.cancel_running(connection, ids, outcome)
-        changed = len(done.cancelled) + len(done.requested)
-        self._record(connection, "job.cancel_running", [str(each) for each in ids], changed, {"outcome": outcome})
-        return done
-
-    def terminate(self, connection: Connection, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
-        """End the backend whose transaction runs a job, as `cancellation.terminate` does."""
-        ended = cancellation.terminate(connection, job_id, outcome)
-        self._record(connection, "job.terminate", [str(job_id)], int(ended), {"outcome": outcome})
+        with begin() as connection:
+            entry = self._journal.announce(connection, "job.terminate", str(job_id), {"outcome": outcome})
+        with begin() as connection:
+            ended = cancellation.terminate(connection, job_id, outcome)
+            if entry is not None:
+                self._journal.finish(connection, entry, changed=int(ended))
         return ended
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
@@ -197,6 +195,12 @@ class Actions:
         """Add a schedule's job now, as `schedules.run_now` does."""
         added = schedules.run_now(connection, name)
         self._record(connection, "schedule.run_now", [name], 1, {"job": added.id})
+        return added
+
+    def run_again(self, connection: Connection, job_id: UUID) -> UUID:
+        """Add a new job like a finished one, as `finished.run_again` does."""
+        added = finished.run_again(connection, job_id)
+        self._record(connection, "done.run_again", [str(job_id)], 1, {"job": added})
         return added
 
     def resolve_effect(

@@ -89,12 +89,14 @@ class AuditDetail:
 
     Attributes:
         position: The last row that a change of many rows has looked at.
+        resumed: How often it was gone on with.
         filter: Which rows were meant.
         change: What was to become of them; instead of arguments it says that they are not kept.
     """
 
     entry: AuditEntry
     position: UUID | None
+    resumed: int
     filter: str | None
     change: str | None
 
@@ -141,11 +143,26 @@ class Journal:
         """Write down something that was done as a whole, in its transaction."""
         if self.may_write(connection):
             counts = {"changed": changed, "held": held}
-            self.write(connection, action, target, filter, change, counts, finished=True)
+            self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
+
+    def announce(
+        self, connection: Connection, action: str, target: str, change: Mapping[str, object] | None = None
+    ) -> UUID | None:
+        """Write down something that no rollback takes back, in a transaction before it; None if nothing is written."""
+        if not self.may_write(connection):
+            return None
+        entry = new_entry_id()
+        self.write(connection, entry, action, target, None, change, {}, finished=False)
+        return entry
+
+    def finish(self, connection: Connection, entry: UUID, *, changed: int) -> None:
+        """Write down what became of it."""
+        connection.execute(statements.count_page(entry, changed=changed, held=0, position=None, finished=True))
 
     def write(
         self,
         connection: Connection,
+        entry: UUID,
         action: str,
         target: str | None,
         filter: Mapping[str, object] | None,  # noqa: A002  # the column's name
@@ -153,9 +170,8 @@ class Journal:
         counts: Mapping[str, int | None],
         *,
         finished: bool,
-    ) -> UUID:
-        """Add a row, for something that is over or that goes on; returns its id."""
-        entry = UUID(uuid7s(1)[0])
+    ) -> None:
+        """Add a row of this id, for something that is over or that goes on."""
         values = {
             "id": entry,
             "actor": self._actor.name,
@@ -170,7 +186,11 @@ class Journal:
         }
         given = {name: value for name, value in values.items() if value is not None}
         connection.execute(statements.add_entry(given, finished=finished))
-        return entry
+
+
+def new_entry_id() -> UUID:
+    """The id of a row that is to be written."""
+    return UUID(uuid7s(1)[0])
 
 
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:

@@ -2,31 +2,38 @@
 
 A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or takes the
 answer to a COMMIT away, the audit says what was done, and where to go on. It also keeps two processes from working on
-one change: a page begins where its own process has left the row, or the process ends.
+one change: each one that goes on with it raises a number in the row, and one that finds another number than its own, in
+the transaction of its next page, ends.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.audit import AuditDetail, Journal, detail_of, show_audit
-from outboxq.admin.bulk_actions import BulkAction, CancelJobs, ChangeJobs, DiscardDead, RetryDead, fields_of
+from outboxq.admin.audit import AuditDetail, Journal, detail_of, new_entry_id, show_audit
+from outboxq.admin.bulk_actions import BulkAction, fields_of
 from outboxq.admin.bulk_actions import read_action as read_action
 from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
-from outboxq.database.errors import describe_error
-from outboxq.errors import RunElsewhere, RunNotResumable
+from outboxq.database.errors import describe_error, is_database_unavailable
+from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
 
 MAX_COUNT = 10_000
 SAMPLES = 10
+
+# How notes begin that are for operators: other libraries add notes too.
+NOTE = "outboxq: "
+_IN_DOUBT = (
+    NOTE + "whether the first rows were changed is not known: if they were, `outboxq audit show {entry}` shows it, and "
+    "`outboxq bulk resume {entry}` does the rest"
+)
 
 CheckArgs: TypeAlias = Callable[[str, str], object]
 Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
@@ -62,6 +69,7 @@ class Total:
         refused: Rows that cannot be changed so.
         key_taken: Dead letters whose unique key a living job has.
         not_found: Ids that are not there.
+        requested: Those of the changed that run, and that their relays were asked to end.
         is_stopped: An operator has stopped it before its end.
         entry: The row of the audit; None if none is written.
     """
@@ -71,6 +79,7 @@ class Total:
     refused: list[UUID] = field(default_factory=list)
     key_taken: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
+    requested: list[UUID] = field(default_factory=list)
     is_stopped: bool = False
     entry: UUID | None = None
 
@@ -80,6 +89,7 @@ class Total:
         self.held += page.held
         self.refused += page.refused
         self.key_taken += page.key_taken
+        self.requested += page.requested
 
 
 def preview(
@@ -92,23 +102,11 @@ def preview(
         samples: How many rows to show.
     """
     if action.ids is None:
-        action = _until(action, database_clock(connection))
+        action = action.until(database_clock(connection))
     kinds = action.count(connection, None if most is None else most + 1)
     shown = action.sample(connection, samples) if samples else ()
     is_capped = most is not None and sum(each.count for each in kinds) > most
     return Preview(action, kinds, is_capped, shown)
-
-
-def _until(action: BulkAction, moment: datetime) -> BulkAction:
-    match action:
-        case RetryDead():
-            return RetryDead(action.until(moment), action.args)
-        case DiscardDead():
-            return DiscardDead(action.until(moment))
-        case CancelJobs():
-            return CancelJobs(action.until(moment))
-        case ChangeJobs():
-            return ChangeJobs(action.until(moment), action.to)
 
 
 class BulkRun:
@@ -137,16 +135,22 @@ class BulkRun:
         self._expected = expected
         self._warn = warn
         self._position = None if follows is None else follows.position
+        self._resumed = 0 if follows is None else follows.resumed
         self.total = Total(entry=None if follows is None else follows.entry.id)
+        # Chosen before the first page, so that it can be told if the answer to its COMMIT is lost.
+        self._new_entry = new_entry_id()
+        self._is_in_doubt = False
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 
     def run(self, on_page: Callable[[Total], None] = lambda _: None) -> Total:
         """Change page after page until nothing matches, or an operator stops it; each page commits by itself.
 
-        An error leaves what was committed, and notes in the audit that it came to it.
+        An error leaves what was committed, and notes in the audit that it came to it. One that takes the answer to the
+        first COMMIT away has the id of the audit's row in a note of its own.
 
         Raises:
             RunElsewhere: another process has taken it over.
+            AuditNotFound: the row of the audit was deleted.
         """
         try:
             while True:
@@ -159,7 +163,7 @@ class BulkRun:
                 on_page(self.total)
                 if is_last:
                     return self.total
-        except RunElsewhere:
+        except (RunElsewhere, AuditNotFound):
             raise
         except BaseException as error:
             self._note(error)
@@ -176,17 +180,23 @@ class BulkRun:
     def _change(self, ids: Sequence[UUID], *, is_last: bool) -> bool:
         """Change a page; False if an operator has stopped it."""
         entry = self.total.entry
-        with unmarked(self._begin, ids if self._action.leaves_marks else (), self._warn), self._begin() as connection:
+        touched: list[UUID] = []
+        with unmarked(self._begin, touched, self._warn, run=entry), self._begin() as connection:
             if entry is None and self._journal.may_write(connection):
-                entry = self._write(connection)
+                entry = self._new_entry
+                self._write(connection, entry)
             elif entry is not None and not self._may_go_on(connection, entry):
                 return False
+            if self._action.leaves_marks:
+                touched += ids
             page = self._action.run(connection, ids) if ids else Page((), ())
             position = ids[-1] if ids else None
             if entry is not None:
                 counts = {"changed": len(page.changed), "held": len(page.held)}
                 connection.execute(statements.count_page(entry, **counts, position=position, finished=is_last))
+            self._is_in_doubt = entry is not None and self.total.entry is None
         # Committed.
+        self._is_in_doubt = False
         self.total.entry = entry
         self.total.add(page)
         if self._ids is not None:
@@ -195,28 +205,32 @@ class BulkRun:
         self._position = position or self._position
         return True
 
-    def _write(self, connection: Connection) -> UUID:
+    def _write(self, connection: Connection, entry: UUID) -> None:
         """The row of the audit, in the transaction of the first page."""
         ids = self._action.ids
         target = str(ids[0]) if ids is not None and len(ids) == 1 else None
         wanted = fields_of(self._action.wanted)
         counts = {"expected": self._expected}
-        return self._journal.write(
-            connection, self._action.name, target, wanted, self._action.change, counts, finished=False
+        self._journal.write(
+            connection, entry, self._action.name, target, wanted, self._action.change, counts, finished=False
         )
 
     def _may_go_on(self, connection: Connection, entry: UUID) -> bool:
         row = connection.execute(statements.lock_entry(entry, skip_locked=False)).one_or_none()
-        if row is None or row.finished_at is not None or row.position != self._position:
-            raise RunElsewhere(entry)
+        if row is None:
+            raise AuditNotFound(entry)
+        if row.resumed != self._resumed:
+            raise RunElsewhere(entry, resumed=True)
         return row.stopped_at is None
 
     def _note(self, error: BaseException) -> None:
+        if self._is_in_doubt and is_database_unavailable(error):
+            error.add_note(_IN_DOUBT.format(entry=self._new_entry))
         if self.total.entry is None:
             return
         # The server is gone, perhaps: what counts is the error itself.
         with contextlib.suppress(Exception), self._begin() as connection:
-            connection.execute(statements.note_error(self.total.entry, describe_error(error)))
+            connection.execute(statements.note_error(self.total.entry, self._resumed, describe_error(error)))
 
 
 def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
@@ -254,7 +268,9 @@ def resume(
     check: CheckArgs | None = None,
     warn: Callable[[str], None],
 ) -> BulkRun:
-    """Make ready to go on with a change of many rows that was stopped or cut off, behind its last page.
+    """Take over a change of many rows that was stopped or cut off, to go on behind its last page.
+
+    A process that still works on it ends at its next page.
 
     Args:
         args: The arguments that it gives, if it gives some: the audit does not keep them.
@@ -270,7 +286,7 @@ def resume(
         row = connection.execute(statements.lock_entry(entry, skip_locked=True)).one_or_none()
         if row is None:
             show_audit(connection, entry)
-            raise RunElsewhere(entry)
+            raise RunElsewhere(entry, resumed=False)
         found = detail_of(row)
         if found.entry.finished_at is not None:
             raise RunNotResumable(entry, "it is over")
@@ -279,6 +295,6 @@ def resume(
             raise RunNotResumable(entry, f"it is {found.entry.action}, which is none of many rows")
         if check is not None:
             check_args(connection, action, check)
-        connection.execute(statements.reopen(entry))
+        found = replace(found, resumed=connection.execute(statements.reopen(entry)).scalar_one())
         journal.record(connection, "bulk.resume", str(entry), changed=1)
     return BulkRun(begin, action, journal, warn=warn, follows=found)

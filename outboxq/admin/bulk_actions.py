@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection
 
-from outboxq.admin import dead_letters, jobs
+from outboxq.admin import cancellation, dead_letters, jobs
+from outboxq.admin.cancellation import CancelOutcome
 from outboxq.admin.dead_letters import DeadFilter, DeadJob
 from outboxq.admin.jobs import JobChange, JobFilter, WaitingJob
 from outboxq.errors import ArgumentError
@@ -33,9 +34,9 @@ class _OfDead:
         """The ids, if these are meant and no filter."""
         return self.wanted.ids
 
-    def until(self, moment: datetime) -> DeadFilter:
-        """The filter without what dies from now on."""
-        return replace(self.wanted, died_before=moment)
+    def until(self, moment: datetime) -> Self:
+        """The action without what dies from now on."""
+        return replace(self, wanted=replace(self.wanted, died_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
         """The next dead letters, in order."""
@@ -95,9 +96,9 @@ class _OfJobs:
         """The ids, if these are meant and no filter."""
         return self.wanted.ids
 
-    def until(self, moment: datetime) -> JobFilter:
-        """The filter without what is added from now on."""
-        return replace(self.wanted, created_before=moment)
+    def until(self, moment: datetime) -> Self:
+        """The action without what is added from now on."""
+        return replace(self, wanted=replace(self.wanted, created_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
         """The next jobs, in order, without locking any."""
@@ -129,6 +130,29 @@ class CancelJobs(_OfJobs):
 
 
 @dataclass(frozen=True, slots=True)
+class CancelRunning(_OfJobs):
+    """Delete jobs that wait, and have the relays of those that run end them.
+
+    Of a filter also those that came to match it no more since they were found: they began to run, for example.
+    """
+
+    outcome: CancelOutcome = "discard"
+
+    name: ClassVar[str] = "job.cancel_running"
+    args: ClassVar[None] = None
+
+    def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
+        """Cancel these, or ask for it."""
+        done = cancellation.cancel_running(connection, ids, self.outcome)
+        return Page(changed=(*done.cancelled, *done.requested), held=(), requested=done.requested)
+
+    @property
+    def change(self) -> dict[str, object]:
+        """What the audit keeps of the change."""
+        return {"outcome": self.outcome}
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeJobs(_OfJobs):
     """Change jobs that wait."""
 
@@ -153,7 +177,7 @@ class ChangeJobs(_OfJobs):
         return {**found, **({} if to.args is None else {"args": NOT_KEPT})}
 
 
-BulkAction: TypeAlias = RetryDead | DiscardDead | CancelJobs | ChangeJobs
+BulkAction: TypeAlias = RetryDead | DiscardDead | CancelJobs | CancelRunning | ChangeJobs
 
 
 def fields_of(wanted: DeadFilter | JobFilter) -> dict[str, object]:
@@ -170,7 +194,7 @@ def read_action(name: str, wanted: str | None, change: str | None, args: str | N
     Raises:
         ArgumentError: the action gives arguments, and `args` does not, or the other way round.
     """
-    if name not in ("dead.retry", "dead.discard", "job.cancel", "job.change"):
+    if name not in ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change"):
         return None
     to = msgspec.json.decode(change or "{}", type=dict[str, msgspec.Raw])
     if (to.pop("args", None) is None) is not (args is None):
@@ -185,4 +209,6 @@ def read_action(name: str, wanted: str | None, change: str | None, args: str | N
     found = msgspec.json.decode(wanted or "{}", type=JobFilter)
     if name == "job.cancel":
         return CancelJobs(found)
+    if name == "job.cancel_running":
+        return CancelRunning(found, msgspec.json.decode(to["outcome"], type=CancelOutcome))
     return ChangeJobs(found, replace(msgspec.json.decode(msgspec.json.encode(to), type=JobChange), args=args))

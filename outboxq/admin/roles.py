@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
+from outboxq.statements.audit import PROGRESS_COLUMNS, WRITTEN_COLUMNS
 from outboxq.statements.render import quote_identifier, quote_literal
 
 Part: TypeAlias = Literal["producer", "unique_producer", "receiver", "relay", "reader", "operator"]
@@ -30,6 +31,7 @@ class Rights:
         tables: Rights by table; a table that a later migration step makes is passed over until it is there.
         inserts: Columns by table that it may give a value, and no others.
         selects: Columns by table that it may read, and no others.
+        updates: Columns by table that it may change, and no others.
         reads_all: SELECT on every table of the schema.
         calls_functions: EXECUTE on the functions of the schema, for SQL's `add_job`.
     """
@@ -38,6 +40,7 @@ class Rights:
     tables: Mapping[str, tuple[str, ...]]
     inserts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     selects: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    updates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     reads_all: bool = False
     calls_functions: bool = False
 
@@ -119,8 +122,10 @@ RIGHTS: Mapping[Part, Rights] = {
             "unique_key": ("INSERT", "UPDATE"),
             "cancel_request": ("INSERT", "UPDATE", "DELETE"),
             "paused_kind": ("INSERT", "DELETE"),
-            "audit": ("INSERT", "UPDATE"),
         },
+        # Who did what, when and why is written once.
+        inserts={"audit": WRITTEN_COLUMNS},
+        updates={"audit": PROGRESS_COLUMNS},
         reads_all=True,
     ),
 }
@@ -150,8 +155,8 @@ _GRANT_ON_TABLE = """\
     GRANT {rights} ON {table} TO {role};
   END IF;"""
 
-# Every part that inserts into other columns deletes rows too: a role without DELETE is a producer, and no more. Only a
-# direct grant is looked for, because an inherited one cannot be revoked from the role.
+# Every part that inserts into other columns deletes rows too: a role without DELETE needs these columns, and no more.
+# Only a direct grant is looked for, because an inherited one cannot be revoked from the role.
 _INSERT_ON_COLUMNS = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (
@@ -161,7 +166,7 @@ _INSERT_ON_COLUMNS = """\
     ) THEN
       REVOKE INSERT ON {table} FROM {role};
       RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could insert into every column of '
-        || {table_literal} || ', and may now into those that producers write';
+        || {table_literal} || ', and may now into those that it needs';
     END IF;
     -- A column that a later step adds is passed over until it is there.
     EXECUTE 'GRANT INSERT (' || (
@@ -232,13 +237,14 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
             table_in_text=quote_literal(table)[1:-1],
             role_in_text=quote_literal(role)[1:-1],
         )
-    for name_of_table, columns in rights.selects.items():
-        yield _GRANT_ON_TABLE.format(
-            table_literal=quote_literal(f"{schema}.{name_of_table}"),
-            rights=f"SELECT ({', '.join(columns)})",
-            table=f"{schema}.{name_of_table}",
-            role=role,
-        )
+    for right, by_table in (("SELECT", rights.selects), ("UPDATE", rights.updates)):
+        for name_of_table, columns in by_table.items():
+            yield _GRANT_ON_TABLE.format(
+                table_literal=quote_literal(f"{schema}.{name_of_table}"),
+                rights=f"{right} ({', '.join(columns)})",
+                table=f"{schema}.{name_of_table}",
+                role=role,
+            )
     for name_of_table, wanted in rights.tables.items():
         table = f"{schema}.{name_of_table}"
         yield _GRANT_ON_TABLE.format(

@@ -161,6 +161,8 @@ def resume(options: ResumeOptions) -> None:
         print_json({"changed": total.changed, "held": total.held, "refused": refused, "not_found": total.not_found})
     else:
         typer.echo(f"changed {several(total.changed, 'row', 'rows')}")
+    if total.requested:
+        notice(f"{several(len(total.requested), 'job runs', 'jobs run')} until the relays hear of it")
     for job_id in total.held:
         notice(f"not changed, because another transaction holds it: {job_id}")
     for job_id in (*total.refused, *total.key_taken):

@@ -141,12 +141,22 @@ def showing(verb: str) -> "Iterator[Callable[[Total], None]]":
                 show(total)
 
             yield see
-    except BaseException:
+    except BaseException as error:
+        for note in _notes_of(error):
+            notice(note)
         if last and last[0].changed:
             notice(f"stopped after {last[0].changed:,} {verb}: those stand{_how_to_go_on(last[0])}")
         raise
     if last and last[0].is_stopped:
         notice(f"an operator stopped it after {last[0].changed:,} {verb}{_how_to_go_on(last[0])}")
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    """What a change of many rows has noted in an error, for operators."""
+    from outboxq.admin.bulk import NOTE
+
+    notes: Sequence[str] = getattr(error, "__notes__", ())
+    return [note.removeprefix(NOTE) for note in notes if note.startswith(NOTE)]
 
 
 def _how_to_go_on(total: "Total") -> str:

@@ -17,7 +17,7 @@ from outboxq.cli.output import notice, print_json
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
-    from outboxq.admin.actions import Actions, Preview
+    from outboxq.admin.actions import Actions, Total
     from outboxq.cli.database import Begin
     from outboxq.outbox.cancel import CancelOutcome
 
@@ -29,8 +29,6 @@ _FORCED_SECONDS = 10.0
 class Wanted(Protocol):
     """The options that say what is to become of jobs that run."""
 
-    @property
-    def distinct_ids(self) -> tuple[UUID, ...] | None: ...
     @property
     def outcome(self) -> "CancelOutcome": ...
     @property
@@ -44,59 +42,29 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class Became:
-    """What became of the jobs; those of `over` ended by themselves before they could be cancelled."""
+    """What became of the jobs; those of `over` ended by themselves before they could be cancelled.
+
+    `is_stopped`: an operator has stopped it before all of them were looked at.
+    """
 
     cancelled: int = 0
     over: list[UUID] = field(default_factory=list)
     running: list[UUID] = field(default_factory=list)
     not_found: list[UUID] = field(default_factory=list)
+    is_stopped: bool = False
 
 
-def cancel_running(begin: "Begin", options: Wanted, found: "Preview") -> Became:
-    """Cancel the jobs that are meant, and wait for the relays of those that run."""
-    became = Became()
-    actions = options.actions()
-    pending: list[UUID] = []
-    try:
-        for some in _groups(begin, options, found):
-            pending += _ask(begin, actions, some, options.outcome, became)
-    except BaseException:
-        if became.cancelled or pending:
-            notice(f"stopped after {became.cancelled:,} cancelled, and {len(pending):,} asked for: those stand")
-        raise
-    pending = _await(begin, pending, options, became, options.wait_seconds)
+def await_ends(begin: "Begin", options: Wanted, total: "Total") -> Became:
+    """Wait for the relays of the jobs that run, and with --force end the sessions of those that run on."""
+    became = Became(
+        cancelled=total.changed - len(total.requested), not_found=total.not_found, is_stopped=total.is_stopped
+    )
+    pending = _await(begin, total.requested, options, became, options.wait_seconds)
     if pending and options.force:
-        _force(begin, actions, pending, options)
+        _force(begin, options.actions(), pending, options)
         pending = _await(begin, pending, options, became, _FORCED_SECONDS)
     became.running += pending
     return became
-
-
-def _groups(begin: "Begin", options: Wanted, found: "Preview") -> Iterator[Sequence[UUID]]:
-    if options.distinct_ids:
-        yield from in_groups(options.distinct_ids)
-        return
-    after: UUID | None = None
-    while True:
-        with begin() as connection:
-            ids = found.action.find(connection, after)
-        if not ids:
-            return
-        yield ids
-        after = ids[-1]
-
-
-def _ask(
-    begin: "Begin", actions: "Actions", ids: Sequence[UUID], outcome: "CancelOutcome", became: Became
-) -> Sequence[UUID]:
-    """Cancel what waits of these jobs, and ask for the others; the ids of those that were asked for."""
-    from outboxq.admin.actions import unmarked
-
-    with unmarked(begin, ids, notice), begin() as connection:
-        asked = actions.cancel_running(connection, ids, outcome)
-    became.cancelled += len(asked.cancelled)
-    became.not_found += asked.not_found
-    return asked.requested
 
 
 def _await(begin: "Begin", pending: Sequence[UUID], options: Wanted, became: Became, seconds: float) -> list[UUID]:
@@ -147,8 +115,7 @@ def _force(begin: "Begin", actions: "Actions", pending: Iterable[UUID], options:
         if not options.yes:
             _confirm(job_id)
         # The other jobs keep their marks: each of them runs alone next, as after the death of a relay.
-        with begin() as connection:
-            actions.terminate(connection, job_id, options.outcome)
+        actions.terminate(begin, job_id, options.outcome)
 
 
 def _confirm(job_id: UUID) -> None:
@@ -176,7 +143,7 @@ def report_cancelled(became: Became, *, as_json: bool) -> NoReturn:
         notice(f"came to its end before it was cancelled: {job_id}")
     for job_id in became.running:
         notice(f"still runs, and ends when its relay hears of it: {job_id} (--force ends its database session)")
-    raise typer.Exit(1 if became.running or became.not_found else 0)
+    raise typer.Exit(1 if became.running or became.not_found or became.is_stopped else 0)
 
 
 @contextmanager

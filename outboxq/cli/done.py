@@ -9,7 +9,7 @@ import typer
 
 from outboxq.cli.help import Commands
 from outboxq.cli.history import read_span
-from outboxq.cli.options import DatabaseOptions, KindFilter, OneId, QueueFilter, takes
+from outboxq.cli.options import ActingOptions, KindFilter, OneId, QueueFilter, takes
 from outboxq.cli.output import print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -89,7 +89,7 @@ def show_done(connection: "Connection", job_id: OneId) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AgainOptions(DatabaseOptions):
+class AgainOptions(ActingOptions):
     """Which job is meant."""
 
     job_id: OneId
@@ -106,10 +106,8 @@ def run_again(options: AgainOptions) -> None:
     Example:
       outboxq done run-again 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
-    from outboxq.admin import finished
-
     with options.transaction() as connection:
-        new_id = finished.run_again(connection, options.job_id)
+        new_id = options.actions().run_again(connection, options.job_id)
     if options.as_json:
         print_json({"added": new_id, "like": options.job_id})
     else:

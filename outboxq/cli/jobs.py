@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outboxq.cli.bulk import ChangeOptions, change_all, exit_code_of
-from outboxq.cli.cancelling import cancel_running, report_cancelled
+from outboxq.cli.cancelling import await_ends, report_cancelled
 from outboxq.cli.changing import change_jobs
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
@@ -168,7 +168,7 @@ def cancel_jobs(options: CancelOptions) -> None:
       outboxq jobs cancel --queue mail --kind send_welcome
       outboxq jobs cancel 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10 --running
     """
-    from outboxq.admin.actions import CancelJobs, preview
+    from outboxq.admin.actions import CancelJobs, CancelRunning, preview
     from outboxq.admin.jobs import JobFilter
 
     options.check_selection()
@@ -176,11 +176,13 @@ def cancel_jobs(options: CancelOptions) -> None:
         raise WrongUsage("--dead-letter and --force are about jobs that run: add --running")
     with options.open() as begin:
         with begin() as connection:
-            wanted = CancelJobs(JobFilter(options.queue, options.kind, options.state, options.distinct_ids))
-            found = preview(connection, wanted, most=None, samples=0)
+            wanted = JobFilter(options.queue, options.kind, options.state, options.distinct_ids)
+            action = CancelRunning(wanted, options.outcome) if options.running else CancelJobs(wanted)
+            found = preview(connection, action, most=None, samples=0)
         options.ask("cancel", "cancelled", "jobs", found.kinds, there=found.kinds)
         if options.running:
-            report_cancelled(cancel_running(begin, options, found), as_json=options.as_json)
+            total = change_all(options, begin, found, "cancelled or asked to end")
+            report_cancelled(await_ends(begin, options, total), as_json=options.as_json)
         total = change_all(options, begin, found, "cancelled")
     _report(total, as_json=options.as_json)
 

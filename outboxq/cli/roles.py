@@ -80,7 +80,7 @@ def _show(names: "dict[Part, str]", *, as_json: bool) -> None:
     for part, name in names.items():
         typer.echo(name)
         print_wrapped(RIGHTS[part].purpose, "  for     ", " " * 10)
-        rights = _rights_in_words(RIGHTS[part])
+        rights = rights_in_words(RIGHTS[part])
         for label, right in zip(("rights", *[""] * len(rights)), rights, strict=False):
             print_wrapped(right, f"  {label:<6}  ", " " * 10)
 
@@ -95,14 +95,16 @@ def _rights_as_json(part: "Part", name: str, rights: "Rights") -> dict[str, obje
         "tables": rights.tables,
         "inserts": rights.inserts,
         "selects": rights.selects,
+        "updates": rights.updates,
     }
 
 
-def _rights_in_words(rights: "Rights") -> list[str]:
+def rights_in_words(rights: "Rights") -> list[str]:
     """A line for each combination of rights, with all the tables that it is granted on."""
     words = ["SELECT on all tables"] if rights.reads_all else []
     words += [f"INSERT ({', '.join(columns)}) on {table}" for table, columns in rights.inserts.items()]
     words += [f"SELECT ({', '.join(columns)}) on {table}" for table, columns in rights.selects.items()]
+    words += [f"UPDATE ({', '.join(columns)}) on {table}" for table, columns in rights.updates.items()]
     tables: dict[tuple[str, ...], list[str]] = {}
     for table, wanted in rights.tables.items():
         tables.setdefault(wanted, []).append(table)

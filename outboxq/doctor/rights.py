@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from outboxq.admin.roles import RIGHTS, Part
 from outboxq.doctor.findings import CheckContext, Finding
@@ -31,10 +31,11 @@ def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
     missing: dict[str, list[str]] = {}
     for row in context.rows(statements.missing_rights(schema, wanted)):
         missing.setdefault(row.table, []).append(row.privilege)
-    for table in context.tables & RIGHTS[use].inserts.keys():
-        columns = context.scalars(statements.columns_without_insert(schema, table, RIGHTS[use].inserts[table]))
-        if lacking := ", ".join(columns):
-            missing[table] = [f"INSERT ({lacking})"]
+    for right, by_table in _on_columns(use).items():
+        for table in sorted(context.tables & by_table.keys()):
+            columns = context.scalars(statements.columns_without(right, schema, table, by_table[table]))
+            if lacking := ", ".join(columns):
+                missing.setdefault(table, []).append(f"{right} ({lacking})")
     for table, privileges in missing.items():
         yield Finding(
             "grant-missing",
@@ -127,4 +128,10 @@ def _needed(use: Part, table: str) -> tuple[str, ...]:
 
 
 def _commands(use: Part, table: str) -> tuple[str, ...]:
-    return (*_needed(use, table), *(("INSERT",) if table in RIGHTS[use].inserts else ()))
+    return (*_needed(use, table), *(right for right, by_table in _on_columns(use).items() if table in by_table))
+
+
+def _on_columns(use: Part) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """The rights that it needs on some columns alone: columns by table, by right."""
+    rights = RIGHTS[use]
+    return {"INSERT": rights.inserts, "SELECT": rights.selects, "UPDATE": rights.updates}

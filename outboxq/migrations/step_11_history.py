@@ -126,11 +126,23 @@ UP = f"""\
       held bigint NOT NULL DEFAULT 0,
       -- The last row of a change of many rows that was looked at: it goes on behind that one.
       position uuid,
+      -- How often it was gone on with: a process that finds another number than its own ends.
+      resumed integer NOT NULL DEFAULT 0,
       stopped_at timestamptz,
       error text,
       CONSTRAINT audit_via CHECK (via IN ('cli', 'web', 'api'))
     );
     CREATE INDEX audit_at ON @schema@.audit (at);
+    CREATE FUNCTION @schema@.keep_audit() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $function$
+    BEGIN
+      RAISE EXCEPTION USING ERRCODE = 'object_not_in_prerequisite_state',
+        MESSAGE = 'outboxq: an action that is over is not rewritten in the audit';
+    END
+    $function$;
+    -- A role that may count the pages of a change of many rows cannot rewrite it once it is over, and no single action.
+    CREATE TRIGGER keep_audit BEFORE UPDATE ON @schema@.audit
+      FOR EACH ROW WHEN (OLD.finished_at IS NOT NULL) EXECUTE FUNCTION @schema@.keep_audit();
 
 {LOCK_QUEUE}
     -- How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
@@ -142,4 +154,5 @@ DOWN = f"""\
 {LOCK_QUEUE}
     ALTER TABLE @schema@.queue DROP COLUMN keep_dead_seconds;
     DROP TABLE @schema@.relay_status, @schema@.stat, @schema@.gauge, @schema@.done_job, @schema@.progress,
-      @schema@.audit;"""
+      @schema@.audit;
+    DROP FUNCTION @schema@.keep_audit();"""

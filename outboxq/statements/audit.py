@@ -37,17 +37,25 @@ SUMMARY_COLUMNS = (
     "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
     "expected", "changed", "held", "error",
 )  # fmt: skip
-DETAIL_COLUMNS = ("position", "filter", "change")
+DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
-_RIGHTS = ("SELECT", "INSERT", "UPDATE")
+# What a new row is given; `at` and `db_user` are the server's.
+WRITTEN_COLUMNS = (
+    "id", "actor", "role", "via", "action", "target", "filter", "change", "reason", "expected", "changed", "held",
+    "finished_at",
+)  # fmt: skip
+# What a change of many rows writes as it goes on.
+PROGRESS_COLUMNS = ("changed", "held", "position", "resumed", "finished_at", "stopped_at", "error")
 
 
 def may_write(schema: str) -> TextClause:
     """Whether the table is there and may be written: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
-    rights = " AND ".join(f"pg_catalog.has_table_privilege(audit.oid, '{right}')" for right in _RIGHTS)
+    columns = [(name, "INSERT") for name in WRITTEN_COLUMNS] + [(name, "UPDATE") for name in PROGRESS_COLUMNS]
+    rights = " AND ".join(f"pg_catalog.has_column_privilege(audit.oid, '{name}', '{right}')" for name, right in columns)
     name = f"{quote_identifier(schema)}.audit"
     return text(
-        f"SELECT CASE WHEN audit.oid IS NULL THEN 'missing' WHEN {rights} THEN 'yes' ELSE 'forbidden' END "
+        "SELECT CASE WHEN audit.oid IS NULL THEN 'missing' "
+        f"WHEN pg_catalog.has_table_privilege(audit.oid, 'SELECT') AND {rights} THEN 'yes' ELSE 'forbidden' END "
         "FROM (SELECT pg_catalog.to_regclass(:name)::oid AS oid) AS audit"
     ).bindparams(name=name)
 
@@ -80,9 +88,12 @@ def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, f
     return update(audit).where(audit.c.id == entry).values(**values)
 
 
-def note_error(entry: UUID, error: str) -> Executable:
-    """Note why a change of many rows has ended early, unless a page of it is under way. Index: the primary key."""
-    free = select(audit.c.id).where(audit.c.id == entry, audit.c.finished_at.is_(None))
+def note_error(entry: UUID, resumed: int, error: str) -> Executable:
+    """Note why a change of many rows has ended early, unless another process has taken it over.
+
+    Index: the primary key. Locks: the row, which is passed over if a page of it is under way.
+    """
+    free = select(audit.c.id).where(audit.c.id == entry, audit.c.resumed == resumed, audit.c.finished_at.is_(None))
     locked = free.with_for_update(skip_locked=True).cte("free").prefix_with("MATERIALIZED")
     return update(audit).where(audit.c.id == locked.c.id).values(error=error)
 
@@ -98,8 +109,9 @@ def stop(entry: UUID) -> Executable:
 
 
 def reopen(entry: UUID) -> Executable:
-    """Let a change of many rows go on; behind `lock_entry`. Index: the primary key."""
-    return update(audit).where(audit.c.id == entry).values(stopped_at=null(), error=null())
+    """Let a change of many rows go on, in another process than before; behind `lock_entry`. Index: the primary key."""
+    values = {"stopped_at": null(), "error": null(), "resumed": audit.c.resumed + 1}
+    return update(audit).where(audit.c.id == entry).values(**values).returning(audit.c.resumed)
 
 
 def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:

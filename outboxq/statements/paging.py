@@ -28,13 +28,14 @@ class Page:
     """What became of one page: rows that were changed, that another transaction held, and that could not be changed.
 
     The next page starts behind `last`; None if nothing matched any more. `key_taken` are dead letters whose unique
-    key a living job has.
+    key a living job has. `requested` are those of the changed that run, and that their relays were asked to end.
     """
 
     changed: tuple[UUID, ...]
     held: tuple[UUID, ...]
     refused: tuple[UUID, ...] = ()
     key_taken: tuple[UUID, ...] = ()
+    requested: tuple[UUID, ...] = ()
     last: UUID | None = None
 
 

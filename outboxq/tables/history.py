@@ -145,6 +145,8 @@ audit = Table(
     Column("held", BigInteger, nullable=False, server_default=text("0")),
     # The last row of a change of many rows that was looked at: it goes on behind that one.
     Column("position", Uuid),
+    # How often it was gone on with: a process that finds another number than its own ends.
+    Column("resumed", Integer, nullable=False, server_default=text("0")),
     Column("stopped_at", DateTime(timezone=True)),
     Column("error", StoredText),
     CheckConstraint("via IN ('cli', 'web', 'api')", name="audit_via"),

@@ -1,7 +1,9 @@
 """Actions and their rows in the audit: together or not at all, whatever the role may write, and without any secret."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import ANY
 from uuid import UUID
 
 import pytest
@@ -9,14 +11,14 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin import audit
-from outboxq.admin.actions import Actions, Actor, CancelJobs, RetryDead
+from outboxq.admin.actions import Actions, Actor, CancelJobs, CancelRunning, RetryDead
 from outboxq.admin.audit import AuditFilter
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.admin.effects import WasApplied, WasNotApplied
 from outboxq.admin.jobs import JobFilter
 from outboxq.admin.schedules import NewSchedule
 from outboxq.cron import Cron
-from outboxq.errors import ArgumentError, AuditNotFound, EffectNotFound, InvalidKey
+from outboxq.errors import ArgumentError, AuditNotFound, EffectNotFound, InvalidKey, JobNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.outbox.kinds import external
 from outboxq.queue_limits import make_limits
@@ -32,6 +34,10 @@ SECRET = "canary-4111-1111"
 _EFFECT = """
 INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, lock_token, locked_until)
 VALUES ('pay', 'order-7', 'unknown', true, gen_random_uuid(), gen_random_uuid(), clock_timestamp())"""
+_DONE = f"""
+INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, result, expires_at)
+VALUES ('{UUID(int=7)}', 'q', 'k', 'done', 1, now(), 1, jsonb_build_object('a', CAST(:secret AS text)),
+  jsonb_build_object('h', CAST(:secret AS text)), to_jsonb(CAST(:secret AS text)), now() + interval '1 day')"""
 _MESSAGE = "INSERT INTO outboxq.inbox (consumer, message_id, expires_at) VALUES ('c', 'm', now() + interval '1 day')"
 
 Act = Callable[[Actions, Connection, UUID], object]
@@ -69,9 +75,9 @@ SINGLE: dict[str, tuple[Act, tuple[str, str | None, int, object]]] = {
         ("effect.resolve", "pay/order-7", 1, {"verdict": "not applied"}),
     ),
     "forget": (lambda a, c, _: a.forget_messages(c, "c", ["m"]), ("message.forget", "m", 1, {"consumer": "c"})),
-    "terminate": (
-        lambda a, c, _: a.terminate(c, UUID(int=1)),
-        ("job.terminate", str(UUID(int=1)), 0, {"outcome": "discard"}),
+    "run again": (
+        lambda a, c, _: a.run_again(c, UUID(int=7)),
+        ("done.run_again", str(UUID(int=7)), 1, {"job": ANY}),
     ),
 }  # fmt: skip
 
@@ -84,6 +90,7 @@ def staged(engine: Engine) -> UUID:
     with engine.begin() as connection:
         connection.execute(text(_EFFECT))
         connection.execute(text(_MESSAGE))
+        connection.execute(text(_DONE), {"secret": SECRET})
         for table, more in (("job", ""), ("dead_job", ", reason = :secret")):
             connection.execute(
                 text(
@@ -124,15 +131,75 @@ def test_an_action_that_is_rolled_back_has_none(engine: Engine, staged: UUID, na
 def test_a_cancellation_of_what_runs_counts_what_was_asked_for(engine: Engine, staged: UUID) -> None:
     """Also the jobs that a transaction holds, whose relays end them later."""
     (running,) = add(engine, 1, queue="q")
-    with engine.connect() as relay, engine.begin() as connection:
+    ids = (staged, running, UUID(int=1))
+    with engine.connect() as relay:
         relay.execute(text("DELETE FROM outboxq.job WHERE id = :id"), {"id": running})
-        done = Actions(ANNA).cancel_running(connection, [staged, running, UUID(int=1)])
-        connection.commit()
+        total = Actions(ANNA).run(beginning(engine), CancelRunning(JobFilter(ids=ids)))
         relay.rollback()
-    assert (done.cancelled, done.requested) == ((staged,), (running,))
+    assert (total.changed, total.requested, total.not_found) == (2, [running], [UUID(int=1)])
     (row,) = audited(engine)
     assert (row["action"], row["changed"], row["change"]) == ("job.cancel_running", 2, {"outcome": "discard"})
-    assert row["filter"] == {"names": [str(staged), str(running), str(UUID(int=1))]}
+    assert row["filter"] == {"ids": [str(each) for each in ids]}
+
+
+@pytest.fixture
+def running(engine: Engine) -> Iterator[tuple[Connection, UUID]]:
+    """A job in a transaction of its own, as a relay would have it."""
+    (job_id,) = add(engine, 1, queue="q")
+    with engine.connect() as relay:
+        relay.execute(text("DELETE FROM outboxq.job WHERE id = :id"), {"id": job_id})
+        yield relay, job_id
+
+
+def test_a_backend_that_is_ended_has_its_row(engine: Engine, running: tuple[Connection, UUID]) -> None:
+    """Whether there was one; a second look finds none."""
+    relay, job_id = running
+    assert Actions(ANNA).terminate(beginning(engine), job_id, "dead")
+    with pytest.raises(DBAPIError):
+        relay.execute(text("SELECT"))
+    assert not Actions(ANNA).terminate(beginning(engine), UUID(int=1))
+    rows = audited(engine)
+    assert [(row["action"], row["target"], row["changed"]) for row in rows] == [
+        ("job.terminate", str(job_id), 1), ("job.terminate", str(UUID(int=1)), 0),
+    ]  # fmt: skip
+    assert rows[0]["change"] == {"outcome": "dead"}
+    assert all(row["finished_at"] is not None for row in rows)
+
+
+def test_a_backend_is_ended_only_if_the_audit_says_so(engine: Engine, running: tuple[Connection, UUID]) -> None:
+    """The row is refused at COMMIT: nothing was ended, as that could not be rolled back."""
+    relay, job_id = running
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no row'; END$$; "
+            "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON outboxq.audit DEFERRABLE INITIALLY DEFERRED FOR EACH ROW "
+            "EXECUTE FUNCTION refuse()"
+        )
+    with pytest.raises(DBAPIError, match="no row"):
+        Actions(ANNA).terminate(beginning(engine), job_id)
+    assert relay.execute(text("SELECT 1")).scalar_one() == 1
+
+
+def test_a_backend_that_may_have_been_ended_is_in_the_audit(engine: Engine, running: tuple[Connection, UUID]) -> None:
+    """What ends this process after the act leaves the row, without its end."""
+    relay, job_id = running
+    begun = 0
+
+    @contextmanager
+    def begin() -> Iterator[Connection]:
+        nonlocal begun
+        begun += 1
+        with engine.begin() as connection:
+            yield connection
+            if begun == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Actions(ANNA).terminate(begin, job_id)
+    (row,) = audited(engine)
+    assert (row["target"], row["changed"], row["finished_at"]) == (str(job_id), 0, None)
+    with pytest.raises(DBAPIError):
+        relay.execute(text("SELECT"))
 
 
 def test_no_secret_of_a_job_comes_into_the_audit(engine: Engine, staged: UUID) -> None:
@@ -142,6 +209,17 @@ def test_no_secret_of_a_job_comes_into_the_audit(engine: Engine, staged: UUID) -
     actions.run(beginning(engine), CancelJobs(JobFilter(queue="q")))
     assert [row["changed"] for row in audited(engine)] == [1, 2]
     assert SECRET not in operators.audit_text(engine)
+
+
+def test_a_job_that_is_run_again_is_named_in_its_row(engine: Engine, staged: UUID) -> None:
+    """The finished one as the target, the new one as what became of it."""
+    with engine.begin() as connection:
+        added = Actions(ANNA).run_again(connection, UUID(int=7))
+        assert connection.execute(text("SELECT count(*) FROM outboxq.job WHERE id = :id"), {"id": added}).scalar_one()
+    assert audited(engine)[0]["change"] == {"job": str(added)}
+    with pytest.raises(JobNotFound), engine.begin() as connection:
+        Actions(ANNA).run_again(connection, UUID(int=8))
+    assert len(audited(engine)) == 1
 
 
 def test_an_action_that_fails_has_no_row(engine: Engine) -> None:

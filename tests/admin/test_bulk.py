@@ -8,7 +8,17 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.admin.actions import Actions, Actor, CancelJobs, ChangeJobs, DiscardDead, RetryDead, Total, preview
+from outboxq.admin.actions import (
+    Actions,
+    Actor,
+    CancelJobs,
+    CancelRunning,
+    ChangeJobs,
+    DiscardDead,
+    RetryDead,
+    Total,
+    preview,
+)
 from outboxq.admin.bulk_actions import BulkAction
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.admin.jobs import JobChange, JobFilter
@@ -23,6 +33,7 @@ JOBS, DEAD = JobFilter(queue="many"), DeadFilter(queue="many")
 # What an action does to which table, and how many of the rows it has done it to.
 ACTIONS: dict[str, tuple[BulkAction, Table]] = {
     "cancel": (CancelJobs(JOBS), "job"),
+    "cancel running": (CancelRunning(JOBS), "job"),
     "change": (ChangeJobs(JOBS, JobChange(priority=7)), "job"),
     "retry": (RetryDead(DEAD), "dead_job"),
     "discard": (DiscardDead(DEAD), "dead_job"),
@@ -121,6 +132,23 @@ def test_what_was_cut_off_is_gone_on_with(engine: Engine, name: str) -> None:
         Actions(ANNA).resume(beginning(engine), row["id"])
 
 
+def test_what_is_asked_of_relays_is_asked_once(engine: Engine) -> None:
+    """The jobs that run are told by their ids, also those behind the place at which it was gone on with."""
+    ids = add(engine, 450)
+    with engine.connect() as relay:
+        relay.execute(text("DELETE FROM outboxq.job WHERE id = ANY (:ids)"), {"ids": [ids[10], ids[410]]})
+        with pytest.raises(Halt):
+            Actions(ANNA).run(beginning(engine), CancelRunning(JOBS, "dead"), on_page=halt_after(1))
+        entry = audited(engine)[0]["id"]
+        total = Actions(ANNA).resume(beginning(engine), entry)
+        relay.rollback()
+    assert (total.changed, total.requested) == (250, [ids[410]])
+    assert (audited(engine)[0]["changed"], count(engine, "job"), count(engine, "dead_job")) == (450, 2, 448)
+    with engine.connect() as connection:
+        asked = connection.execute(text("SELECT job_id, outcome FROM outboxq.cancel_request ORDER BY 1")).all()
+    assert asked == [(ids[10], "dead"), (ids[410], "dead")]
+
+
 def test_a_run_is_stopped_before_its_next_page(engine: Engine) -> None:
     """From another process, by its id; what was changed stays, and the run can be resumed."""
     add(engine, 450)
@@ -198,7 +226,7 @@ def test_a_run_is_not_taken_over_in_the_midst_of_a_page(engine: Engine) -> None:
     assert [each.changed for each in totals] == [450]
 
 
-@pytest.mark.parametrize("name", ["cancel", "change", "retry", "discard"])
+@pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_the_answer_to_commit_is_lost_and_the_audit_is_right(
@@ -217,16 +245,21 @@ def test_the_answer_to_commit_is_lost_and_the_audit_is_right(
             pages.append(total or Total())
 
         trap()
-        with pytest.raises(DBAPIError):
+        with pytest.raises(DBAPIError) as lost:
             Actions(ANNA, warn=[].append).run(beginning(through), action, on_page=trap)
         through.dispose()
     committed = [200, 400, 450][at] if cut == "after" else [0, 200, 400][at]
     operators.wait_until(lambda: done(engine, name, 450) == committed, "the server to know of it")
     rows = audited(engine)
     assert [row["changed"] for row in rows] == ([committed] if committed else [])
-    if name in ("cancel", "change"):
+    if table == "job":
         assert marked(engine) == 0
+    # Later pages have told the id.
+    notes = getattr(lost.value, "__notes__", [])
+    assert len(notes) == (at == 0)
+    assert not notes or not rows or f"`outboxq audit show {rows[0]['id']}`" in notes[0]
     if rows and committed < 450:
+        operators.wait_until(lambda: operators.is_free(engine), "the server to end the page that was cut off")
         Actions(ANNA).resume(beginning(engine), rows[0]["id"])
         assert audited(engine)[0]["changed"] == done(engine, name, 450) == 450
 
@@ -249,6 +282,16 @@ def test_a_page_that_is_rolled_back_leaves_no_suspects_and_no_count(engine: Engi
     (row,) = audited(engine)
     assert (row["changed"], done(engine, name, 450), marked(engine)) == (400, 400, 0)
     assert row["error"] == "RaiseException (P0001)"
+
+
+def test_a_first_page_that_was_refused_leaves_no_doubt(engine: Engine) -> None:
+    """The server has answered: there is no row of the audit, and no word of one."""
+    (job_id,) = add(engine, 1)
+    operators.on_change(engine, f"IF OLD.id = '{job_id}' THEN RAISE 'not this one'; END IF", at_commit=True)
+    with pytest.raises(DBAPIError, match="not this one") as refused:
+        Actions(ANNA).run(beginning(engine), ACTIONS["cancel"][0])
+    assert not getattr(refused.value, "__notes__", [])
+    assert audited(engine) == []
 
 
 def test_rows_that_others_hold_are_passed_over_and_counted(engine: Engine) -> None:

@@ -42,7 +42,7 @@ MAY: Mapping[str, Mapping[Part, str]] = {
         "gauge": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "done_job": ("", "", "", "SIUDRarx", "Sa", "Sa"),
         "progress": ("", "", "", "SIUDRarx", "Sa", "Sa"),
-        "audit": ("", "", "", "", "Sa", "SIURarx"),
+        "audit": ("", "", "", "", "Sa", "SRa"),
     }.items()
 }
 # A producer's columns of `job`, for INSERT; for SELECT, those of a producer of unique jobs.
@@ -52,9 +52,16 @@ PRODUCED = {
 }  # fmt: skip
 PRODUCED_BATCHES = {"id", "callback", "parent_id"}
 LOOKED_AT = {"id"}
+# An operator's columns of the audit: those of a new row, without when and by which database role; and those of the
+# progress of a change of many rows.
+AUDITED = {
+    "id", "actor", "role", "via", "action", "target", "filter", "change", "reason", "expected", "changed", "held",
+    "finished_at",
+}  # fmt: skip
+PROGRESS = {"changed", "held", "position", "resumed", "finished_at", "stopped_at", "error"}
 # EXECUTE, in a database that has taken it from PUBLIC, who has it otherwise.
 _CALLERS: set[Part] = {"producer", "unique_producer", "relay"}
-MAY_CALL: Mapping[str, set[Part]] = {"add_job": _CALLERS, "wake_relays": _CALLERS}
+MAY_CALL: Mapping[str, set[Part]] = {"add_job": _CALLERS, "keep_audit": _CALLERS, "wake_relays": _CALLERS}
 # Whose call of add_job comes to a job, while PUBLIC has EXECUTE.
 MAY_ADD: set[Part] = {*_CALLERS, "operator"}
 # Identities take their numbers without a right on them.
@@ -165,6 +172,8 @@ class Trial:
             return False
         if part in ("producer", "unique_producer") and self.letter == "I" and self.table in ("job", "batch"):
             return self.column in (PRODUCED if self.table == "job" else PRODUCED_BATCHES)
+        if (part, self.table) == ("operator", "audit") and self.letter in "IU":
+            return self.column in (AUDITED if self.letter == "I" else PROGRESS)
         if (part, self.table, self.letter) == ("unique_producer", "job", "S"):
             return self.column in LOOKED_AT
         return self.letter in MAY[self.table][part]

@@ -1,9 +1,11 @@
 """The roles of `outboxq roles --sql`: each can do what it is for; what each is refused is in `test_role_matrix.py`."""
 
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -13,6 +15,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, Relay, RelayConfig, external
 from outboxq.admin.roles import PARTS, RIGHTS, Part, roles_sql
+from outboxq.cli.roles import rights_in_words
 from outboxq.effects.api import Effects
 from outboxq.errors import CallRefused, EffectFailed
 from outboxq.events import Event, JobDied, JobDone, JobRetried, JobSnoozed, JobsParked
@@ -25,6 +28,8 @@ from tests.support import app
 from tests.support.cli import Outcome, call
 from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,29 @@ def test_a_producer_enqueues_and_does_nothing_else(roles: Cast, engine: Engine) 
         "CREATE TABLE outboxq.mine ()",
         "TRUNCATE outboxq.job",
     )
+
+
+def test_the_page_says_what_is_granted() -> None:
+    """Each right of each role, as `outboxq roles` prints them."""
+    rows = re.findall(r"^\| `outboxq_(\w+)` \|.*\| (.*) \|$", (ROOT / "docs/roles.md").read_text(), re.MULTILINE)
+    said = {part: rights.replace("`", "").split("; ") for part, rights in rows}
+    assert said == {part: rights_in_words(RIGHTS[part]) for part in PARTS}
+
+
+def test_what_is_over_in_the_audit_is_rewritten_by_no_one(roles: Cast, engine: Engine) -> None:
+    """Not its counts either, which an operator may change while an action goes on; and not by the tables' owner."""
+    roles.call("operator", "queues", "pause", "mail", "--because", "a drill").ok()
+    with psycopg.connect(libpq_url(roles.url("operator")), autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO outboxq.audit (id, actor, via, action) VALUES (gen_random_uuid(), 'anna', 'cli', 'job.cancel')"
+        )
+        assert connection.execute("UPDATE outboxq.audit SET changed = 5 WHERE finished_at IS NULL").rowcount == 1
+    roles.refuses("operator", "UPDATE outboxq.audit SET actor = 'bob'", "DELETE FROM outboxq.audit")
+    for url in (roles.url("operator"), roles.database.url):
+        with psycopg.connect(libpq_url(url)) as connection:
+            for column in ("changed = 0", "finished_at = NULL", "error = 'x'"):
+                with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="over"), connection.transaction():
+                    connection.execute(f"UPDATE outboxq.audit SET {column} WHERE action = 'queue.pause'".encode())
 
 
 def test_a_producer_copies_and_inserts_by_hand_into_its_columns_alone(roles: Cast) -> None:
@@ -391,7 +419,7 @@ def test_a_producer_of_before_is_left_the_columns_that_it_needs(roles: Cast) -> 
             connection.execute(roles_sql({"producer": group}))
     assert rights(roles) == new
     told = f'outboxq: role {group} could insert into every column of "outboxq".job, '
-    assert heard == [told + "and may now into those that producers write"]
+    assert heard == [told + "and may now into those that it needs"]
     roles.refuses("producer", "INSERT INTO outboxq.job (id, attempt) VALUES (gen_random_uuid(), 1)")
 
 

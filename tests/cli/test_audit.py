@@ -1,14 +1,18 @@
 """`outboxq audit` and `outboxq bulk`, and what commands leave in the audit, also when they are killed."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, text
 
+from outboxq.cli.app import _Root
 from outboxq.postgres import Database
+from outboxq.testing import CommitProxy
 from tests.support import operators
 from tests.support.cli import call, command, environment
 from tests.support.operators import Table, add, audited, count, marked
@@ -16,6 +20,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 COMMANDS: dict[str, tuple[list[str], Table, str]] = {
     "cancel": (["jobs", "cancel"], "job", "cancelled"),
+    "cancel running": (["jobs", "cancel", "--running"], "job", "cancelled"),
     "discard": (["dead", "discard"], "dead_job", "discarded"),
     "retry": (["dead", "retry"], "dead_job", "retried"),
 }
@@ -94,6 +99,28 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_suspects(outboxq_database: Datab
     assert (row["changed"], row["error"], marked(engine)) == (200, "KeyboardInterrupt", 0)
 
 
+@pytest.mark.parametrize("cut", ["before", "after"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_if_the_answer_to_the_first_commit_is_lost_the_id_is_told(
+    outboxq_database: Database, engine: Engine, cut: str, *, as_json: bool
+) -> None:
+    """With what finds out whether there is a row, and what goes on with it."""
+    add(engine, 450)
+    with CommitProxy(outboxq_database.url) as proxy:
+        (proxy.cut_before_commit if cut == "before" else proxy.cut_after_commit)()
+        words = ("jobs", "cancel", "--queue", "many", "--yes", *(("--json",) if as_json else ()))
+        said = call(*words, url=proxy.url)
+    assert (said.exit_code, "was lost" in said.stderr) == (1, True)
+    found = re.search("`outboxq audit show ([0-9a-f-]{36})`", said.stderr)
+    assert found is not None
+    wait_until(lambda: count(engine, "job") == (450 if cut == "before" else 250), "the server to know of it")
+    shown = call("audit", "show", found[1], url=outboxq_database.url)
+    assert shown.exit_code == (1 if cut == "before" else 0)
+    if cut == "after":
+        call("bulk", "resume", found[1], url=outboxq_database.url).ok()
+        assert count(engine, "job") == 0
+
+
 def test_every_changing_command_says_who_and_why(
     outboxq_database: Database, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +129,12 @@ def test_every_changing_command_says_who_and_why(
     monkeypatch.delenv("OUTBOXQ_ACTOR", raising=False)
     (job_id,) = add(engine, 1, queue="q")
     (dead,) = add(engine, 1, "dead_job", queue="q")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, args, headers, "
+            "expires_at) "
+            f"VALUES ('{UUID(int=7)}', 'q', 'k', 'done', 1, now(), 1, '{{}}', '{{}}', now() + interval '1 day')"
+        )
     commands: list[tuple[object, ...]] = [
         ("queues", "pause", "q"),
         ("queues", "resume", "q"),
@@ -117,6 +150,7 @@ def test_every_changing_command_says_who_and_why(
         ("jobs", "cancel", job_id),
         ("dead", "retry", dead),
         ("dead", "discard", "--queue", "q"),
+        ("done", "run-again", UUID(int=7)),
         ("effects", "new-installation", "--yes"),
     ]
     for words in commands:
@@ -127,13 +161,20 @@ def test_every_changing_command_says_who_and_why(
     assert [row["action"] for row in rows] == [
         "queue.pause", "queue.resume", "queue.set", "queue.keep_dead", "kind.pause", "kind.resume", "schedule.put",
         "schedule.pause", "schedule.resume", "schedule.run_now", "schedule.remove", "job.change", "job.cancel",
-        "dead.retry", "dead.discard", "installation.renew", "message.forget",
+        "dead.retry", "dead.discard", "done.run_again", "installation.renew", "message.forget",
     ]  # fmt: skip
     users = {row["actor"] for row in rows[:-1]}
     assert users == {_user()}
     assert (rows[-1]["actor"], rows[-1]["reason"]) == ("anna", None)
     assert {row["via"] for row in rows} == {"cli"}
     assert [row["reason"] for row in rows[:2]] == ["why queues pause", "why queues resume"]
+
+
+def test_every_command_that_mends_asks_why() -> None:
+    """None that changes something was forgotten."""
+    mends = _Root.sections["Mend"]
+    assert len(mends) > 15
+    assert [name for name in mends if "--because" not in call(*name.split(), "--help").ok().stdout] == []
 
 
 def _user() -> str:

@@ -13,6 +13,7 @@ from outboxq.events import JobCancelled, JobDied, JobDone, JobsSuspected
 from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
+from tests.support import operators
 from tests.support.app import Effect
 from tests.support.cli import call
 from tests.support.ledger import dead, effects, waiting
@@ -210,6 +211,16 @@ def test_force_ends_no_session_that_runs_another_job_by_now(
         wait_until(lambda: len(running.of(JobDone)) == 3, "all jobs to be done")
     assert effects(engine) == ["second"]
     assert not running.of(JobsSuspected)
+
+
+def test_many_are_one_action(outboxq_database: Database, engine: Engine) -> None:
+    """Of a filter: one row of the audit, with the filter as it was asked for."""
+    operators.add(engine, 450, queue="q")
+    said = call("jobs", "cancel", "--queue", "q", "--running", "--yes", "--json", url=outboxq_database.url).ok().json
+    assert said["cancelled"] == 450
+    (row,) = operators.audited(engine)
+    assert (row["action"], row["changed"], row["expected"]) == ("job.cancel_running", 450, 450)
+    assert row["filter"]["queue"] == "q"
 
 
 @pytest.mark.parametrize("option", ["--force", "--dead-letter"])

@@ -148,7 +148,7 @@ def test_a_renamed_schema_is_found_and_can_be_mended(outboxq_database: Database)
         rows = connection.execute(
             "SELECT proconfig FROM pg_proc JOIN pg_namespace n ON n.oid = pronamespace WHERE nspname = %s", [RENAMED]
         ).fetchall()
-    assert rows == [(["search_path=pg_catalog, pg_temp"],)] * 2
+    assert rows == [(["search_path=pg_catalog, pg_temp"],)] * 3
 
 
 def test_a_function_that_was_changed_is_named(outboxq_database: Database) -> None:

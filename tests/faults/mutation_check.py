@@ -36,6 +36,7 @@ class Mutant:
 _COALESCE = "tests/flow/test_coalesce.py"
 _THROTTLE = "tests/flow/test_throttle.py"
 
+_TAKEN_OVER = "tests/admin/test_bulk_taken_over.py"
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
 _PROGRESS = "tests/relay/test_progress.py::"
@@ -50,11 +51,25 @@ MUTANTS = (
         (f"{_BULK}::test_the_answer_to_commit_is_lost_and_the_audit_is_right",),
     ),
     Mutant(
-        "the place at which a process has left a change of many rows",
+        "the number of a change of many rows that was resumed elsewhere",
         "outboxq/admin/bulk.py",
-        " or row.position != self._position:",
-        ":",
-        (f"{_BULK}::test_one_that_was_taken_over_does_no_page_again",),
+        "        if row.resumed != self._resumed:",
+        "        if row.position != self._position:",
+        (f"{_TAKEN_OVER}::test_one_that_was_resumed_elsewhere_ends_wherever_it_is",),
+    ),
+    Mutant(
+        "the number of a resumed change in front of the note of an error",
+        "outboxq/statements/audit.py",
+        "audit.c.resumed == resumed, ",
+        "",
+        (f"{_TAKEN_OVER}::test_one_that_was_resumed_elsewhere_notes_no_error_of_its_own",),
+    ),
+    Mutant(
+        "the wait of a resumed change for marks that are cleared",
+        "outboxq/admin/marks.py",
+        "(run is None or _lock(connection, run)) and ",
+        "",
+        (f"{_TAKEN_OVER}::test_no_job_is_passed_over_because_its_mark_is_cleared",),
     ),
     Mutant(
         "the stop of a change of many rows",
@@ -66,9 +81,23 @@ MUTANTS = (
     Mutant(
         "the time of a preview, behind which nothing is touched",
         "outboxq/admin/bulk.py",
-        "        action = _until(action, database_clock(connection))\n",
+        "        action = action.until(database_clock(connection))\n",
         "        database_clock(connection)\n",
         (f"{_BULK}::test_a_preview_counts_shows_and_bounds_and_locks_nothing",),
+    ),
+    Mutant(
+        "the commit of an action that cannot be rolled back in front of it",
+        "outboxq/admin/actions.py",
+        "        with begin() as connection:\n            ended =",
+        "            ended =",
+        ("tests/admin/test_actions.py::test_a_backend_is_ended_only_if_the_audit_says_so",),
+    ),
+    Mutant(
+        "the refusal to rewrite what is over in the audit",
+        "outboxq/migrations/step_11_history.py",
+        "WHEN (OLD.finished_at IS NOT NULL) EXECUTE",
+        "WHEN (OLD.id IS NULL) EXECUTE",
+        ("tests/admin/test_roles.py::test_what_is_over_in_the_audit_is_rewritten_by_no_one",),
     ),
     Mutant(
         "the row of an action in the transaction of the change",
@@ -1186,7 +1215,7 @@ MUTANTS = (
     Mutant(
         "the marks of an operator's page that was rolled back",
         "outboxq/admin/marks.py",
-        "        if ids and not _clear(begin, ids):\n",
+        "        if ids and not _clear(begin, ids, run):\n",
         "        if ids and not ids:\n",
         ("tests/cli/test_interrupted.py",),
     ),

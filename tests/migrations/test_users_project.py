@@ -20,7 +20,7 @@ def test_a_history_goes_up_down_one_by_one_to_base_and_up_again(
     project = make_project(tmp_path, database.url, history)
     project.succeed("upgrade", "head")
     installed = read_catalog(database.url)
-    assert [name for name, _ in installed["functions"]] == ["add_job", "wake_relays"]
+    assert [name for name, _ in installed["functions"]] == ["add_job", "keep_audit", "wake_relays"]
 
     steps = []
     for _ in history:

@@ -48,6 +48,13 @@ def audited(engine: Engine) -> list[dict[str, Any]]:
         return [dict(row._mapping) for row in rows]  # public, but for its name
 
 
+def is_free(engine: Engine) -> bool:
+    """Whether no transaction holds a row of the audit."""
+    held = "SELECT FROM outboxq.audit WHERE id NOT IN (SELECT id FROM outboxq.audit FOR UPDATE SKIP LOCKED)"
+    with engine.begin() as connection:
+        return connection.execute(text(held)).first() is None
+
+
 def audit_text(engine: Engine) -> str:
     """Everything in the audit as one text."""
     with engine.connect() as connection:

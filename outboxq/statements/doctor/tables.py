@@ -84,17 +84,17 @@ ORDER BY 1, 2"""
     ).bindparams(schema_name(schema), tables=[table for table, _ in wanted], privileges=[right for _, right in wanted])
 
 
-def columns_without_insert(schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
-    """Which of these columns of the table this role may not insert into."""
+def columns_without(right: str, schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
+    """On which of these columns of the table this role lacks a right."""
     return text(
         f"""\
 SELECT attribute.attname::text
 {_OF_SCHEMA} JOIN pg_catalog.pg_attribute AS attribute ON attribute.attrelid = class.oid
 WHERE namespace.nspname = :schema AND class.relname = CAST(:table AS text)
   AND attribute.attname = ANY (CAST(:columns AS text[]))
-  AND NOT pg_catalog.has_column_privilege(class.oid, attribute.attnum, 'INSERT')
+  AND NOT pg_catalog.has_column_privilege(class.oid, attribute.attnum, CAST(:right AS text))
 ORDER BY pg_catalog.array_position(CAST(:columns AS text[]), attribute.attname::text)"""
-    ).bindparams(schema_name(schema), table=table, columns=list(columns))
+    ).bindparams(schema_name(schema), right=right, table=table, columns=list(columns))
 
 
 def inserters(schema: str) -> TextClause:

@@ -37,8 +37,7 @@ class UnknownKind(OutboxqError):
 
     def __init__(self, kind: str, known: tuple[str, ...]) -> None:
         super().__init__(f"no handler for kind {kind!r} (known: {', '.join(known) or 'none'})")
-        self.kind = kind
-        self.known = known
+        self.kind, self.known = kind, known
 
 
 class EnqueueError(OutboxqError):
@@ -58,8 +57,7 @@ class JobTooLarge(EnqueueError):
             "store the data in a table of yours and pass its key"
         )
         self.kind = kind
-        self.size_bytes = size_bytes
-        self.max_bytes = max_bytes
+        self.size_bytes, self.max_bytes = size_bytes, max_bytes
 
 
 class AddedNotKnown(OutboxqError):
@@ -152,8 +150,7 @@ class EntityGone(HandlerError):
         super().__init__(
             f"the {entity} row of argument {parameter!r} is gone (annotate `{entity} | None` to allow that)"
         )
-        self.parameter = parameter
-        self.entity = entity
+        self.parameter, self.entity = parameter, entity
 
 
 class PayloadError(OutboxqError):
@@ -249,8 +246,7 @@ class MessageConflict(PermanentError):
             f"message {message_id!r} of consumer {consumer!r} was accepted with other content: its sender gave one id "
             "to two messages, so look at both before you choose"
         )
-        self.consumer = consumer
-        self.message_id = message_id
+        self.consumer, self.message_id = consumer, message_id
 
 
 class EffectError(OutboxqError):
@@ -258,8 +254,7 @@ class EffectError(OutboxqError):
 
     def __init__(self, scope: str, key: str, message: str) -> None:
         super().__init__(f"effect {scope!r}, key {key!r}: {message}")
-        self.scope = scope
-        self.key = key
+        self.scope, self.key = scope, key
 
 
 class EffectInProgress(EffectError):
@@ -374,8 +369,7 @@ class RunElsewhere(OutboxqError):
             if resumed
             else f"a page of {entry} is under way in another session: see `outboxq audit show {entry}`, and try again"
         )
-        self.entry = entry
-        self.resumed = resumed
+        self.entry, self.resumed = entry, resumed
 
 
 class RunNotResumable(OutboxqError):
@@ -395,8 +389,7 @@ class InstallationInUse(OutboxqError):
             "and what else calls effects, and try again; those of a database that this one was copied from are over "
             "when their leases have run out"
         )
-        self.relays = relays
-        self.calls = calls
+        self.relays, self.calls = relays, calls
 
 
 class MessageNotFound(OutboxqError):
@@ -404,5 +397,4 @@ class MessageNotFound(OutboxqError):
 
     def __init__(self, consumer: str, message_id: str) -> None:
         super().__init__(f"consumer {consumer!r} has no message {message_id!r}: forgotten, expired or never accepted")
-        self.consumer = consumer
-        self.message_id = message_id
+        self.consumer, self.message_id = consumer, message_id

@@ -1,8 +1,11 @@
 """What is set for a queue: how many of its jobs run at a time, how many begin in a time, how long its dead are kept."""
 
+import json
 import re
 import reprlib
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from outboxq.errors import ArgumentError
 
@@ -103,6 +106,28 @@ def make_limits(
     return QueueLimits(
         running=running, per_group=per_group, rate_jobs=jobs, rate_seconds=float(seconds), rate_burst=burst
     )
+
+
+_NONE = QueueLimits()
+
+
+def limits_text(limits: Mapping[str, QueueLimits]) -> str:
+    """The limits of queues as the JSON text of a list: a name and numbers each."""
+    return json.dumps([{"name": name, **asdict(each)} for name, each in limits.items()])
+
+
+def read_limits(rows: Iterable[Any]) -> dict[str, QueueLimits]:
+    """The limits of queues, from rows that have a name and numbers each."""
+    names = [field.name for field in fields(QueueLimits)]
+    return {row.name: QueueLimits(**{name: getattr(row, name) for name in names}) for row in rows}
+
+
+def limits_in_force(
+    by_operators: Mapping[str, QueueLimits], declared: Mapping[str, QueueLimits]
+) -> dict[str, QueueLimits]:
+    """What holds for each queue: as operators have set it, limit by limit, and else as the application declares it."""
+    names = by_operators.keys() | declared.keys()
+    return {name: by_operators.get(name, _NONE).or_else(declared.get(name, _NONE)) for name in names}
 
 
 def _parse_rate(text: str) -> tuple[int, int]:

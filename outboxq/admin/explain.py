@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from outboxq.admin.reasons.absent import find_absent, find_batches_into, find_uncommitted
 from outboxq.admin.reasons.held import find_held
 from outboxq.admin.reasons.looks import Looks
-from outboxq.admin.reasons.queue import find_in_queue, find_locked_table
+from outboxq.admin.reasons.queue import QueueFacts, find_in_queue, find_locked_table, look_at_queue
 from outboxq.admin.reasons.reason import CODES as CODES
 from outboxq.admin.reasons.reason import Code as Code
 from outboxq.admin.reasons.reason import Reason as Reason
@@ -69,7 +69,7 @@ def explain_queue(connection: Connection, queue: str) -> Explanation:
         ArgumentError: a name that no queue can have.
     """
     looks = Looks(connection)
-    facts = looks.row("the settings of the queue", statements.queue_facts(looks.schema, check_name("queue", queue)))
+    facts = look_at_queue(looks, check_name("queue", queue))
     next_job = looks.row(_THE_QUEUE, statements.next_job(looks.schema, queue))
     job = None if next_job is None else looks.row(_THE_JOB, statements.job_facts(looks.schema, next_job.id))
     relays = look_at_relays(looks, queue, None if job is None else job.kind)
@@ -90,21 +90,21 @@ def _of_job(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
             yield from find_missing_relay(look_at_relays(looks, job.queue), job.queue)
         return
     relays = look_at_relays(looks, job.queue, job.kind)
-    facts = looks.row("the settings of the queue", statements.queue_facts(looks.schema, job.queue))
+    facts = look_at_queue(looks, job.queue)
     found = [*find_in_queue(looks, job.queue, facts, relays), *_of_waiting(looks, job, facts, relays)]
     yield from found
     yield from find_coalesced(looks, job)
     yield from find_turn(looks, job, relays, may_run=not found)
 
 
-def _of_waiting(looks: Looks, job: Row[Any], facts: Row[Any] | None, relays: Relays) -> Iterator[Reason]:
+def _of_waiting(looks: Looks, job: Row[Any], facts: QueueFacts | None, relays: Relays) -> Iterator[Reason]:
     yield from find_own(looks, job, relays)
-    per_group = 1 if facts is None or facts.max_per_group is None else int(facts.max_per_group)
+    per_group = 1 if facts is None else facts.limits.per_group or 1
     yield from find_blocked_in_group(looks, job, per_group, relays)
 
 
 def _of_next_job(
-    looks: Looks, job: Row[Any], facts: Row[Any] | None, relays: Relays, *, may_run: bool
+    looks: Looks, job: Row[Any], facts: QueueFacts | None, relays: Relays, *, may_run: bool
 ) -> Iterator[Reason]:
     held = list(find_held(looks, job))
     yield from held

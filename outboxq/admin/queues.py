@@ -6,16 +6,16 @@ Jobs can be added to a paused queue, but relays do not claim from it. Jobs that 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection
 
 from outboxq.admin.stats import QueueStats, collect_stats
 from outboxq.database.driver import run_script
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError
 from outboxq.names import check_name
-from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS, QueueLimits, keep_text
+from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS, QueueLimits, keep_text, read_limits
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
 from outboxq.statements.jobs import STATES
@@ -63,8 +63,9 @@ class QueueCount:
 
 def list_queues(connection: Connection) -> list[Queue]:
     """Every queue that has a setting, a job or a dead letter, by name."""
-    found = connection.execute(statements.known_queues())
-    return [Queue(row.queue, row.paused_at, _limits(row), row.keep_dead_seconds) for row in found]
+    found = connection.execute(statements.known_queues()).all()
+    limits = read_limits(found)
+    return [Queue(row.name, row.paused_at, limits[row.name], row.keep_dead_seconds) for row in found]
 
 
 def count_queues(connection: Connection) -> list[QueueCount]:
@@ -162,16 +163,6 @@ def resume(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
     if changed:
         run_script(connection, "; ".join(wake.notify(mapped_schema(connection), name) for name in changed))
     return changed
-
-
-def _limits(row: Row[Any]) -> QueueLimits:
-    return QueueLimits(
-        running=row.max_running,
-        per_group=row.max_per_group,
-        rate_jobs=row.rate_jobs,
-        rate_seconds=row.rate_seconds,
-        rate_burst=row.rate_burst,
-    )
 
 
 def _checked(names: Sequence[str]) -> list[str]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import age
 from outboxq.doctor.work import oldest_waiting
-from outboxq.queue_limits import QueueLimits
+from outboxq.queue_limits import QueueLimits, limits_in_force, read_limits
 from outboxq.statements.doctor import limits as statements
+from outboxq.statements.relays import declared_limits, may_read_relays
 
 _NONE = QueueLimits()
 
@@ -27,20 +28,11 @@ def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
 
 
 def _limits(context: CheckContext) -> Mapping[str, QueueLimits]:
-    """What holds for each queue: as operators have set it, else as the registry declares it, if it is known."""
+    """What holds for each queue: as operators have set it, else as the registry declares it, or living relays do."""
     declared = {} if context.registry is None else context.registry.limits
-    found = {
-        row.name: QueueLimits(
-            running=row.max_running,
-            per_group=row.max_per_group,
-            rate_jobs=row.rate_jobs,
-            rate_seconds=row.rate_seconds,
-            rate_burst=row.rate_burst,
-        )
-        for row in context.rows(statements.queue_limits(context.schema))
-    }
-    names = found.keys() | declared.keys()
-    return {name: found.get(name, _NONE).or_else(declared.get(name, _NONE)) for name in names}
+    if "relay_status" in context.tables and context.scalar(may_read_relays(context.schema)):
+        declared = {**read_limits(context.rows(declared_limits(context.schema))), **declared}
+    return limits_in_force(read_limits(context.rows(statements.queue_limits(context.schema))), declared)
 
 
 def _full(context: CheckContext, limits: Mapping[str, QueueLimits], late: Mapping[str, float]) -> Iterator[Finding]:

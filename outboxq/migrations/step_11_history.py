@@ -29,9 +29,12 @@ UP = f"""\
       listens boolean NOT NULL,
       -- The jobs that have run for long: id, queue, kind, attempt, seconds, backend.
       running jsonb NOT NULL,
+      -- The limits that its application declares: name (of the queue), running, per_group, rate_jobs, rate_seconds,
+      -- rate_burst.
+      limits jsonb NOT NULL DEFAULT '[]',
       -- How often the relay has added to `stat`: the same numbers are never added twice.
       flush bigint NOT NULL,
-      CONSTRAINT relay_status_running CHECK (jsonb_typeof(running) = 'array')
+      CONSTRAINT relay_status_running CHECK (jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array')
     ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
 
     -- What became of jobs, by minutes (grain 60) and by hours (3600). All relays add to the same rows.

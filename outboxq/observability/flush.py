@@ -29,7 +29,7 @@ _LAST_FLUSHES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayIdentity:
-    """What a relay says of itself once."""
+    """What a relay says of itself once. `limits`: what its application declares, as `declared_limits` reads it."""
 
     id: UUID
     host: str
@@ -39,6 +39,7 @@ class RelayIdentity:
     kinds: tuple[str, ...]
     slots: int
     listens: bool
+    limits: str = "[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Flusher:
                 identity.slots,
                 self._number - 1,
                 listens=identity.listens,
+                limits=identity.limits,
             )
             script += f"{registration}; "
         return script + statements.flush_counts(

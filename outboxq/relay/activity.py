@@ -12,6 +12,7 @@ import msgspec
 from outboxq import __version__
 from outboxq.observability.aggregate import Counts
 from outboxq.observability.flush import RelayActivity, RelayIdentity
+from outboxq.queue_limits import limits_text
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 from outboxq.statements.relays import MOST_KINDS
@@ -80,6 +81,7 @@ def identity_of(state: RelayState, queues: tuple[str, ...], slots: int) -> Relay
         kinds=tuple(sorted(state.registry.handlers))[:MOST_KINDS],
         slots=slots,
         listens=state.listener is not None,
+        limits=limits_text(state.registry.limits),
     )
 
 

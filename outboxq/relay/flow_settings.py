@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 
 from outboxq.execution.orders import Orders
-from outboxq.queue_limits import QueueLimits
+from outboxq.queue_limits import QueueLimits, limits_in_force
 
 Rows: TypeAlias = Iterable[tuple[object, ...]]
 
@@ -97,10 +97,7 @@ class FlowSettings:
         return self.seen
 
     def _take_over(self, limits: Mapping[str, QueueLimits]) -> None:
-        names, before = limits.keys() | self._declared.keys(), self.limits
-        self.limits = {
-            name: limits.get(name, _NO_LIMITS).or_else(self._declared.get(name, _NO_LIMITS)) for name in names
-        }
+        before, self.limits = self.limits, limits_in_force(limits, self._declared)
         every = self.limits.keys() | before.keys()
         changed = frozenset(name for name in every if self.limits.get(name) != before.get(name))
         if changed:

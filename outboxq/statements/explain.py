@@ -124,7 +124,8 @@ def queue_facts(schema: str, queue: str) -> TextClause:
     return text(
         f"""\
 SELECT extract(epoch FROM pg_catalog.statement_timestamp() - queue.paused_at)::float8 AS paused_seconds,
-  queue.max_running, queue.max_per_group, queue.rate_jobs, queue.rate_seconds, queue.rate_burst,
+  asked.name, queue.max_running AS running, queue.max_per_group AS per_group, queue.rate_jobs, queue.rate_seconds,
+  queue.rate_burst,
   extract(epoch FROM rate.tat - pg_catalog.clock_timestamp())::float8 AS ahead_seconds
 FROM (SELECT CAST(:queue AS text) AS name) AS asked
 LEFT JOIN {qualified(schema, "queue")} AS queue ON queue.name = asked.name

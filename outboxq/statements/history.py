@@ -35,9 +35,9 @@ _COLUMNS: LiteralString = ", ".join((*_SUMS, *_HISTOGRAMS))
 
 _REGISTER: LiteralString = """\
 INSERT INTO {relay_status} (
-  id, host, pid, version, schema_step, state, queues, kinds, slots, busy, listens, running, flush)
+  id, host, pid, version, schema_step, state, queues, kinds, slots, busy, listens, running, limits, flush)
 SELECT {owner}, {host}, {pid}, {version}, (SELECT pg_catalog.max(step) FROM {migration}), 'starting', {queues}, {kinds},
-  {slots}, 0, {listens}, '[]', {flush}
+  {slots}, 0, {listens}, '[]', {limits}, {flush}
 ON CONFLICT (id) DO NOTHING"""
 
 # READ COMMITTED: a statement that waited for the row of an earlier try looks at the number again, and adds nothing if
@@ -78,10 +78,12 @@ def register(
     flush: int,
     *,
     listens: bool,
+    limits: str,
 ) -> str:
     """Add the row of a relay, unless it is there. Index: the primary key. Locks: the row.
 
     Args:
+        limits: Those that its application declares, as the JSON text of a list of objects, each with the queue's name.
         flush: The number of the last flush whose numbers are not to be added any more.
     """
     return render(
@@ -96,6 +98,7 @@ def register(
         slots=slots,
         flush=flush,
         listens=listens,
+        limits=limits,
     )
 
 

@@ -46,9 +46,9 @@ def known_queues() -> Executable:
     # As JSON, because tables of before step 11 have no such column.
     settings = queue.alias("settings")
     kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Double)
-    limits = (settings.c[column.name] for column in LIMITS)
+    limits = (settings.c[column.name].label(column.name.removeprefix("max_")) for column in LIMITS)
     return (
-        select(name.label("queue"), settings.c.paused_at, *limits, kept.label("keep_dead_seconds"))
+        select(name.label("name"), settings.c.paused_at, *limits, kept.label("keep_dead_seconds"))
         .select_from(names.outerjoin(settings, settings.c.name == name))
         .where(name.is_not(None))
         .order_by(name)

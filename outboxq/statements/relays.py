@@ -87,6 +87,24 @@ def serving_relays(schema: str) -> TextClause:
     ).bindparams(dead=DEAD_SECONDS, most=MOST_RELAYS)
 
 
+def declared_limits(schema: str) -> TextClause:
+    """The limits of queues that the applications of living relays declare, a row for each queue.
+
+    If relays declare different ones, those of the relay that was started last. Reads the small table `relay_status`;
+    no locks.
+    """
+    return text(
+        f"""\
+SELECT DISTINCT ON (declared.name)
+  declared.name, declared.running, declared.per_group, declared.rate_jobs, declared.rate_seconds, declared.rate_burst
+FROM {qualified(schema, "relay_status")} AS relay
+CROSS JOIN LATERAL pg_catalog.jsonb_to_recordset(relay.limits) AS declared (
+  name text, running int, per_group int, rate_jobs int, rate_seconds float8, rate_burst int)
+WHERE {_SEEN} < :dead
+ORDER BY declared.name, relay.started_at DESC"""
+    ).bindparams(dead=DEAD_SECONDS)
+
+
 def kinds_at_relays(schema: str, pairs: Sequence[tuple[str, str]]) -> TextClause:
     """How many living relays serve each of these queues, and how many of those know the kind; no row without any.
 

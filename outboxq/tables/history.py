@@ -23,7 +23,8 @@ from sqlalchemy import (
 
 from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
 
-# What each relay says of itself, several times a minute. `running`: the jobs that have run for long.
+# What each relay says of itself, several times a minute. `running`: the jobs that have run for long. `limits`: those of
+# queues that its application declares.
 relay_status = Table(
     "relay_status",
     metadata,
@@ -43,9 +44,10 @@ relay_status = Table(
     Column("free", ARRAY(Text), nullable=False, server_default=text("'{}'")),
     Column("listens", Boolean, nullable=False),
     Column("running", JsonText, nullable=False),
+    Column("limits", JsonText, nullable=False, server_default=text("'[]'")),
     # How often the relay has added to `stat`: the same numbers are never added twice.
     Column("flush", BigInteger, nullable=False),
-    CheckConstraint("jsonb_typeof(running) = 'array'", name="relay_status_running"),
+    CheckConstraint("jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array'", name="relay_status_running"),
 )
 set_storage(relay_status, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 

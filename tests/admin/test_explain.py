@@ -1,8 +1,9 @@
 """`explain_job` and `explain_queue`: each reason, brought about by producers, relays, sessions and operators."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
@@ -33,6 +34,7 @@ from tests.doctor.test_sessions import gid as gid
 from tests.support import app
 from tests.support.doctor import execute, open_session
 from tests.support.leases import lease
+from tests.support.ledger import rows
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -519,14 +521,35 @@ def test_the_want_of_a_relay_is_named(
     assert codes(of_job(engine, job_id)) == ["due-now"]
 
 
+@pytest.fixture(params=["operators", "application"])
+def limited(request: pytest.FixtureRequest, engine: Engine) -> Callable[..., Jobs]:
+    """Limits the queue `mail`, by a command or in the application's code; the handlers for a relay."""
+
+    def limit(**limits: Any) -> Jobs:
+        if request.param == "operators":
+            with engine.begin() as connection:
+                queues.set_limits(connection, ["mail"], make_limits(**limits))
+            return jobs
+        declaring = Jobs()
+        declaring.include(jobs)
+        declaring.limit("mail", **limits)
+        return declaring
+
+    return limit
+
+
 def test_a_full_limit_is_named(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    limited: Callable[..., Jobs],
 ) -> None:
     """One job runs, and one may."""
-    with engine.begin() as connection:
-        queues.set_limits(connection, ["mail"], make_limits(running=1))
+    registry = limited(running=1)
     first, second = add(sessions, wait.job(), wait.job())
-    with start_relay(jobs):
+    with start_relay(registry):
+        wait_until(lambda: rows(engine, "SELECT FROM outboxq.relay_status"), "the relay to be listed")
         assert gate.begun.wait(PATIENCE)
         assert codes(of_job(engine, first)) == ["running"]
         found = of_job(engine, second)
@@ -538,13 +561,12 @@ def test_a_full_limit_is_named(
 
 
 def test_a_rate_is_named_with_the_time_of_the_next_job(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limited: Callable[..., Jobs]
 ) -> None:
     """Of two jobs an hour the second one is half an hour away."""
-    with engine.begin() as connection:
-        queues.set_limits(connection, ["mail"], make_limits(rate="2/h"))
+    registry = limited(rate="2/h")
     first, second = add(sessions, send.job(), send.job())
-    with start_relay(jobs) as running:
+    with start_relay(registry) as running:
         wait_until(lambda: running.of(JobDone), "the first job to be done")
         assert codes(of_job(engine, first)) == ["not-found"]
         found = wait_until(

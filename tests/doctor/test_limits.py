@@ -58,6 +58,26 @@ def test_jobs_that_wait_long_for_a_full_limit_are_named(outboxq_database: Databa
     assert named(url, "queue-limited") == []
 
 
+def test_a_limit_that_the_applications_of_relays_declare_is_known(outboxq_database: Database, engine: Engine) -> None:
+    """Of relays that live; of two versions that of the newer one; and what operators have set comes first."""
+    url = outboxq_database.url
+    row = (
+        "INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, state, queues, kinds, slots, busy, "
+        "listens, running, flush, limits, started_at, seen_at) SELECT gen_random_uuid(), 'h', 1, '1', 11, 'serving', "
+        "'{{mail}}', '{{send}}', 1, 0, true, '[]', 1, '[{{\"name\": \"mail\", \"running\": {most}}}]', "
+        "now() - interval '{started}', now() - interval '{seen}'"
+    )
+    execute(url, add(3), LEASED.format("mail"), LATE)
+    execute(url, row.format(most=1, started="2 s", seen="2 min"))
+    assert named(url, "queue-limited") == []
+    execute(url, row.format(most=7, started="2 h", seen="1 s"))
+    assert named(url, "queue-limited") == []
+    execute(url, row.format(most=1, started="1 h", seen="2 s"))
+    assert only(url, "queue-limited")["detail"]["limit"] == 1
+    limit(engine, running=2)
+    assert named(url, "queue-limited") == []
+
+
 def test_a_full_limit_for_which_no_job_waits_long_is_not_named(outboxq_database: Database, engine: Engine) -> None:
     """To be full is what a limit is for."""
     url = outboxq_database.url

@@ -40,9 +40,11 @@ UPDATE outboxq.schedule SET next_at = now() - interval '10 minutes', paused_at =
 """
 RELAYS = """\
 INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, seen_at, state, queues, kinds, slots, busy,
-  listens, running, flush) VALUES
-  (gen_random_uuid(), 'h', 1, '1', 11, now(), 'serving', '{mail,quiet}', '{}', 3, 0, true, '[]', 1),
-  (gen_random_uuid(), 'h', 2, '1', 11, now() - interval '2 minutes', 'serving', '{mail}', '{}', 5, 0, true, '[]', 1);
+  listens, running, flush, limits) VALUES
+  (gen_random_uuid(), 'h', 1, '1', 11, now(), 'serving', '{mail,quiet}', '{}', 3, 0, true, '[]', 1,
+    '[{"name": "quiet", "running": 4}, {"name": "accounts", "running": 9}]'),
+  (gen_random_uuid(), 'h', 2, '1', 11, now() - interval '2 minutes', 'serving', '{mail}', '{}', 5, 0, true, '[]', 1,
+    '[{"name": "quiet", "running": 5}]');
 """
 
 
@@ -82,6 +84,7 @@ def test_what_the_tables_say_is_exported(outboxq_database: Database, engine: Eng
     assert value(found, "outboxq_schedule_late_seconds", schedule="nightly") > 500
     assert value(found, "outboxq_schedule_last_fire_timestamp_seconds", schedule="nightly") > 1_000_000
     assert value(found, "outboxq_queue_limit", queue="accounts") == 1
+    assert value(found, "outboxq_queue_limit", queue="quiet") == 4
     assert value(found, "outboxq_queue_limit_used", queue="accounts") == 1
     assert value(found, "outboxq_queue_limit_waiting", queue="accounts") == 2
     assert value(found, "outboxq_queue_rate_per_second", queue="accounts") == 1

@@ -142,6 +142,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "kept": ("48 hours", "35 days"),
     "hour": ("2026-01-01 00:00:00+00", "2026-01-01 00:00:00+00"),
     "running": ("[]", "[]"),
+    "limits: str": ("[]", "[{}]"),
     "pairs": ([("mail", "send")], [("mail", "send"), ("mail", "post")]),
     "by": ("minute", "kind"),
     "beside": ("", keep_jobs("outboxq", [_KEPT], _ID)),

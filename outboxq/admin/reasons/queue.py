@@ -2,21 +2,45 @@
 
 import shlex
 from collections.abc import Iterator
-from typing import Any
-
-from sqlalchemy import Row
+from dataclasses import dataclass
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason
 from outboxq.admin.reasons.serving import Relays, find_missing_relay
 from outboxq.codec.text import duration
-from outboxq.queue_limits import Rate
+from outboxq.queue_limits import QueueLimits, Rate, limits_in_force, read_limits
 from outboxq.statements.doctor import limits
 from outboxq.statements.doctor.sessions import BLOCKING_MODES, lock_holders
+from outboxq.statements.explain import queue_facts
+from outboxq.statements.relays import declared_limits
 
 
-def find_in_queue(looks: Looks, queue: str, facts: Row[Any] | None, relays: Relays) -> Iterator[Reason]:
-    """What holds up a queue; `facts` is a row of `statements.explain.queue_facts`."""
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """What is set for a queue, and where its rate is.
+
+    Attributes:
+        paused_seconds: For how long it has been paused; None if it is not.
+        limits: What holds, by operators or by the applications of living relays.
+        ahead_seconds: How far ahead its tokens are reserved, if it has had a rate.
+    """
+
+    paused_seconds: float | None
+    limits: QueueLimits
+    ahead_seconds: float | None
+
+
+def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
+    """What is set for a queue; None if that is refused."""
+    row = looks.row("the settings of the queue", queue_facts(looks.schema, queue))
+    if row is None:
+        return None
+    declared = read_limits(looks.rows("the limits that applications declare", declared_limits(looks.schema)))
+    return QueueFacts(row.paused_seconds, limits_in_force(read_limits([row]), declared)[queue], row.ahead_seconds)
+
+
+def find_in_queue(looks: Looks, queue: str, facts: QueueFacts | None, relays: Relays) -> Iterator[Reason]:
+    """What holds up a queue."""
     yield from find_locked_table(looks)
     yield from find_missing_relay(relays, queue)
     if facts is None:
@@ -28,8 +52,8 @@ def find_in_queue(looks: Looks, queue: str, facts: Row[Any] | None, relays: Rela
             {"queue": queue, "paused_seconds": facts.paused_seconds},
             f"When the reason is gone: outboxq queues resume {shlex.quote(queue)}",
         )
-    yield from _limited(looks, queue, facts)
-    yield from _throttled(queue, facts)
+    yield from _limited(looks, queue, facts.limits)
+    yield from _throttled(queue, facts.limits.rate, facts.ahead_seconds)
 
 
 def find_locked_table(looks: Looks) -> Iterator[Reason]:
@@ -48,10 +72,10 @@ def find_locked_table(looks: Looks) -> Iterator[Reason]:
         return
 
 
-def _limited(looks: Looks, queue: str, facts: Row[Any]) -> Iterator[Reason]:
-    if facts.max_running is None:
+def _limited(looks: Looks, queue: str, held: QueueLimits) -> Iterator[Reason]:
+    if held.running is None:
         return
-    statement = limits.running(looks.schema).bindparams(names=[queue], most=[facts.max_running])
+    statement = limits.running(looks.schema).bindparams(names=[queue], most=[held.running])
     found = looks.row("how many jobs of the queue run", statement)
     if found is not None and found.running >= found.most:
         yield Reason(
@@ -62,11 +86,10 @@ def _limited(looks: Looks, queue: str, facts: Row[Any]) -> Iterator[Reason]:
         )
 
 
-def _throttled(queue: str, facts: Row[Any]) -> Iterator[Reason]:
-    if facts.rate_jobs is None or facts.ahead_seconds is None:
+def _throttled(queue: str, rate: Rate | None, ahead_seconds: float | None) -> Iterator[Reason]:
+    if rate is None or ahead_seconds is None:
         return
-    rate = Rate(facts.rate_jobs, facts.rate_seconds, facts.rate_burst)
-    wait_seconds = facts.ahead_seconds - (rate.burst - 1) * rate.seconds_each
+    wait_seconds = ahead_seconds - (rate.burst - 1) * rate.seconds_each
     if wait_seconds > 0:
         yield Reason(
             "rate-limited",

@@ -17,12 +17,13 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
 from outboxq.observability.metrics.reading import Reading
-from outboxq.queue_limits import QueueLimits
+from outboxq.queue_limits import limits_in_force, read_limits
 from outboxq.statements import gauges as statements
 from outboxq.statements.doctor import limits as limit_statements
 from outboxq.statements.doctor import sessions, work
 from outboxq.statements.doctor import tables as table_statements
 from outboxq.statements.jobs import STATES
+from outboxq.statements.relays import declared_limits, may_read_relays
 from outboxq.statements.server import schema_version
 from outboxq.statements.stats import count_first_unknown_effects
 
@@ -157,13 +158,11 @@ def _read_schedules(look: TablesLook) -> None:
 
 
 def _read_limits(look: TablesLook) -> None:
-    rows = {row.name: row for row in look.connection.execute(limit_statements.queue_limits(look.schema))}
-    limits = {
-        name: QueueLimits(
-            running=row.max_running, rate_jobs=row.rate_jobs, rate_seconds=row.rate_seconds, rate_burst=row.rate_burst
-        )
-        for name, row in rows.items()
-    }
+    by_operators = read_limits(look.connection.execute(limit_statements.queue_limits(look.schema)))
+    # Of a relay that the exporter may not see, the operators' limits are known all the same.
+    may_see = look.connection.execute(may_read_relays(look.schema)).scalar_one()
+    declared = look.connection.execute(declared_limits(look.schema)).all() if may_see else ()
+    limits = limits_in_force(by_operators, read_limits(declared))
     _read_running(look, {name: each.running for name, each in limits.items() if each.running is not None})
     ahead = dict(tuple(row) for row in look.connection.execute(limit_statements.rates_ahead(look.schema)))
     for name, each in limits.items():

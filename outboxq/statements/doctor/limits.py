@@ -29,7 +29,7 @@ FROM ROWS FROM (
 def queue_limits(schema: str) -> TextClause:
     """The limits that operators have set, a row for each queue that has some. Reads the small table `queue`."""
     return text(
-        "SELECT name, max_running, max_per_group, rate_jobs, rate_seconds, rate_burst "
+        "SELECT name, max_running AS running, max_per_group AS per_group, rate_jobs, rate_seconds, rate_burst "
         f"FROM {qualified(schema, 'queue')} WHERE max_running IS NOT NULL OR rate_jobs IS NOT NULL"
     )
 

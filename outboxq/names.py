@@ -7,6 +7,11 @@ MAX_KEY_BYTES = 512
 MAX_SCOPE_BYTES = 255
 
 
+def with_article(noun: str) -> str:
+    """The noun behind "a" or "an", as English has it: "an actor", "a unique key", "an int"."""
+    return f"{'an' if noun[:1] in 'aeioAEIO' else 'a'} {noun}"
+
+
 def check_name(what: str, name: str) -> str:
     """Refuse names that PostgreSQL, a channel or the command line could not carry.
 
@@ -14,13 +19,15 @@ def check_name(what: str, name: str) -> str:
         ArgumentError: not 1 to 63 bytes of UTF-8, or with control characters (NUL included).
     """
     if not isinstance(name, str):
-        raise ArgumentError(f"a {what} name is a string, got {type(name).__name__}")
+        raise ArgumentError(f"{with_article(what)} name is a string, got {type(name).__name__}")
     try:
         size_bytes = len(name.encode())
     except UnicodeEncodeError as error:
         raise ArgumentError(f"the {what} name {name!r} holds a lone surrogate") from error
     if not 1 <= size_bytes <= MAX_NAME_BYTES:
-        raise ArgumentError(f"a {what} name takes 1 to {MAX_NAME_BYTES} bytes, got {size_bytes}: {name[:80]!r}")
+        raise ArgumentError(
+            f"{with_article(what)} name takes 1 to {MAX_NAME_BYTES} bytes, got {size_bytes}: {name[:80]!r}"
+        )
     if _has_control_character(name):
         raise ArgumentError(f"the {what} name {name!r} holds a control character")
     if what == "queue" and (set(name) & set(",=*") or name != name.strip()):
@@ -35,14 +42,14 @@ def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
         InvalidKey: not a string, empty, over `max_bytes` of UTF-8, or with control characters (NUL included).
     """
     if not isinstance(key, str):
-        raise InvalidKey(f"a {what} is a string, got {type(key).__name__}: give str(...) of it")
+        raise InvalidKey(f"{with_article(what)} is a string, got {type(key).__name__}: give str(...) of it")
     try:
         size_bytes = len(key.encode())
     except UnicodeEncodeError:
         raise InvalidKey(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
     if not 1 <= size_bytes <= max_bytes:
         raise InvalidKey(
-            f"a {what} takes 1 to {max_bytes} bytes, got {size_bytes}: "
+            f"{with_article(what)} takes 1 to {max_bytes} bytes, got {size_bytes}: "
             + ("a hash of it, such as hashlib.sha256(...).hexdigest(), is as good" if size_bytes else "it is empty")
         )
     if _has_control_character(key):

@@ -15,11 +15,12 @@ import msgspec
 from sqlalchemy import Connection, Row
 
 from outboxq.clock import uuid7s
+from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError, AuditNotFound
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import audit as statements
 from outboxq.statements.audit import AuditFilter as AuditFilter
-from outboxq.tables import mapped_schema
+from outboxq.tables import HISTORY_VERSION, mapped_schema
 
 logger = logging.getLogger("outboxq.audit")
 
@@ -193,12 +194,14 @@ def new_entry_id() -> UUID:
     return UUID(uuid7s(1)[0])
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:
     """What was done, the latest first."""
     rows = connection.execute(statements.select_entries(wanted or AuditFilter(), limit=limit))
     return [AuditEntry(*row) for row in rows]
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     """One action with what was meant.
 

@@ -20,10 +20,11 @@ from outboxq.admin.bulk_actions import read_action as read_action
 from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
-from outboxq.database.errors import describe_error, is_database_unavailable
+from outboxq.database.errors import describe_error, is_database_unavailable, missing_tables_explained
 from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
+from outboxq.tables import HISTORY_VERSION
 
 MAX_COUNT = 10_000
 SAMPLES = 10
@@ -245,6 +246,7 @@ def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> 
             check(kind, action.args)
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
     """Stop a change of many rows before its next page, when the caller's transaction commits.
 
@@ -259,6 +261,7 @@ def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
     return "over" if show_audit(connection, entry).entry.finished_at is not None else "stopped already"
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def resume(
     begin: Begin,
     journal: Journal,

@@ -7,11 +7,12 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.clock import uuid7s
+from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.statements import done as statements
 from outboxq.statements.done import OUTCOMES as OUTCOMES
 from outboxq.statements.done import DoneFilter as DoneFilter
-from outboxq.tables import mapped_schema
+from outboxq.tables import HISTORY_VERSION, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class FinishedDetail:
     result: str | None = field(repr=False)
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
@@ -62,6 +64,7 @@ def list_finished(
     return [FinishedJob(*row) for row in rows]
 
 
+@missing_tables_explained(HISTORY_VERSION)
 def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
     """One finished job, with what is kept of it.
 

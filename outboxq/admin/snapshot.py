@@ -18,7 +18,13 @@ from outboxq.admin.history import HistoryRow, read_history
 from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
-from outboxq.database.errors import sqlstate_of
+from outboxq.database.errors import (
+    INSUFFICIENT_PRIVILEGE,
+    LOCK_NOT_AVAILABLE,
+    QUERY_CANCELED,
+    describe_error,
+    sqlstate_of,
+)
 from outboxq.errors import SchemaError
 from outboxq.statements.dead_groups import group_newest
 from outboxq.statements.paging import database_clock
@@ -67,6 +73,14 @@ class DeadGroup:
     last_died_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class NotKnown:
+    """A part of a snapshot that is empty, and why."""
+
+    part: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What `take_snapshot` found.
@@ -84,7 +98,7 @@ class Snapshot:
     relays: tuple[RelaySummary, ...]
     dead_groups: tuple[DeadGroup, ...]
     unknown_effects: int
-    not_known: tuple[str, ...] = ()
+    not_known: tuple[NotKnown, ...] = ()
 
 
 def take_snapshot(connection: Connection) -> Snapshot:
@@ -118,7 +132,7 @@ class _Looks:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.refused: list[str] = []
+        self.refused: list[NotKnown] = []
 
     def at(self, name: str, look: Callable[[], Part]) -> Part | None:
         """What a look finds; None if the database refuses it.
@@ -130,17 +144,31 @@ class _Looks:
         try:
             run_script(self._connection, _SETTINGS)
             return look()
-        except SchemaError:
-            self.refused.append(name)
+        except SchemaError as error:
+            self.refused.append(NotKnown(name, str(error)))
             return None
         except (DBAPIError, psycopg.Error) as error:
             if sqlstate_of(error) is None or is_lost(self._connection):
                 raise
-            self.refused.append(name)
+            self.refused.append(NotKnown(name, _why_refused(error)))
             return None
         finally:
             if not is_lost(self._connection):
                 savepoint.rollback()
+
+
+def _why_refused(error: DBAPIError | psycopg.Error) -> str:
+    """In a sentence: the right that is missing, or what is in the way."""
+    sqlstate = sqlstate_of(error)
+    if sqlstate == INSUFFICIENT_PRIVILEGE:
+        original = error.orig if isinstance(error, DBAPIError) else error
+        said = original.diag.message_primary if isinstance(original, psycopg.Error) else "permission denied"
+        return f"{said}: a reader needs SELECT there, which the SQL of `outboxq roles --sql` gives"
+    if sqlstate == QUERY_CANCELED:
+        return "not known in 2 s; `outboxq doctor` looks at what may be in the way"
+    if sqlstate == LOCK_NOT_AVAILABLE:
+        return "another session has locked a table; `outboxq doctor` looks at what may be in the way"
+    return f"refused by the database: {describe_error(error)}"
 
 
 def _queues(

@@ -71,7 +71,8 @@ def metrics(options: MetricsOptions) -> None:
     for no lock; the doctor is asked once a minute. A database that is down is one whose outboxq_exporter_up is 0. Needs
     outboxq[metrics], and a role that may read: outboxq_reader, with pg_monitor for the ages of transactions.
 
-    Exit codes: 0 it was stopped, or printed; 1 with --once, a database could not be looked at; 2 wrong usage.
+    Exit codes: 0 it was stopped, or printed; 1 with --once, a database could not be looked at, or has older tables; 2
+    wrong usage.
 
     \b
     Examples:
@@ -94,6 +95,9 @@ def metrics(options: MetricsOptions) -> None:
         down = [name for name, exporter in exporters.items() if not exporter.is_up]
         if down:
             raise CommandFailed(f"not looked at: {', '.join(down)}")
+        for exporter in exporters.values():
+            if exporter.missing is not None:
+                raise exporter.missing
         return
     _serve(options, exporters, partial(expose, registry))
 

@@ -99,8 +99,16 @@ def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
         rows = view.rows(snapshot)
         if rows:
             print_table(view.columns, rows, now=snapshot.at, wide=wide, title=f"{view.title}:")
-    for part in snapshot.not_known:
-        notice(f"{part}: not known in 2 s; `outboxq doctor` looks at what may be in the way")
+    for said in not_known(snapshot):
+        notice(said)
+
+
+def not_known(snapshot: "Snapshot") -> list[str]:
+    """What could not be looked at, a line for each reason."""
+    parts: dict[str, list[str]] = {}
+    for each in snapshot.not_known:
+        parts.setdefault(each.reason, []).append(each.part)
+    return [f"{', '.join(names)}: {reason}" for reason, names in parts.items()]
 
 
 def summary(snapshot: "Snapshot") -> str:

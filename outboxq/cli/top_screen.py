@@ -20,7 +20,7 @@ from textual.worker import get_current_worker
 
 from outboxq.cli.errors import explain
 from outboxq.cli.tables import Column, is_number
-from outboxq.cli.top import TopOptions, look, summary
+from outboxq.cli.top import TopOptions, look, not_known, summary
 from outboxq.cli.top_views import VIEWS, View
 from outboxq.cli.values import in_full
 from outboxq.codec.text import printable
@@ -162,10 +162,8 @@ class Top(App[None]):
     def show_snapshot(self, snapshot: "Snapshot") -> None:
         """Fill every table anew, and leave each cursor on the row that it was on."""
         self._snapshot = snapshot
-        said = f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}"
-        if snapshot.not_known:
-            said += f"; not known in 2 s: {', '.join(snapshot.not_known)}"
-        self.query_one("#summary", Static).update(Text(said))
+        said = "; ".join((f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}", *not_known(snapshot)))
+        self.query_one("#summary", Static).update(Text(printable(said)))
         for view in VIEWS:
             self._fill(view)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from outboxq.admin.roles import RIGHTS, Part
 from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import identifier
+from outboxq.names import with_article
 from outboxq.statements.doctor import tables as statements
 from outboxq.statements.doctor.sessions import role_settings
 
@@ -40,10 +41,10 @@ def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
         yield Finding(
             "grant-missing",
             "problem",
-            f"this role lacks {', '.join(privileges)} on table {table}, which a {use} needs",
+            f"this role lacks {', '.join(privileges)} on table {table}, which {with_article(use)} needs",
             {"use": use, "object": table, "missing": privileges},
             f"GRANT {', '.join(privileges)} ON {identifier(schema, table)} TO the role "
-            f"(`outboxq roles --sql` prints all it takes); or say with --for what else than a {use} it is.",
+            f"(`outboxq roles --sql` prints all it takes); or say with --for what else than {with_article(use)} it is.",
         )
 
 

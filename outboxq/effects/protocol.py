@@ -32,6 +32,7 @@ from outboxq.errors import (
     ResultNotStorable,
 )
 from outboxq.fault_points import fault_point
+from outboxq.names import with_article
 from outboxq.statements import effects as statements
 from outboxq.statements.effects import EffectState, Status
 
@@ -152,7 +153,8 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
 def _check_answer(answer: object) -> LookUp[object]:
     if not isinstance(answer, Applied | NotApplied | Unknown):
         raise HandlerError(
-            f"already_applied returned a {type(answer).__name__}: return Applied(result), NotApplied() or Unknown()"
+            f"already_applied returned {with_article(type(answer).__name__)}: return Applied(result), NotApplied() or "
+            "Unknown()"
         )
     return answer
 

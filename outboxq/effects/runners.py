@@ -22,6 +22,7 @@ from outboxq.effects.telling import telling
 from outboxq.effects.transactions import AsyncTransactions, Transactions
 from outboxq.errors import CallNotApplied, ConfigError, HandlerError
 from outboxq.events import EffectCalled
+from outboxq.names import with_article
 from outboxq.statements.effects import select_deployment
 
 T = TypeVar("T")
@@ -213,5 +214,7 @@ def _not_awaitable(value: object) -> object:
             "`call` is an async function, and nobody awaits it here: use an async handler, or AsyncEffects"
         )
     if inspect.isawaitable(value):
-        raise HandlerError(f"`call` returned a {type(value).__name__}, which runs on, and nobody awaits it here")
+        raise HandlerError(
+            f"`call` returned {with_article(type(value).__name__)}, which runs on, and nobody awaits it here"
+        )
     return value

@@ -41,6 +41,7 @@ from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.returned import DoneWithResult
 from outboxq.handlers.row_writes import RowWrite, TableFacts, row_write
 from outboxq.job import Job
+from outboxq.names import with_article
 from outboxq.new_job import NewJob
 from outboxq.outbox.pending import holds_only_jobs, take_jobs
 from outboxq.outcomes import Done
@@ -190,7 +191,7 @@ class _SharedRun:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")
             outcome = handler.returned.outcome(returned)
             if not isinstance(outcome, Done):
-                raise HandlerError(f"the handler returned a {type(outcome).__name__}")
+                raise HandlerError(f"the handler returned {with_article(type(outcome).__name__)}")
             self._keep(opened, run)
         finally:
             try:

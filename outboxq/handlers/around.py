@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from outboxq.errors import HandlerError, RegistryError
 from outboxq.handlers.function import check_takes_one, name_of
 from outboxq.handlers.handler import AnyHandler, Flavour
+from outboxq.names import with_article
 from outboxq.outcomes import Outcome
 
 Wrapping: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextManager[object] | Outcome | None
@@ -57,7 +58,7 @@ class Around:
         if inspect.iscoroutine(made):
             # Close it, or Python warns.
             made.close()
-        shown = f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
+        shown = f"the class {made.__name__}" if isinstance(made, type) else f"{with_article(type(made).__name__)}"
         raise HandlerError(f"around {self.name} returned {shown}: return a context manager, an outcome or None")
 
 

@@ -19,6 +19,7 @@ from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
 from outboxq.handlers.row_writes import Statement, only_writes
 from outboxq.handlers.set_based import single_executions
+from outboxq.names import with_article
 from outboxq.outbox.session import OutboxSession
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
@@ -155,11 +156,13 @@ def _checked_parameters(parameters: object) -> dict[str, object]:
         )
     for name, value in parameters.items():
         if not isinstance(name, str):
-            raise DeferError(f"ctx.defer takes parameters by name, got a {type(name).__name__} for a name")
+            raise DeferError(f"ctx.defer takes parameters by name, got {with_article(type(name).__name__)} for a name")
         if type(value) in PLAIN:
             continue
         if entity_state(value) is not None:
-            raise DeferError(f"parameter {name!r} is a {type(value).__name__} object: pass its key, or a column of it")
+            raise DeferError(
+                f"parameter {name!r} is {with_article(type(value).__name__)} object: pass its key, or a column of it"
+            )
         if is_expression(value):
             raise DeferError(f"parameter {name!r} is an SQL expression: put it into the statement")
     return dict(parameters)

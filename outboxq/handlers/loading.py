@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from outboxq.errors import ConfigError, OutboxqError
+from outboxq.names import with_article
 
 if TYPE_CHECKING:
     from outboxq.handlers.registry import Jobs
@@ -44,7 +45,8 @@ def load_jobs(target: str) -> "Jobs":
         found = getattr(found, name)
     if not isinstance(found, Jobs):
         raise ConfigError(
-            f"{target} is a {type(found).__name__}, and a relay needs an outboxq.Jobs{_offer(module, module_name)}"
+            f"{target} is {with_article(type(found).__name__)}, and a relay needs an outboxq.Jobs"
+            f"{_offer(module, module_name)}"
         )
     return found
 

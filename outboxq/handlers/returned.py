@@ -16,6 +16,7 @@ import msgspec
 
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
 from outboxq.errors import ArgumentError, HandlerError, NothingDone, ResultNotKept
+from outboxq.names import with_article
 from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
 
 logger = logging.getLogger("outboxq.relay")
@@ -129,6 +130,6 @@ def _refuse_undone(returned: object) -> None:
         # Close it, or Python warns.
         returned.close()
     raise NothingDone(
-        f"the handler returned a {type(returned).__name__} that was not run to its end: `await` it in an async "
-        "handler, or run it before returning"
+        f"the handler returned {with_article(type(returned).__name__)} that was not run to its end: `await` it in an "
+        "async handler, or run it before returning"
     )

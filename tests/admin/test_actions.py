@@ -232,8 +232,10 @@ def test_an_action_that_fails_has_no_row(engine: Engine) -> None:
 def test_an_actor_and_a_reason_can_be_stored() -> None:
     """Or are refused before anything is done."""
     for name in ("", "x" * 256, "a\x00b"):
-        with pytest.raises(InvalidKey):
+        with pytest.raises(InvalidKey, match="actor's name"):
             Actor(name)
+    with pytest.raises(InvalidKey, match="an actor's name takes"):
+        Actor("")
     with pytest.raises(ArgumentError):
         Actor("anna", via="mail")  # type: ignore[arg-type]
     for reason in ("", "  ", "a\x00b", "\ud800", "x" * 2_001):

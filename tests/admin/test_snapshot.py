@@ -3,7 +3,7 @@
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 
 from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups, take_snapshot
 from outboxq.admin.stats import collect_stats
@@ -12,6 +12,8 @@ from outboxq.observability.metrics.exposition import expose, registry_of
 from outboxq.observability.metrics.tables import PARTS
 from outboxq.postgres import Database
 from tests.admin.test_explain_large import counting_pages
+from tests.admin.test_roles import Cast
+from tests.admin.test_roles import roles as roles
 from tests.support.doctor import execute, open_session
 from tests.support.metrics import parsed, value
 from tests.support.staged import stage
@@ -82,7 +84,8 @@ def test_a_part_that_takes_too_long_is_left_out(engine: Engine, outboxq_database
         before = connection.execute(text("SHOW statement_timeout")).scalar_one()
         found = take_snapshot(connection)
         assert connection.execute(text("SHOW statement_timeout")).scalar_one() == before
-    assert found.not_known == ("queues",)
+    (missing,) = found.not_known
+    assert (missing.part, "locked a table" in missing.reason) == ("queues", True)
     assert found.dead_groups
 
 
@@ -92,7 +95,22 @@ def test_a_refused_part_says_so(engine: Engine) -> None:
         connection.execute(text("DROP TABLE outboxq.relay_status"))
         found = take_snapshot(connection)
         connection.rollback()
-    assert found.not_known == ("relays",)
+    (missing,) = found.not_known
+    assert (missing.part, "outboxq migrate" in missing.reason) == ("relays", True)
+
+
+def test_a_right_that_is_missing_is_named(roles: Cast) -> None:
+    """And what gives it."""
+    execute(
+        roles.database.url, 'REVOKE SELECT ON outboxq.stat FROM "{}"'.format(roles.groups["reader"].replace('"', '""'))
+    )
+    engine = create_engine(roles.url("reader"))
+    with engine.connect() as connection:
+        found = take_snapshot(connection)
+    engine.dispose()
+    (missing,) = found.not_known
+    assert (missing.part, "permission denied for table stat" in missing.reason) == ("kinds", True)
+    assert "outboxq roles --sql" in missing.reason
 
 
 @pytest.mark.large

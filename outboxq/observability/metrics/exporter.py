@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 
 from outboxq.clock import clock
 from outboxq.database.driver import driver_connection
+from outboxq.errors import SchemaError
 from outboxq.observability.metrics.minutes import MinuteSums
 from outboxq.observability.metrics.reading import Reading
 from outboxq.observability.metrics.tables import look_at_tables, timed
@@ -60,6 +61,9 @@ class DatabaseExporter:
         connect: Opens a connection, which may take some seconds.
         find: Asks the doctor, on connections of its own.
         minutes: What became of jobs, if that is exported too.
+
+    Attributes:
+        missing: Why parts of the last look were not answered, if it is that tables are missing.
     """
 
     connect: Callable[[], AbstractContextManager[Connection]]
@@ -68,6 +72,7 @@ class DatabaseExporter:
     minutes: MinuteSums | None = None
     look_seconds: float = LOOK_SECONDS
     doctor_seconds: float = DOCTOR_SECONDS
+    missing: SchemaError | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _seen: Reading | None = field(default=None, init=False)
     _seen_at: float = field(default=float("-inf"), init=False)
@@ -119,7 +124,7 @@ class DatabaseExporter:
                 options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self.schema}}
                 connection = given.execution_options(**options)
                 try:
-                    look_at_tables(connection, self.schema, reading)
+                    self._say(look_at_tables(connection, self.schema, reading))
                     if self.minutes is not None:
                         minutes = self.minutes
                         timed("history", lambda: minutes.look(connection), connection, reading)
@@ -140,6 +145,11 @@ class DatabaseExporter:
             whole.merge(reading)
             whole.merge(counted)
             self._keep(whole)
+
+    def _say(self, missing: SchemaError | None) -> None:
+        if missing is not None and self.missing is None:
+            logger.warning("parts of the looks are not answered: %s", missing)
+        self.missing = missing
 
     def _keep(self, reading: Reading | None) -> None:
         with self._lock:

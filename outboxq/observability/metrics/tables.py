@@ -16,6 +16,8 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
+from outboxq.database.errors import explain_missing_tables
+from outboxq.errors import SchemaError
 from outboxq.observability.metrics.reading import Reading
 from outboxq.queue_limits import limits_in_force, read_limits
 from outboxq.statements import gauges as statements
@@ -26,6 +28,7 @@ from outboxq.statements.jobs import STATES
 from outboxq.statements.relays import declared_limits, may_read_relays
 from outboxq.statements.server import schema_version
 from outboxq.statements.stats import count_first_unknown_effects
+from outboxq.tables import HISTORY_VERSION
 
 # LOCAL, because a transaction pooler would keep anything else for the next client.
 _SETTINGS = "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
@@ -54,34 +57,43 @@ class TablesLook:
         return {each.queue: each.ready + each.due for each in self.stats.queues}
 
 
-def look_at_tables(connection: Connection, schema: str, reading: Reading) -> None:
+def look_at_tables(connection: Connection, schema: str, reading: Reading) -> SchemaError | None:
     """Make every part of a look that can be made.
+
+    Returns:
+        Why some could not, if it is that tables are missing or older than they must be.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
     """
     look = TablesLook(connection, schema, reading)
-    for name, read in PARTS.items():
-        timed(name, partial(read, look), connection, reading)
+    missing = [timed(name, partial(read, look), connection, reading) for name, read in PARTS.items()]
+    return next(filter(None, missing), None)
 
 
-def timed(name: str, read: Callable[[], None], connection: Connection, reading: Reading) -> None:
+def timed(name: str, read: Callable[[], None], connection: Connection, reading: Reading) -> SchemaError | None:
     """Make a part of a look in a transaction of its own, and say how long it took, and whether it was answered.
+
+    Returns:
+        Why not, if it is that tables are missing or older than they must be.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
     """
     began_at, is_answered = time.perf_counter(), True
+    missing: SchemaError | None = None
     try:
         with connection.begin():
             run_script(connection, _SETTINGS)
             read()
-    except (DBAPIError, psycopg.Error):
+    except (DBAPIError, psycopg.Error, SchemaError) as error:
         if is_lost(connection):
             raise
         is_answered = False
+        missing = error if isinstance(error, SchemaError) else explain_missing_tables(error, HISTORY_VERSION)
     reading.highest("outboxq_exporter_query_seconds", (name,), time.perf_counter() - began_at)
     reading.highest("outboxq_exporter_query_ok", (name,), int(is_answered))
+    return missing
 
 
 def _read_relays(look: TablesLook) -> None:

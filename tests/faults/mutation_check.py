@@ -1135,7 +1135,7 @@ MUTANTS = (
     Mutant(
         "the marks of an operator's page that was rolled back",
         "outboxq/admin/marks.py",
-        "        if ids and not _clear(begin, ids):\n",
+        "        if ids and not _clear(begin, ids, run):\n",
         "        if ids and not ids:\n",
         ("tests/cli/test_interrupted.py",),
     ),

@@ -226,6 +226,10 @@ class Actions:
         self._record(connection, "message.forget", message_ids, changed, {"consumer": consumer}, held=held)
         return done
 
+    def prune_audit(self, begin: Begin, age: timedelta) -> int:
+        """Delete the rows of the audit that are older, as `audit.prune` does."""
+        return audit.prune(begin, self._journal, age)
+
     def renew_installation(self, connection: Connection) -> installation.NewInstallation:
         """Give a copied database an id of its own, as `installation.renew_installation` does."""
         made = installation.renew_installation(connection)

@@ -7,25 +7,29 @@ texts of jobs.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, get_args
 from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, Row
 
+from outboxq.admin.marks import Begin
 from outboxq.clock import uuid7s
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError, AuditNotFound
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import audit as statements
 from outboxq.statements.audit import AuditFilter as AuditFilter
+from outboxq.statements.paging import database_clock
 from outboxq.tables import HISTORY_VERSION, mapped_schema
 
 logger = logging.getLogger("outboxq.audit")
 
 Via: TypeAlias = Literal["cli", "web", "api"]
 MAX_REASON_BYTES = 2_000
+# How many rows a transaction of `prune` deletes.
+PAGE_ROWS = 1_000
 
 _UNWRITTEN = {
     "missing": "the table is missing: run `outboxq migrate`",
@@ -147,7 +151,7 @@ class Journal:
             self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
 
     def announce(
-        self, connection: Connection, action: str, target: str, change: Mapping[str, object] | None = None
+        self, connection: Connection, action: str, target: str | None, change: Mapping[str, object] | None = None
     ) -> UUID | None:
         """Write down something that no rollback takes back, in a transaction before it; None if nothing is written."""
         if not self.may_write(connection):
@@ -212,6 +216,30 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     if row is None:
         raise AuditNotFound(entry)
     return detail_of(row)
+
+
+@missing_tables_explained(HISTORY_VERSION)
+def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
+    """Delete the rows that are older, a page of 1,000 in a transaction; the number of them.
+
+    Rows of changes that are not over stay, because these can be gone on with. It has a row of its own, in which each
+    page is counted.
+    """
+    with begin() as connection:
+        before = database_clock(connection) - age
+    entry: UUID | None = None
+    deleted = 0
+    while True:
+        with begin() as connection:
+            page = connection.execute(statements.delete_entries(before, PAGE_ROWS)).rowcount
+            if deleted == 0:
+                entry = journal.announce(connection, "audit.prune", None, {"before": before})
+            is_last = page < PAGE_ROWS
+            if entry is not None:
+                connection.execute(statements.count_page(entry, changed=page, held=0, position=None, finished=is_last))
+        deleted += page
+        if is_last:
+            return deleted
 
 
 def detail_of(row: Row[Any]) -> AuditDetail:

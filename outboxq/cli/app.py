@@ -76,6 +76,7 @@ class _Root(PlainGroup):
             "dead discard",
             "bulk resume",
             "bulk stop",
+            "audit prune",
             "done run-again",
             "inbox forget",
             "schedules put",

@@ -1,13 +1,16 @@
 """`outboxq audit`, what operators did, and `outboxq bulk`, which stops and resumes what they do to many rows."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outboxq.cli.arguments import App, Args, GivenArguments, Unchecked
 from outboxq.cli.bulk import exit_code_of, showing
+from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
 from outboxq.cli.inbox import read_moment
 from outboxq.cli.options import ActingOptions, OneId, takes
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-app = Commands(help="List and show what operators did, and why.")
+app = Commands(help="List and show what operators did, and why, and delete what is old.")
 runs = Commands(help="Stop and resume changes of many rows.")
 
 
@@ -102,6 +105,48 @@ def show_audit(connection: "Connection", entry: OneId) -> object:
     from outboxq.admin import audit
 
     return audit.show_audit(connection, entry)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneOptions(ActingOptions):
+    """A field per option."""
+
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="TIME", help="Older than so many days, such as 400d.")
+    ]
+
+
+@app.command("prune")
+@takes(PruneOptions)
+def prune_audit(options: PruneOptions) -> None:
+    """Delete old rows, 1,000 a transaction, as the owner of the tables: no role of `outboxq roles` may.
+
+    Rows of changes that are not over stay, because `outboxq bulk resume` can go on with them. How many rows were
+    deleted, and why, is a row of its own.
+
+    \b
+    Example:
+      outboxq audit prune --older-than 400d
+    """
+    age = read_age(options.older_than)
+    with options.open() as begin:
+        deleted = options.actions().prune_audit(begin, age)
+    if options.as_json:
+        print_json({"deleted": deleted})
+    else:
+        typer.echo(f"deleted {several(deleted, 'row', 'rows')}")
+
+
+def read_age(given: str) -> timedelta:
+    """A number of days, such as 400d.
+
+    Raises:
+        WrongUsage: something else, or none, or over 3,653.
+    """
+    found = re.fullmatch(r"(\d{1,4})d", given, re.ASCII)
+    if found is None or not 1 <= int(found[1]) <= 3_653:
+        raise WrongUsage(f"--older-than takes days from 1d to 3653d, such as 400d, got {given!r}")
+    return timedelta(days=int(found[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, TextClause, insert, null, or_, select, text, update
+from sqlalchemy import ColumnElement, Executable, TextClause, delete, insert, null, or_, select, text, update
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import matching
@@ -112,6 +112,17 @@ def reopen(entry: UUID) -> Executable:
     """Let a change of many rows go on, in another process than before; behind `lock_entry`. Index: the primary key."""
     values = {"stopped_at": null(), "error": null(), "resumed": audit.c.resumed + 1}
     return update(audit).where(audit.c.id == entry).values(**values).returning(audit.c.resumed)
+
+
+def delete_entries(moment: datetime, limit: int) -> Executable:
+    """Delete up to `limit` rows that were written before this time, the oldest first, but none that is not over.
+
+    Index: audit_at, from its start, past rows that are not over; the primary key. Locks: the rows, none of which
+    anything else locks.
+    """
+    over = select(audit.c.id).where(audit.c.at < moment, audit.c.finished_at.is_not(None))
+    oldest = over.order_by(audit.c.at).limit(limit).cte("oldest").prefix_with("MATERIALIZED")
+    return delete(audit).where(audit.c.id == oldest.c.id)
 
 
 def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:

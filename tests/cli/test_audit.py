@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 from uuid import UUID
 
@@ -13,6 +14,8 @@ from sqlalchemy import Engine, text
 from outboxq.cli.app import _Root
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy
+from tests.admin.test_roles import Cast
+from tests.admin.test_roles import roles as roles
 from tests.support import operators
 from tests.support.cli import call, command, environment
 from tests.support.operators import Table, add, audited, count, marked
@@ -151,6 +154,7 @@ def test_every_changing_command_says_who_and_why(
         ("dead", "retry", dead),
         ("dead", "discard", "--queue", "q"),
         ("done", "run-again", UUID(int=7)),
+        ("audit", "prune", "--older-than", "400d"),
         ("effects", "new-installation", "--yes"),
     ]
     for words in commands:
@@ -161,13 +165,41 @@ def test_every_changing_command_says_who_and_why(
     assert [row["action"] for row in rows] == [
         "queue.pause", "queue.resume", "queue.set", "queue.keep_dead", "kind.pause", "kind.resume", "schedule.put",
         "schedule.pause", "schedule.resume", "schedule.run_now", "schedule.remove", "job.change", "job.cancel",
-        "dead.retry", "dead.discard", "done.run_again", "installation.renew", "message.forget",
+        "dead.retry", "dead.discard", "done.run_again", "audit.prune", "installation.renew", "message.forget",
     ]  # fmt: skip
     users = {row["actor"] for row in rows[:-1]}
     assert users == {_user()}
     assert (rows[-1]["actor"], rows[-1]["reason"]) == ("anna", None)
     assert {row["via"] for row in rows} == {"cli"}
     assert [row["reason"] for row in rows[:2]] == ["why queues pause", "why queues resume"]
+
+
+def test_old_rows_are_deleted_in_pages(outboxq_database: Database, engine: Engine) -> None:
+    """Those that are over; it is counted in a row of its own."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.audit (id, at, finished_at, actor, via, action) SELECT gen_random_uuid(), now() - n * "
+            "interval '1 hour' + interval '1 minute', CASE WHEN n <> 2000 THEN now() END, 'anna', 'cli', 'queue.pause' "
+            "FROM generate_series(1, 2500) AS n"
+        )
+    url = outboxq_database.url
+    said = call("audit", "prune", "--older-than", "10d", "--because", "a rule", "--json", url=url).ok()
+    assert said.json == {"deleted": 2_259}
+    row = audited(engine)[-1]
+    assert (row["action"], row["changed"], row["reason"]) == ("audit.prune", 2_259, "a rule")
+    assert row["finished_at"] is not None
+    assert len(audited(engine)) == 2500 - 2259 + 1
+    (open_one,) = [each for each in audited(engine) if each["finished_at"] is None]
+    assert open_one["at"] < row["at"] - timedelta(days=80)
+    for wrong in ("0d", "3654d", "10", "1h", "-5d", "\u0661d"):
+        assert call("audit", "prune", "--older-than", wrong, url=url).exit_code == 2
+
+
+def test_an_operator_deletes_nothing_from_the_audit(roles: Cast, engine: Engine) -> None:
+    """The owner of the tables may; and what was refused is not written down."""
+    said = roles.call("operator", "audit", "prune", "--older-than", "1d")
+    assert (said.exit_code, "permission denied for table audit" in said.stderr) == (1, True)
+    assert audited(engine) == []
 
 
 def test_every_command_that_mends_asks_why() -> None:

@@ -51,6 +51,7 @@ COMMANDS = [
     ("dead", "discard"),
     ("audit", "list"),
     ("audit", "show"),
+    ("audit", "prune"),
     ("bulk", "resume"),
     ("bulk", "stop"),
     ("done", "list"),

@@ -23,6 +23,7 @@ NEEDS_STEP_11: list[tuple[str, ...]] = [
     ("queues", "set", "q", "--keep-dead", "30d"),
     ("audit", "list"),
     ("audit", "show", ID),
+    ("audit", "prune", "--older-than", "400d"),
     ("bulk", "stop", ID),
     ("bulk", "resume", ID),
     ("done", "list"),

@@ -54,6 +54,7 @@ RUN_HERE = {
     "outboxq audit list": (0,),
     "outboxq audit list --action dead --since 2026-01-31": (0,),
     "outboxq audit show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10": (1,),
+    "outboxq audit prune --older-than 400d": (0,),
     "outboxq bulk stop 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10": (1,),
     "outboxq bulk resume 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10": (1,),
     "outboxq queues set prices --keep-dead 30d": (0,),

@@ -126,6 +126,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "batches show": [(numbered(201),)],
     "audit list": [(), ("--action", "queue", "--json")],
     "audit show": [(numbered(301),)],
+    "audit prune": [("--older-than", "400d")],
     "bulk resume": [(numbered(301), "--because", "reviewed")],
     "bulk stop": [(numbered(301),), (numbered(302),)],
     "kinds list": [()],

@@ -85,14 +85,19 @@ class MetricsTeller:
             self._rest = self._rest[self._socket.send(self._rest) :]
 
     def _run(self) -> None:
-        # Ends with the supervisor.
-        with suppress(OSError):
+        try:
             while True:
                 is_asked, _, _ = select.select([self._socket], [], [], TELL_SECONDS)
                 if is_asked and not self._socket.recv(4096):
                     return
                 with suppress(TimeoutError):
                     self.tell()
+        except OSError:
+            # The supervisor is gone.
+            return
+        finally:
+            with self._lock:
+                self._socket.close()
 
 
 def receive(connection: socket.socket) -> Reading | None:

@@ -201,11 +201,11 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     """The relief meets it; what it had in hand comes back, and its slot does not wait for ever."""
     script, struck, ran, jobs = Unsettled.script, [], [], Jobs()
 
-    def strike(rest: Unsettled, schema: str, *, free: bool) -> str:
+    def strike(rest: Unsettled, schema: str, **options: bool) -> str:
         if not struck:
             struck.append(1)
             raise MemoryError
-        return script(rest, schema, free=free)
+        return script(rest, schema, **options)
 
     @jobs.handler(queue="q", claim="lease")
     def work(_ctx: Context, name: str) -> None:
@@ -218,7 +218,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
         session.add_jobs(work.job(name=name) for name in names)
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(
-        Unsettled, "script", lambda rest, schema, free: (strike if "slow" in ran else script)(rest, schema, free=free)
+        Unsettled, "script", lambda *given, **options: (strike if "slow" in ran else script)(*given, **options)
     )
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")

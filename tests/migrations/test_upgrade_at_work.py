@@ -125,7 +125,8 @@ def test_under_its_lock_a_step_reads_the_table_for_its_indexes_only(empty_engine
         with empty_engine.begin() as connection:
             migrate(connection, to=step)
             locked, jobs = connection.exec_driver_sql(READ).one()[:2]
-            reads[step] = (locked, jobs / FEW_JOBS)
+            # A vacuum beside it may have read a row.
+            reads[step] = (locked, round(jobs / FEW_JOBS, 1))
     locking = {step: times for step, (locked, times) in reads.items() if locked}
     # Step 7 repairs rows before it locks, by two looks; step 9 makes four indexes.
     assert locking == {7: 2, 9: 4}

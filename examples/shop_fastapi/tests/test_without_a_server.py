@@ -34,7 +34,7 @@ def test_the_price_of_an_order_is_that_of_its_moment(
     """A price that changes before the relay comes changes neither the order nor its invoice."""
     assert client.post("/orders", json=ORDER).json()["total_cents"] == 39_00
     with engine.begin() as connection:
-        connection.execute(text("UPDATE product SET price_cents = 99_00"))
+        connection.execute(text("UPDATE product SET price_cents = 9900"))
 
     Relay(outboxq_database.url, jobs).drain()
 

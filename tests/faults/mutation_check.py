@@ -197,7 +197,7 @@ MUTANTS = (
         "outboxq/handlers/call.py",
         "            self._notes.clear([job.id for job in self.jobs])\n",
         "            pass\n",
-        (_PROGRESS + "test_a_note_is_seen_while_the_handlers_transaction_is_open[transaction-sync]",),
+        (_PROGRESS + "test_a_note_is_seen_while_the_handlers_transaction_is_open",),
     ),
     Mutant(
         "the pause between two writes of progress",

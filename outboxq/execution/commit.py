@@ -15,7 +15,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, for
 from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.job_batches import batch_ids, read_finished
-from outboxq.execution.keep import Keeper
+from outboxq.execution.keep import NOTHING_KEPT, Keeper, Kept
 from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
@@ -27,9 +27,18 @@ from outboxq.statements.transaction import xact_status
 _STATEMENTS = 3
 # How many of them stand before those that keep finished jobs, and take the keys of unique jobs.
 _BEFORE_KEYS = 2
-# If the rows of finished jobs are refused, the transaction goes back to before them, and no further.
+# If the rows of finished jobs are refused, the transaction goes back to before them, and no further. They wait for the
+# lock of an operator's forgotten session for a moment, not for as long as a handler may: slots, and the rows that
+# handlers have locked, wait with them.
 _KEPT_SAVEPOINT = "oq_kept"
-_KEEPING_STATEMENTS = 3
+_BRIEFLY = (
+    "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
+    "pg_catalog.set_config('lock_timeout', '1s', true)"
+)
+_AS_LONG_AS_BEFORE = (
+    "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
+)
+_KEEPING_STATEMENTS = 5
 _NO_SUCH_SAVEPOINT = "3B001"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
@@ -126,7 +135,7 @@ def _send_commit(
     batch.begin_commit()
     keys = batch.unique_adds.statements(runtime.schema) if batch.unique_adds else []
     texts, next_claim = behind.texts, behind.next_claim
-    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)
+    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)
     try:
         results = _run(connection, transaction.inner_savepoint, keys, texts, runtime.keeper, kept)
     except psycopg.Error as error:
@@ -212,7 +221,7 @@ def _back_to_claim(
     return failed
 
 
-def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: str = "") -> str:
+def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = NOTHING_KEPT) -> str:
     """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
@@ -223,14 +232,18 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: str = ""
     Args:
         keys: Take the keys of the unique jobs that handlers have added. Last, and in the same round trip, so that a
             producer which adds a job of the same key waits for a COMMIT, and not for a handler.
-        kept: Writes the rows of finished jobs. Behind the savepoint: never in another transaction than theirs.
+        kept: Writes the rows of finished jobs, and tells those who wait for them. Behind the savepoint: never in
+            another transaction than theirs.
     """
-    keeping = f"SAVEPOINT {_KEPT_SAVEPOINT}; {kept}; RELEASE SAVEPOINT {_KEPT_SAVEPOINT}; " if kept else ""
+    keeping = f"{kept.telling}; " if kept.telling else ""
+    if kept.keeping:
+        behind = f"{_AS_LONG_AS_BEFORE}; RELEASE SAVEPOINT {_KEPT_SAVEPOINT}; "
+        keeping = f"SAVEPOINT {_KEPT_SAVEPOINT}; {_BRIEFLY}; {kept.keeping}; {behind}{keeping}"
     taking = "".join(f"{statement}; " for statement in keys)
     return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"
 
 
-def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper, kept: str = "") -> None:
+def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper, kept: Kept = NOTHING_KEPT) -> None:
     """Commit by `commit_script`, and check that it is done.
 
     Args:
@@ -248,7 +261,7 @@ def _run(
     keys: Sequence[str],
     behind: Sequence[str],
     keeper: Keeper,
-    kept: str,
+    kept: Kept,
 ) -> list[ScriptResult]:
     """Send `commit_script`, once more without the rows of finished jobs if their table refuses them.
 
@@ -259,12 +272,13 @@ def _run(
         results = run_script(connection, "; ".join([commit_script(inner_savepoint, keys, kept), *behind]))
     except psycopg.Error as error:
         # The savepoint is there only if its own statement failed: those behind have released it.
-        if not (kept and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
+        if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
             raise
         keeper.refused(error)
-        return run_script(connection, "; ".join([commit_script(_KEPT_SAVEPOINT, keys), *behind]))
-    if kept:
-        del results[_BEFORE_KEYS : _BEFORE_KEYS + _KEEPING_STATEMENTS]
+        kept = replace(kept, keeping="")
+        results = run_script(connection, "; ".join([commit_script(_KEPT_SAVEPOINT, keys, kept), *behind]))
+    of_kept = (_KEEPING_STATEMENTS if kept.keeping else 0) + (1 if kept.telling else 0)
+    del results[_BEFORE_KEYS : _BEFORE_KEYS + of_kept]
     return results
 
 

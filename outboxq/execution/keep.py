@@ -6,6 +6,7 @@ jobs do must not depend on what is kept of them. Those who wait for the result o
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -27,10 +28,28 @@ _OUTCOMES: Mapping[type, str] = {
     JobExpired: "expired",
 }
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
-# A row, or a table, that will be refused again: data, constraints, rights and missing tables, limits, foreign locks.
-_REFUSALS = frozenset({"22", "23", "42", "54", "55"})
+# A row, or a table, that will be refused again: data, constraints, rights and missing tables, no room, limits, foreign
+# locks, and the patience of a role's time-out.
+_REFUSALS = frozenset({"22", "23", "42", "53", "54", "55"})
+_QUERY_CANCELED = "57014"
 # After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
 _PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What goes into the transaction that removes jobs, for those who ask for them later: statements, or nothing.
+
+    Attributes:
+        keeping: Writes the rows of finished jobs.
+        telling: Tells those who wait for results.
+    """
+
+    keeping: str = ""
+    telling: str = ""
+
+
+NOTHING_KEPT = Kept()
 
 
 @dataclass(slots=True)
@@ -47,6 +66,10 @@ class Keeper:
         kinds = {kind: handler.keeping for kind, handler in registry.handlers.items() if handler.keeping is not None}
         return cls(kinds, relay)
 
+    def keep_nothing(self) -> None:
+        """Keep no rows from now on; those who wait for results are told all the same."""
+        self._paused_until = math.inf
+
     def kept(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[KeptJob]:
         """The rows of the jobs that are over by these events, of kinds that keep them.
 
@@ -57,19 +80,16 @@ class Keeper:
             return []
         return [row for event in events if (row := self._row(event, others)) is not None]
 
-    def statement(
+    def statements(
         self, schema: str, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
-    ) -> str:
-        """The statement that writes these rows, and tells those who wait for results; empty if there is nothing of it.
-
-        For the transaction that removes the jobs, late: what it tries of waiters is held until COMMIT.
-        """
+    ) -> Kept:
+        """For the transaction that removes the jobs, and late: what is tried of waiters is held until COMMIT."""
         if not self.kinds:
-            return ""
+            return NOTHING_KEPT
         events = tuple(events)
         rows, ended = self.kept(events, others), self.ended(events, others)
         keeping = keep_jobs(schema, rows, self.relay) if rows else ""
-        return tell_waiters(schema, ended, beside=keeping) if ended else keeping
+        return Kept(keeping, tell_waiters(schema, ended) if ended else "")
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
         """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""
@@ -86,11 +106,12 @@ class Keeper:
     @staticmethod
     def may_be_refusal(error: BaseException) -> bool:
         """Whether an error of a string that kept jobs may have come from their table, and would come again."""
-        return (sqlstate_of(error) or "")[:2] in _REFUSALS
+        sqlstate = sqlstate_of(error) or ""
+        return sqlstate[:2] in _REFUSALS or sqlstate == _QUERY_CANCELED
 
     def refused(self, error: BaseException) -> None:
         """Keep nothing for a while, since the table has refused rows, and log that."""
-        self._paused_until = clock() + _PAUSE_SECONDS
+        self._paused_until = max(self._paused_until, clock() + _PAUSE_SECONDS)
         logger.warning(
             "finished jobs are not kept for %d s: the table done_job refused their rows (%s); `outboxq doctor` names "
             "rights that are missing",

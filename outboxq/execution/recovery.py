@@ -213,7 +213,7 @@ def settle_on_new_connection(
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, runtime, batch.seconds),)
-            kept = runtime.keeper.statement(runtime.schema, events, batch.stands_for)
+            kept = runtime.keeper.statements(runtime.schema, events, batch.stands_for)
             commit_checked(connection, inner, runtime.keeper, kept)
     except LeaseLost:
         events = (JobLeaseLost(job),)
@@ -343,6 +343,6 @@ def _settle_anew(
         else:
             inner = begin_transaction(connection).inner_savepoint
         event = settle_result(connection, job, result, runtime, batch.seconds)
-        kept = runtime.keeper.statement(runtime.schema, [event], taken_along)
+        kept = runtime.keeper.statements(runtime.schema, [event], taken_along)
         commit_checked(connection, inner, runtime.keeper, kept)
     return event

@@ -62,9 +62,18 @@ class ProgressWriter:
             self._notes[job.id] = ProgressNote(job.id, job.attempt, fraction, note)
             self._ended.discard(job.id)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="outboxq-progress", daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="outboxq-progress", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The process may have no more threads: the next note tries again.
+            logger.debug("the thread that writes progress cannot start")
+        else:
+            self._thread = thread
 
     def clear(self, job_ids: Collection[UUID]) -> None:
         """Forget the notes of jobs whose handler has ended, and have their rows deleted."""

@@ -129,7 +129,8 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
         "migrate`, and what `outboxq roles --sql` prints, then start the relay again",
         extra={"outboxq_kinds": sorted(keeper.kinds)},
     )
-    return Keeper()
+    keeper.keep_nothing()
+    return keeper
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:

@@ -37,6 +37,8 @@ SUMMARY_COLUMNS = (
     "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
     "expected", "changed", "held", "error",
 )  # fmt: skip
+# What was cut off of these is not gone on with.
+_NEVER_RESUMED = ("audit.prune", "job.terminate")
 DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
 # What a new row is given; `at` and `db_user` are the server's.
@@ -117,10 +119,12 @@ def reopen(entry: UUID) -> Executable:
 def delete_entries(moment: datetime, limit: int) -> Executable:
     """Delete up to `limit` rows that were written before this time, the oldest first, but none that is not over.
 
+    Over are those of actions, too, that were cut off and that nobody can go on with.
     Index: audit_at, from its start, past rows that are not over; the primary key. Locks: the rows, none of which
     anything else locks.
     """
-    over = select(audit.c.id).where(audit.c.at < moment, audit.c.finished_at.is_not(None))
+    is_over = or_(audit.c.finished_at.is_not(None), audit.c.action.in_(_NEVER_RESUMED))
+    over = select(audit.c.id).where(audit.c.at < moment, is_over)
     oldest = over.order_by(audit.c.at).limit(limit).cte("oldest").prefix_with("MATERIALIZED")
     return delete(audit).where(audit.c.id == oldest.c.id)
 

@@ -20,7 +20,7 @@ class ProgressNote(NamedTuple):
 
 
 # The rows stand for a moment: they need not be on the disk before COMMIT is answered.
-SETTINGS = "SET LOCAL synchronous_commit = off; "
+SETTINGS = "SET LOCAL client_encoding = 'UTF8'; SET LOCAL synchronous_commit = off; "
 _WRITE: LiteralString = """\
 WITH over AS (
   DELETE FROM {progress} WHERE job_id = ANY ({ended}::uuid[]) AND relay = {owner}::uuid
@@ -32,14 +32,16 @@ FROM unnest({ids}::uuid[], {attempts}::int[], {fractions}::float8[], {notes}::te
 ORDER BY noted.job_id
 ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, fraction = excluded.fraction, note = excluded.note,
   relay = excluded.relay, noted_at = pg_catalog.clock_timestamp()
-  WHERE known.attempt <= excluded.attempt"""
+  WHERE known.attempt <= excluded.attempt
+    OR known.relay <> excluded.relay AND known.noted_at < pg_catalog.clock_timestamp() - interval '1 minute'"""
 
 
 def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ended: Collection[UUID]) -> str:
     """Write what handlers noted, and delete the notes of jobs that this relay has ended; none is in both.
 
     Index: the primary key. Waits only for another relay that writes a note of the same job. The note of an earlier
-    attempt gives way, and does not come back.
+    attempt gives way, and does not come back. One that another relay has left a minute ago gives way to any: a dead
+    letter that was put back counts its attempts anew.
     """
     return render(
         schema,

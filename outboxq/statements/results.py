@@ -49,18 +49,14 @@ SELECT pg_catalog.pg_notify({channel}, name) FROM pg_catalog.unnest({names}::tex
 WHERE NOT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name))"""
 
 
-def tell_waiters(schema: str, job_ids: Collection[UUID], beside: str = "") -> str:
+def tell_waiters(schema: str, job_ids: Collection[UUID]) -> str:
     """Notify those who wait for these jobs, in the transaction that ends them; without any, nothing is notified.
 
     Never waits, and holds up to 64 advisory locks until the transaction is over. Two jobs whose flags are the same by
     their hash, and two large transactions, notify for nothing.
-
-    Args:
-        beside: A statement that is executed in the same one, as `keep_jobs` makes it.
     """
     names = sorted(map(str, job_ids)) if len(job_ids) <= _FLAGS_TRIED else [ALL_JOBS]
-    telling = fill(_TELL, channel=result_channel(schema), names=names)
-    return f"WITH kept AS (\n{beside}\n)\n{telling}" if beside else telling
+    return fill(_TELL, channel=result_channel(schema), names=names)
 
 
 _LOOK: LiteralString = """\

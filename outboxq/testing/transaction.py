@@ -228,7 +228,8 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, shared=True)
-        if kept := runtime.keeper.statement(runtime.schema, batch.events):
+        # Told to nobody: the test's transaction is not committed.
+        if kept := runtime.keeper.statements(runtime.schema, batch.events).keeping:
             run_script(connection, kept)
         batch.unique_adds.take(connection, runtime.schema)
         # The handlers' deadlines are not the test's.

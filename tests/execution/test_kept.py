@@ -19,6 +19,7 @@ from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
+from outboxq.execution.keep import Kept
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
@@ -393,6 +394,41 @@ def test_jobs_whose_rows_are_refused_are_done_without(
     assert ledger(engine) == {name: 1 for number in (1, 3, 5) for name in (str(number), f"after {number}")}
     said = [record.message for record in caplog.records if "finished jobs are not kept" in record.message]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_locked_table_holds_jobs_up_for_a_moment_only(
+    engine: Engine, sessions: Sessions, drain: Drain, caplog: pytest.LogCaptureFixture, claim: str
+) -> None:
+    """An operator's forgotten session: handlers without a time-out do not wait for it."""
+    jobs = Jobs()
+
+    @jobs.handler(claim=claim, keep=KEEP, timeout_seconds=None)
+    def work(ctx: Context, number: int) -> None:
+        ctx.session.add(Effect(name=str(number)))
+
+    with sessions.begin() as session:
+        for number in range(3):
+            session.add_job(work, number=number)
+    with engine.begin() as operator:
+        operator.execute(text("LOCK TABLE outboxq.done_job"))
+        events = drain(jobs, slots_per_queue=1)
+    assert sum(isinstance(each, JobDone) for each in events) == 3
+    assert ledger(engine) == {"0": 1, "1": 1, "2": 1}
+    assert list_done(engine) == []
+    said = [record.message for record in caplog.records if "finished jobs are not kept" in record.message]
+    assert len(said) == 1
+
+
+def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine) -> None:
+    """What follows in the string, such as the keys of unique jobs, waits for as long as the transaction allows."""
+    kept = Kept("SELECT 1")
+    with engine.begin() as connection:
+        run_script(connection, "SET LOCAL lock_timeout = '7s'; SAVEPOINT oq_1")
+        script = commit_script("oq_1", ["SELECT pg_catalog.current_setting('lock_timeout')"], kept)
+        results = run_script(connection, script.removesuffix("COMMIT").replace("SELECT 1", "SHOW lock_timeout"))
+    shown = [row for result in results for row in result.rows if len(row) == 1]
+    assert [shown[0], shown[-1]] == [("1s",), ("7s",)]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

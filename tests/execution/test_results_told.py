@@ -12,7 +12,7 @@ import outboxq.execution.commit as commit_module
 import outboxq.execution.lease_mode as lease_module
 from outboxq import Context, DeadLetter, Jobs, OutboxSession
 from outboxq.events import JobDied, JobDone, JobRetried
-from outboxq.execution.keep import Keeper
+from outboxq.execution.keep import NOTHING_KEPT, Keeper, Kept
 from outboxq.execution.lease_mode import Unsettled
 from outboxq.handlers.keeping import Keeping
 from outboxq.job import Job
@@ -33,8 +33,8 @@ def _events(job: Job) -> list[Any]:
 def test_a_kind_without_results_sends_what_it_sent_before() -> None:
     """Byte for byte, in both modes: nothing without `keep`, and with it the INSERT alone."""
     events = _events(_LEASED)
-    assert _PLAIN.statement("outboxq", events) == ""
-    assert _KEPT.statement("outboxq", events) == keep_jobs("outboxq", _KEPT.kept(events), None)
+    assert _PLAIN.statements("outboxq", events) == NOTHING_KEPT
+    assert _KEPT.statements("outboxq", events) == Kept(keep_jobs("outboxq", _KEPT.kept(events), None))
     for keeper in (_PLAIN, _KEPT):
         leased = Unsettled((events[0],), (), unsure=False, keeper=keeper).script("outboxq")
         assert not any(word in leased for word in ("notify", "advisory"))
@@ -46,16 +46,16 @@ def test_each_way_to_end_is_told_and_a_retry_is_not() -> None:
     other = UUID(int=9)
     assert _RESULTS.ended(_events(_LEASED), {_LEASED.id: (other,)}) == [_LEASED.id, other, _LEASED.id, other]
     assert _RESULTS.ended([_events(_LEASED)[2]]) == []
-    dead = _RESULTS.statement("outboxq", [JobDied(_LEASED, "no")])
-    assert "done_job" not in dead
-    assert str(_LEASED.id) in dead
+    dead = _RESULTS.statements("outboxq", [JobDied(_LEASED, "no")])
+    assert dead.keeping == ""
+    assert str(_LEASED.id) in dead.telling
 
 
 def test_a_batch_of_many_tries_one_flag() -> None:
     """A server has few locks for each of its sessions."""
     events = [JobDied(Job(UUID(int=n), *_rest()), "no") for n in range(65)]
-    assert str(UUID(int=7)) in _RESULTS.statement("outboxq", events[:64])
-    assert str(UUID(int=7)) not in _RESULTS.statement("outboxq", events)
+    assert str(UUID(int=7)) in _RESULTS.statements("outboxq", events[:64]).telling
+    assert str(UUID(int=7)) not in _RESULTS.statements("outboxq", events).telling
 
 
 def _rest() -> tuple[Any, ...]:

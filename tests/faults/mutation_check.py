@@ -144,16 +144,16 @@ MUTANTS = (
     Mutant(
         "the rows of finished jobs in their own transaction",
         "outboxq/execution/commit.py",
-        "    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)\n",
-        "    kept = runtime.keeper.statement(runtime.schema, batch.events, batch.stands_for)\n"
+        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)\n",
+        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)\n"
         "    with connection.engine.connect() as other, other.begin():\n"
-        "        kept = kept and run_script(other, kept) and ''\n",
+        "        kept = NOTHING_KEPT if kept.keeping and run_script(other, kept.keeping) else kept\n",
         ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
     ),
     Mutant(
         "the way back to before rows of finished jobs that are refused",
         "outboxq/execution/commit.py",
-        "if not (kept and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):",
+        "if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):",
         "if True:",
         ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
     ),
@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "the notification of a job that is waited for",
         "outboxq/execution/keep.py",
-        "        return tell_waiters(schema, ended, beside=keeping) if ended else keeping\n",
-        "        return keeping\n",
+        '        return Kept(keeping, tell_waiters(schema, ended) if ended else "")\n',
+        "        return Kept(keeping)\n",
         (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
     ),
     Mutant(
@@ -209,8 +209,8 @@ MUTANTS = (
     Mutant(
         "the attempt of a note",
         "outboxq/statements/progress.py",
-        "  WHERE known.attempt <= excluded.attempt",
-        "",
+        "  WHERE known.attempt <= excluded.attempt\n",
+        "  WHERE true\n",
         (_PROGRESS + "test_an_older_attempt_does_not_write_over_a_newer_one",),
     ),
     Mutant(

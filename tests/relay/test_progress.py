@@ -280,6 +280,39 @@ def test_an_older_attempt_does_not_write_over_a_newer_one(engine: Engine, outbox
     assert noted(engine) == []
 
 
+def test_what_a_dead_relay_left_of_an_earlier_life_gives_way(engine: Engine, outboxq_database: Database) -> None:
+    """A dead letter that was put back counts its attempts anew; until a minute is over, its old note may be alive."""
+    url = outboxq_database.url.replace("+psycopg", "")
+    dead, living = (ProgressWriter(lambda: psycopg.connect(url, autocommit=True), "outboxq", uuid4()) for _ in "ab")
+    dead.note(msgspec.structs.replace(_JOB, attempt=3), 0.5, "third attempt")
+    wait_until(lambda: noted(engine), "the note")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.progress SET noted_at = noted_at - interval '2 minutes'"))
+    living.note(msgspec.structs.replace(_JOB, attempt=1), 0.1, "first attempt")
+    wait_until(lambda: noted(engine) == [(0.1, "first attempt")], "the newer note")
+    living.stop()
+    assert noted(engine) == []
+    dead.stop()
+
+
+def test_without_a_thread_a_note_is_lost_and_no_job(
+    engine: Engine, outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has no more of them; the next note tries again."""
+    url = outboxq_database.url.replace("+psycopg", "")
+    writer = ProgressWriter(lambda: psycopg.connect(url, autocommit=True), "outboxq", uuid4())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        writer.note(_JOB, 0.1, "first")
+    writer.note(_JOB, 0.2, "second")
+    wait_until(lambda: noted(engine) == [(0.2, "second")], "the second note")
+    writer.stop()
+
+
+def _refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), True, "0.5", None])
 def test_a_fraction_that_is_none_is_refused(fraction: Any) -> None:
     """At the call, in words that name it."""

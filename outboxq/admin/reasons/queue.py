@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason
-from outboxq.admin.reasons.serving import Relays, find_missing_relay
+from outboxq.admin.reasons.serving import Relays, find_missing_relay, may_read
 from outboxq.codec.text import duration
 from outboxq.queue_limits import QueueLimits, Rate, limits_in_force, read_limits
 from outboxq.statements.doctor import limits
@@ -35,7 +35,8 @@ def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
     row = looks.row("the settings of the queue", queue_facts(looks.schema, queue))
     if row is None:
         return None
-    declared = read_limits(looks.rows("the limits that applications declare", declared_limits(looks.schema)))
+    found = looks.rows("the limits that applications declare", declared_limits(looks.schema)) if may_read(looks) else ()
+    declared = read_limits(found)
     return QueueFacts(row.paused_seconds, limits_in_force(read_limits([row]), declared)[queue], row.ahead_seconds)
 
 

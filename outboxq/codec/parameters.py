@@ -26,6 +26,7 @@ from outboxq.codec.readable import unreadable_in
 from outboxq.codec.signature import declared_signature, resolve_annotation
 from outboxq.codec.values import ENCODER, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
+from outboxq.names import with_article
 
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty
@@ -93,10 +94,8 @@ class Parameter:
         if self.entity is None:
             raise ArgumentError(f"argument {self.name!r} is not annotated with a mapped class, got an entity")
         if not (isinstance(value, self.entity) or (value is None and self.optional)):
-            raise ArgumentError(
-                f"argument {self.name!r} takes {'an optional' if self.optional else 'a'} {self.entity.__name__}, "
-                f"got {type(value).__name__}"
-            )
+            wanted = f"{'optional ' if self.optional else ''}{self.entity.__name__}"
+            raise ArgumentError(f"argument {self.name!r} takes {with_article(wanted)}, got {type(value).__name__}")
 
     def decode(self, data: msgspec.Raw) -> object:
         """The stored value, with an `EntityKey` for an entity.

@@ -170,7 +170,7 @@ def application(tmp_path: Path) -> Path:
         ("nowhere.jobs:jobs", ["no module 'nowhere'"]),
         ("good.deeper:jobs", ["no module 'good.deeper'"]),
         ("good:nothing", ["'good' has no 'nothing'", "good:jobs"]),
-        ("good:number", ["good:number is a int", "outboxq.Jobs", "good:jobs"]),
+        ("good:number", ["good:number is an int", "outboxq.Jobs", "good:jobs"]),
         ("good:jobs", ["no handlers"]),
         ("bad:jobs", ["'bad' failed while it was imported", "KeyError: 'setting'", "bad.py:2)"]),
         ("needy:jobs", ["'needy' failed while it was imported", "No module named 'nobody_has_this'", "needy.py:1)"]),

@@ -263,7 +263,7 @@ def test_none_is_an_entity_only_where_the_annotation_says_so() -> None:
     """`Account | None` takes None, `Account` does not."""
     assert signature_of(Account | None).encode("value", None) == b"null"
     assert signature_of(Account | None).decode('{"value": null}') == {"value": None}
-    with pytest.raises(ArgumentError, match="argument 'value' takes a Account, got NoneType"):
+    with pytest.raises(ArgumentError, match="argument 'value' takes an Account, got NoneType"):
         signature_of(Account).encode("value", None)
     with pytest.raises(PayloadError, match="argument 'value': Expected `int`, got `null`"):
         signature_of(Account).decode('{"value": null}')

@@ -105,13 +105,14 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
 
         Raises:
             ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet; or it would be
-                behind a coalesced job.
+                behind a coalesced job, or behind one that follows another and has a unique key.
             JobTooLarge: the jobs that follow have more than 256 KiB, headers included.
         """
         if not isinstance(follower, NewJob):
             raise ArgumentError(f"then takes a job made by kind.job(...), got {type(follower).__name__}")
         refuse_coalesced((self, *self.followers)[-1], "followed by another job")
         followers = (*self.followers, _follower(follower), *follower.followers)
+        _refuse_unique_between(followers)
         _check_chain(self.kind, followers)
         return NewJob(self.envelope, self.args, self.pending, self.keys, followers)
 
@@ -127,6 +128,16 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         if callable(keys):
             return msgspec.structs.replace(self, keys=lambda: msgspec.structs.replace(keys(), batch=batch))
         return msgspec.structs.replace(self, keys=msgspec.structs.replace(keys or JobKeys(), batch=batch))
+
+
+def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
+    """Refuse a chain that would end without a word where a follower is not added, because another job has its key."""
+    for each in followers[:-1]:
+        if has_unique_key(each):
+            raise ArgumentError(
+                f"{each.kind!r} has a unique key, and cannot be between two jobs of a chain: if another job has the "
+                "key, it is not added, and nothing could follow it. Let it be the first or the last one"
+            )
 
 
 def refuse_coalesced(new: NewJob, what: str) -> None:

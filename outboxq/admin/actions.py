@@ -194,7 +194,8 @@ class Actions:
     def run_schedule(self, connection: Connection, name: str) -> JobHandle:
         """Add a schedule's job now, as `schedules.run_now` does."""
         added = schedules.run_now(connection, name)
-        self._record(connection, "schedule.run_now", [name], 1, {"job": added.id})
+        made = {"job": added.id} if added.added else {"existing": added.existing_id}
+        self._record(connection, "schedule.run_now", [name], int(added.added), made)
         return added
 
     def run_again(self, connection: Connection, job_id: UUID) -> UUID:

@@ -168,8 +168,11 @@ def _job(options: PutOptions) -> "NewJob":
         values = msgspec.json.decode(options.args or "{}", type=dict[str, object])
     except msgspec.MsgspecError as error:
         raise WrongUsage(f"--args takes a JSON object, such as '{{\"tenant\": 7}}': {error}") from error
-    fire_time = {} if options.fire_time is None else {options.fire_time: FIRE_TIME}
-    return external(options.kind, queue=options.queue).options(priority=options.priority).job(**values, **fire_time)
+    if options.fire_time is not None:
+        if options.fire_time in values:
+            raise WrongUsage(f"argument {options.fire_time!r} is in --args and in --fire-time: leave it out of one")
+        values[options.fire_time] = FIRE_TIME
+    return external(options.kind, queue=options.queue).options(priority=options.priority).job(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,9 +239,12 @@ def run_now(options: NameOptions) -> None:
     with options.transaction() as connection:
         added = options.actions().run_schedule(connection, options.name)
     if options.as_json:
-        print_json({"id": added.id, "kind": added.kind, "queue": added.queue})
-    else:
+        own = {"id": added.id} if added.added else {"id": None, "existing_id": added.existing_id}
+        print_json({**own, "kind": added.kind, "queue": added.queue})
+    elif added.added:
         typer.echo(f"job {added.id} of kind {added.kind!r} is added")
+    else:
+        typer.echo(f"no job of kind {added.kind!r} is added: job {added.existing_id} has its unique key")
 
 
 def _change(

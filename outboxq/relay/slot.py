@@ -286,7 +286,8 @@ class Slot:
     def _drain_suspects(self, connection: Connection, runtime: Runtime) -> bool:
         """Look whether suspects wait, and run one; False if a drain has nothing more to wait for."""
         with connection.begin():
-            rows = run_script(connection, look_around(self.state.config.schema, self.queues))[0].rows
+            # In all queues of the relay: what is seen stands for all of its slots.
+            rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))[0].rows
         seen = self.state.flow.record(rows)
         quarantine = self.state.quarantine
         quarantine.queues |= seen.suspects

@@ -5,9 +5,12 @@ from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
 
+from outboxq import OutboxSession, external, schedules
 from outboxq.postgres import Database
 from tests.support.cli import call
+from tests.support.ledger import rows
 from tests.support.scheduled import due_since, fired
 
 PUT = ("schedules", "put", "report-7", "--kind", "report", "--queue", "reports")
@@ -56,6 +59,10 @@ def test_schedules_are_paused_resumed_run_and_removed(outboxq_database: Database
         (("--cron", "@daily", "--time-zone", "Mars"), "no time zone 'Mars'"),
         (("--cron", "@daily", "--args", "[1]"), "--args takes a JSON object"),
         (("--cron", "@daily", "--args", "{"), "--args takes a JSON object"),
+        (
+            ("--cron", "@daily", "--args", '{"at": 1}', "--fire-time", "at"),
+            "argument 'at' is in --args and in --fire-time",
+        ),
         (("--cron", "@daily", "--missed", "none"), "none"),
         (("--cron", "@daily", "--jitter-seconds", "100000"), "86400"),
     ],
@@ -67,6 +74,22 @@ def test_what_cannot_be_is_wrong_usage(outboxq_database: Database, words: tuple[
     assert outcome.exit_code == 2
     assert said in outcome.stderr
     assert call("schedules", "list", "--json", url=url).ok().json["schedules"] == []
+
+
+def test_a_job_whose_key_is_taken_is_not_said_to_be_added(outboxq_database: Database, engine: Engine) -> None:
+    """The job that has the key is named, in the audit too."""
+    url = outboxq_database.url
+    with sessionmaker(engine, class_=OutboxSession).begin() as session:
+        weekly = external("weekly", queue="reports").options(unique="55")
+        schedules.put(session, "weekly", weekly.job(), cron="@hourly")
+        waits = session.add_job(weekly)
+    said = call("schedules", "run-now", "weekly", url=url).ok()
+    assert said.stdout == f"no job of kind 'weekly' is added: job {waits.id} has its unique key\n"
+    assert call("schedules", "run-now", "weekly", "--json", url=url).ok().json == {
+        "id": None, "existing_id": str(waits.id), "kind": "weekly", "queue": "reports",
+    }  # fmt: skip
+    assert rows(engine, "SELECT changed, change->>'existing' FROM outboxq.audit") == [(0, str(waits.id))] * 2
+    assert rows(engine, "SELECT id FROM outboxq.job") == [(waits.id,)]
 
 
 def test_a_declared_schedule_is_not_put(outboxq_database: Database, engine: Engine) -> None:

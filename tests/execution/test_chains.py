@@ -162,6 +162,12 @@ def test_what_a_chain_refuses(sessions: sessionmaker[OutboxSession]) -> None:
     first = alone.job(name="a")
     with pytest.raises(ArgumentError, match="then takes a job made by"):
         first.then(alone)  # type: ignore[arg-type]
+    unique = alone.options(unique="key").job(name="b")
+    for chain in (lambda: first.then(unique).then(first), lambda: first.then(unique.then(first))):
+        with pytest.raises(ArgumentError, match="has a unique key, and cannot be between two jobs of a chain"):
+            chain()
+    # If it is the first one, its producer learns whether the chain was added; behind the last one is nothing.
+    assert len(unique.then(first).then(unique).followers) == 2
     with pytest.raises(JobTooLarge):
         first.then(alone.job(name="b" * 200_000)).then(alone.job(name="c" * 100_000))
     with sessions() as session, jobs.batch(session, on_done=report.job()) as batch:

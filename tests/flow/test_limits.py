@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.admin import queues
+from outboxq.admin import kinds, queues
 from outboxq.config import SlotGroup
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, RegistryError
@@ -21,6 +21,7 @@ from outboxq.events import DatabaseLost
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import QueueLimits, make_limits
 from outboxq.relay.admission import Admission
+from outboxq.relay.flow_settings import FlowSettings, Rows, Seen
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.limit import lock_claims, take_slot
 from tests.conftest import StartRelay
@@ -393,6 +394,50 @@ def test_a_drain_waits_for_a_full_limit(
     with slot_held(engine, 1) as holder:
         threading.Timer(0.5, holder.rollback).start()
         assert Relay(outboxq_database.url, gate.jobs, relay_of(2)).drain().done == 3
+
+
+def test_a_look_of_a_drain_is_at_all_queues_of_its_relay(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of an idle queue, too: what they see of limits, paused kinds and groups holds for those of the others."""
+    jobs, ran, seen = Jobs(), list[str](), list[Seen]()
+    record, looked = FlowSettings.record, threading.Event()
+
+    def note(flow: FlowSettings, rows: Rows) -> Seen:
+        seen.append(record(flow, rows))
+        if len(seen) > 1:
+            looked.set()
+        return seen[-1]
+
+    monkeypatch.setattr(FlowSettings, "record", note)
+
+    @jobs.handler(queue="mail")
+    def work(ctx: Context) -> None:
+        # While it runs the slots of the other queue look.
+        assert looked.wait(PATIENCE)
+        ran.append("work")
+
+    @jobs.handler(queue="mail")
+    def frozen(ctx: Context) -> None:
+        ran.append("frozen")
+
+    @jobs.handler(queue="idle")
+    def nothing(ctx: Context) -> None: ...
+
+    @jobs.handler(queue="zz", group="g")
+    def grouped(ctx: Context) -> None:
+        ran.append("grouped")
+
+    limit(engine, running=1)
+    with engine.begin() as connection:
+        kinds.pause(connection, "mail", ["frozen"])
+    with sessions.begin() as session:
+        for kind in (work, work, frozen, grouped):
+            session.add_job(kind)
+    groups = tuple(SlotGroup((name,), 1) for name in ("mail", "idle", "zz"))
+    Relay(outboxq_database.url, jobs, RelayConfig(groups=groups)).drain()
+    assert sorted(ran) == ["grouped", "work", "work"]
+    assert [each for each in seen if "mail" not in each.limits or "mail" not in each.paused] == []
 
 
 def test_limits_are_declared_in_code_and_an_operators_come_first(

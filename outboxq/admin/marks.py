@@ -9,6 +9,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.admin import jobs
+from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, sqlstate_of
 from outboxq.statements import audit as statements
 
 # Begins a transaction at READ COMMITTED that is committed at the end of the block.
@@ -44,8 +45,9 @@ def _clear(begin: Begin, ids: Sequence[UUID], run: UUID | None) -> bool:
                 if (run is None or _lock(connection, run)) and jobs.clear_marks(connection, ids):
                     return True
             time.sleep(_PAUSE_SECONDS)
-    except Exception:  # noqa: BLE001  # the server is gone, perhaps: what counts is the error before this one
-        return False
+    except Exception as error:  # noqa: BLE001  # the server is gone, perhaps: what counts is the error before this one
+        # A role that may not write jobs has marked none.
+        return sqlstate_of(error) == INSUFFICIENT_PRIVILEGE
     return False
 
 

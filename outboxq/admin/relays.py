@@ -1,5 +1,6 @@
 """Relays: which of them live, what they serve, and what runs there for long."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from sqlalchemy import Connection
 from outboxq.database.errors import missing_tables_explained
 from outboxq.outbox.progress import Progress, progress_of
 from outboxq.statements import relays as statements
-from outboxq.tables import HISTORY_VERSION
+from outboxq.tables import HISTORY_VERSION, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,15 @@ def decode_running(running: str) -> _Running:
 
 def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:
     return job if noted is None else replace(job, progress=noted.fraction, note=noted.note)
+
+
+def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Those of these kinds that no living relay that serves the queue knows; none if no relay serves it, or is seen."""
+    schema = mapped_schema(connection)
+    if not kinds or not connection.execute(statements.may_read_relays(schema)).scalar_one():
+        return ()
+    found = connection.execute(statements.kinds_at_relays(schema, [(queue, kind) for kind in kinds]))
+    return tuple(row.kind for row in found if row.serving and not row.knowing)
 
 
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:

@@ -62,9 +62,14 @@ def pause(options: KindsOptions) -> None:
     Example:
       outboxq kinds pause send_welcome --queue mail
     """
+    from outboxq.admin.relays import kinds_nobody_knows
+
     with options.transaction() as connection:
         changed = options.actions().pause_kinds(connection, options.queue, options.names)
+        unknown = kinds_nobody_knows(connection, options.queue, changed)
     _report(options, changed, "paused", "paused already")
+    for name in unknown:
+        notice(f"note: no relay that serves queue {options.queue!r} knows the kind {name!r}: was it meant?")
 
 
 @app.command("resume")

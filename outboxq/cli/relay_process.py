@@ -159,7 +159,7 @@ _LEFT = {
     "in_backoff": "in backoff after a failed attempt",
     "behind": "behind another job of their group",
     "later": "due later",
-    "parked": "of kinds that this registry does not know",
+    "parked": "of kinds that are paused, or that this registry does not know",
     "paused": "in paused queues",
     "elsewhere": "held by others, or new",
     "not_served": "in queues that are not served",

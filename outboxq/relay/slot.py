@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.driver import pause, run_alone, run_script
-from outboxq.database.errors import describe_error, is_database_unavailable
+from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, describe_error, is_database_unavailable, sqlstate_of
 from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript
@@ -37,6 +37,7 @@ _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 _MOST_DOUBLINGS = 10
+_NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
 
 
 class Slot:
@@ -317,8 +318,12 @@ class Slot:
             self._lost_since = self._lost_since or _now()
             self.state.emit(DatabaseLost(describe_error(error), seconds))
         else:
+            advice = _NOT_ALLOWED if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE else ""
             logger.warning(
-                "the relay's statements fail, trying again: %s", describe_error(error), extra={"retry_seconds": seconds}
+                "the relay's statements fail, trying again: %s%s",
+                describe_error(error),
+                advice,
+                extra={"retry_seconds": seconds},
             )
         return seconds
 

@@ -110,3 +110,20 @@ def test_the_doctor_names_a_kind_that_was_forgotten(outboxq_database: Database, 
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.paused_kind SET paused_at = paused_at - interval '1 day'"))
     assert [found["severity"] for found in named(url, "kind-paused")] == ["warning"]
+
+
+def test_a_kind_that_no_relay_knows_is_noted(outboxq_database: Database, engine: Engine) -> None:
+    """It is paused, as it may come with a later version; without a relay that serves the queue nothing is noted."""
+    url = outboxq_database.url
+    assert call("kinds", "pause", "send_welcom", "--queue", "mail", url=url).ok().stderr == ""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, state, queues, kinds, slots, "
+                "busy, listens, running, flush) VALUES (gen_random_uuid(), 'h', 1, '1', 11, 'serving', '{mail}', "
+                "'{send_welcome}', 1, 0, true, '[]', 1)"
+            )
+        )
+    said = call("kinds", "pause", "send_welcome", "send_wellcome", "--queue", "mail", url=url).ok()
+    assert said.stderr == ("note: no relay that serves queue 'mail' knows the kind 'send_wellcome': was it meant?\n")
+    assert call("kinds", "pause", "sent", "--queue", "post", url=url).ok().stderr == ""

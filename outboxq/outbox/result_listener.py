@@ -4,6 +4,9 @@ First the flags, then the look, then the wait. A job that ends before the look i
 the flags raised, and notifies with its COMMIT; so does one that ends between the two. A flag is refused only while a
 transaction that ends the job is at its COMMIT: it is tried again, and the look is later than that COMMIT.
 
+At most 500 flags are up at once; jobs beyond are looked at every second. Flags that several jobs share would be bounded
+too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify for nothing.
+
 It works on libpq below psycopg, as the relay's listener does, for callers in threads and in event loops alike.
 """
 

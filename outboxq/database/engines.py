@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +43,7 @@ class Engines:
 _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
+_OPEN_SECONDS = 30.0
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 RESULTS_NAME = "outboxq results"
 # Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
@@ -249,9 +252,19 @@ def listen_connector(
         running = loop()
         if running is None:
             raise OSError("the event loop does not run")
-        return asyncio.run_coroutine_threadsafe(by_async_engine(), running).result(timeout=30)
+        return _result_in(running, asyncio.run_coroutine_threadsafe(by_async_engine(), running))
 
     return by_engine if engines.sync is not None else through_loop
+
+
+def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnection]") -> DriverConnection:
+    """What an event loop opens, within 30 seconds. A loop that is closed before it began never says so itself."""
+    deadline = time.monotonic() + _OPEN_SECONDS
+    while not wait([opening], timeout=0.1).done:
+        if loop.is_closed() or time.monotonic() >= deadline:
+            opening.cancel()
+            raise OSError("the event loop opened no connection")
+    return opening.result()
 
 
 def beside_connector(

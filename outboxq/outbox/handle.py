@@ -107,7 +107,8 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
             ResultNotFound: the job was never committed, or its result is not there any more.
             ResultTimeout: the job is not over yet. Also a `TimeoutError`.
             PayloadError: the result is not of the type `returns`.
-            ConfigError: the engine, the time, the type or the schema cannot be used.
+            ConfigError: the engine, the time, the type or the schema cannot be used, or the database refuses the role.
+            SchemaError: the outboxq tables are missing, or too old.
         """
         self.refuse_to_wait()
         return results.wait(engine, self.id, timeout=timeout, returns=returns, schema=schema)

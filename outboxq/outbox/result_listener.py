@@ -4,16 +4,20 @@ First the flags, then the look, then the wait. A job that ends before the look i
 the flags raised, and notifies with its COMMIT; so does one that ends between the two. A flag is refused only while a
 transaction that ends the job is at its COMMIT: it is tried again, and the look is later than that COMMIT.
 
+At most 500 flags are up at once; jobs beyond are looked at every second. Flags that several jobs share would be bounded
+too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify for nothing.
+
 It works on libpq below psycopg, as the relay's listener does, for callers in threads and in event loops alike.
 """
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import UUID
 
 import psycopg
@@ -23,8 +27,8 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
 from outboxq.database.errors import (
     INSUFFICIENT_PRIVILEGE,
+    describe_error,
     explain_missing_tables,
-    is_database_unavailable,
     is_refused,
     sqlstate_of,
 )
@@ -55,6 +59,29 @@ class Ending:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """One wait for the end of a job.
+
+    Args:
+        deadline: By the monotonic clock. The caller keeps the time itself, unless its event loop is closed before.
+        connect: Opens a connection outside of a transaction.
+        loop: The event loop that waits, and in which `connect` works; None for a thread.
+    """
+
+    job_id: UUID
+    deadline: float
+    connect: Callable[[], DriverConnection]
+    loop: asyncio.AbstractEventLoop | None = None
+    future: "Future[Ending]" = field(default_factory=Future["Ending"])
+
+    def is_abandoned(self, now: float) -> bool:
+        return now >= self.deadline or (self.loop is not None and self.loop.is_closed())
+
+    def can_connect(self) -> bool:
+        return self.loop is None or self.loop.is_running()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLimits:
     """How often results are looked for, and how long a connection is kept for nothing.
@@ -63,12 +90,15 @@ class ResultLimits:
         look_seconds: Between looks at all jobs that are waited for: an end that nothing notified of is found by then.
         poll_first_seconds, poll_most_seconds: The same behind a pooler, which loses notifications; each pause is twice
             the one before.
+        most_flags: The jobs whose flags are up at once, as flags are in a table of the server's that all sessions
+            share. Those beyond are looked at every `poll_most_seconds`, until there is room for their flags.
         linger_seconds: How long the connection stays when no job is waited for.
     """
 
     look_seconds: float = 5.0
     poll_first_seconds: float = 0.01
     poll_most_seconds: float = 1.0
+    most_flags: int = 500
     linger_seconds: float = 10.0
 
 
@@ -76,35 +106,32 @@ class ResultListener:
     """Waits for the ends of jobs, and holds the flags of those that are waited for.
 
     Args:
-        connect: Opens a connection outside of a transaction.
         on_end: Called with the listener when its thread ends, because no job was waited for any more.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], DriverConnection],
-        schema: str,
-        limits: ResultLimits,
-        on_end: "Callable[[ResultListener], None]",
-    ) -> None:
-        self._connect = connect
+    def __init__(self, schema: str, limits: ResultLimits, on_end: "Callable[[ResultListener], None]") -> None:
         self._schema = schema
         self._limits = limits
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._new: list[tuple[UUID, Future[Ending]]] = []
+        self._new: list[Wait] = []
+        self._given_up: list[Wait] = []
         self._has_ended = False
         # Why the last connection failed; None once it answered again.
         self.trouble: Exception | None = None
-        # Of the thread alone: who waits for each job, what is to be looked at, the flags that are up.
-        self._waits: dict[UUID, list[Future[Ending]]] = {}
+        # Of the thread alone: the waits for each job, what is to be looked at, and what of it was refused its flag.
+        self._waits: dict[UUID, set[Wait]] = {}
         self._due: set[UUID] = set()
+        self._refused: set[UUID] = set()
+        # The flags that are up; the jobs for which there was no room, and those that no wait is left for.
         self._flags: set[str] = set()
+        self._beyond: set[UUID] = set()
+        self._left: set[UUID] = set()
         self._hears = True
         self._retry_seconds = _RETRY_FIRST_SECONDS
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._poll_seconds = limits.poll_first_seconds
-        self._look_at = 0.0
+        self._look_at = self._poll_at = 0.0
         self._idle_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -113,23 +140,27 @@ class ResultListener:
 
     def start(self) -> None:
         """Start the thread; it connects by itself, and again after every loss."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._end()
+            raise
 
-    def wait_for(self, job_id: UUID) -> "Future[Ending] | None":
-        """The end of a job, in the future; None if the thread has ended: then make another listener."""
-        future = Future[Ending]()
+    def add(self, wait: Wait) -> bool:
+        """Wait for the end of a job; False if the thread has ended: then make another listener."""
         with self._lock:
             if self._has_ended:
-                return None
-            self._new.append((job_id, future))
+                return False
+            self._new.append(wait)
             self._wake_thread()
-        return future
+        return True
 
-    def forget(self, future: "Future[Ending]") -> None:
+    def forget(self, wait: Wait) -> None:
         """Wait no longer. Returns at once."""
-        if future.cancel():
+        if wait.future.cancel():
             with self._lock:
                 if not self._has_ended:
+                    self._given_up.append(wait)
                     self._wake_thread()
 
     def _wake_thread(self) -> None:
@@ -142,16 +173,20 @@ class ResultListener:
             while self._await_waiters():
                 self._connect_and_serve()
         finally:
-            with self._lock:
-                self._has_ended = True
-                self._wake_reader.close()
-                self._wake_writer.close()
+            self._end()
             self._on_end(self)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            self._wake_reader.close()
+            self._wake_writer.close()
 
     def _await_waiters(self) -> bool:
         """Wait until a job is waited for; False if none was for a while, and from now on none can be."""
         while True:
             self._take_requests()
+            self._leave_abandoned()
             if self._waits:
                 return True
             with self._lock:
@@ -176,19 +211,27 @@ class ResultListener:
         finally:
             # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
             connection.pgconn.finish()
-            self._flags.clear()
+            for of_connection in (self._flags, self._beyond, self._refused, self._left):
+                of_connection.clear()
+
+    def _connect(self) -> DriverConnection:
+        """Connect as any wait says, since all of them name the same place; preferably one whose loop runs."""
+        waits = [wait for waits in self._waits.values() for wait in waits]
+        return next((wait for wait in waits if wait.can_connect()), waits[0]).connect()
 
     def _meet(self, error: Exception) -> None:
-        """After an error: raise to all callers what waiting cannot mend; else wait a moment, to connect anew."""
+        """After an error: raise to all callers what waiting cannot mend; else wait a moment, to connect anew.
+
+        A statement that was cancelled, or a lock that was not had in time, may do better at the next attempt.
+        """
         self.trouble = error
         original: object = error.orig if isinstance(error, DBAPIError) else error
-        is_final = isinstance(original, ConfigError | psycopg.ProgrammingError) or is_refused(error)
-        if is_final or not is_database_unavailable(error):
+        if isinstance(original, ConfigError | psycopg.ProgrammingError) or is_refused(error):
             self._take_requests()
             failed, self._waits = self._waits, {}
-            for future in (each for futures in failed.values() for each in futures):
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(_explained(error))
+            for wait in (each for waits in failed.values() for each in waits):
+                if wait.future.set_running_or_notify_cancel():
+                    wait.future.set_exception(_explained(error))
             self._note_idle()
             return
         time.sleep(self._reconnect_seconds)
@@ -196,6 +239,7 @@ class ResultListener:
 
     def _serve(self, connection: PGconn) -> None:
         self._hears = self._listen(connection)
+        self._set_looks()
         self._due = set(self._waits)
         while self._waits or self._idle_seconds_left() > 0:
             self._look(connection)
@@ -205,8 +249,7 @@ class ResultListener:
             self._hear(connection)
             wait_readable([self._wake_reader, connection.socket], self._patience())
             self._take_requests()
-            if time.monotonic() >= self._look_at:
-                self._due |= self._waits.keys()
+            self._note_due()
 
     def _listen(self, connection: PGconn) -> bool:
         """Listen, unless the connection leads to a pooler: that names another backend than the one at work."""
@@ -217,7 +260,7 @@ class ResultListener:
         return True
 
     def _look(self, connection: PGconn) -> None:
-        """Look at the jobs that are due, as far as their flags are up; those that are over are told to who waits."""
+        """Look at the jobs that are due, but not at those whose flags are refused; tell the waits of what is over."""
         if not self._due:
             return
         looked = self._flagged(connection) if self._hears else set(self._due)
@@ -228,35 +271,33 @@ class ResultListener:
             self._due -= looked
             for row in rows:
                 self._read(*row)
+        self._refused = set(self._due)
         self.trouble, self._reconnect_seconds = None, _RECONNECT_FIRST_SECONDS
-        self._set_next_look()
-
-    def _set_next_look(self) -> None:
-        if self._hears:
-            self._look_at = time.monotonic() + self._limits.look_seconds
-        else:
-            self._look_at = time.monotonic() + self._poll_seconds
-            self._poll_seconds = min(self._poll_seconds * 2, self._limits.poll_most_seconds)
 
     def _flagged(self, connection: PGconn) -> set[UUID]:
-        """Raise the flags of the jobs that are due; those whose flags are up."""
-        missing = {statements.ALL_JOBS, *map(str, self._due)} - self._flags
-        if missing:
-            rows = run_on_libpq(connection, statements.try_result_flags(self._schema, missing))
+        """Raise the flags of the jobs that are due, as far as there is room; those to look at, flagged or beyond."""
+        # The flag of all jobs is the first.
+        missing = sorted({statements.ALL_JOBS, *map(str, self._due)} - self._flags)
+        room = 1 + self._limits.most_flags - len(self._flags)
+        if asked := missing[:room]:
+            rows = run_on_libpq(connection, statements.try_result_flags(self._schema, asked))
             self._flags |= {str(name) for name, is_held in rows if is_held == "t"}
-        flagged = {job_id for job_id in self._due if str(job_id) in self._flags}
+        self._beyond -= self._due
+        self._beyond.update(map(UUID, missing[room:]))
+        flagged = {job_id for job_id in self._due if job_id in self._beyond or str(job_id) in self._flags}
         is_whole = statements.ALL_JOBS in self._flags and flagged == self._due
         self._retry_seconds = _RETRY_FIRST_SECONDS if is_whole else min(self._retry_seconds * 2, _RETRY_CAP_SECONDS)
         return flagged if statements.ALL_JOBS in self._flags else set()
 
     def _drop_flags(self, connection: PGconn) -> None:
-        dropped = self._flags - {statements.ALL_JOBS, *map(str, self._waits)}
+        dropped = {str(job_id) for job_id in self._left if job_id not in self._waits} & self._flags
+        self._left.clear()
         if dropped:
             self._flags -= dropped
             run_on_libpq(connection, statements.drop_result_flags(self._schema, dropped))
 
     def _read(self, job_id: str | None, *found: str | None) -> None:
-        """Tell those who wait for a job what a look has found, if the job is over."""
+        """Tell the waits for a job what a look has found, if the job is over."""
         is_there, outcome, result, reason = found
         if is_there is not None:
             return
@@ -264,23 +305,52 @@ class ResultListener:
             ending = Ending(outcome, result)
         else:
             ending = Ending("gone") if reason is None else Ending("dead", reason=reason)
-        for future in self._waits.pop(UUID(job_id), ()):
-            if future.set_running_or_notify_cancel():
-                future.set_result(ending)
+        for wait in self._leave_job(UUID(job_id)):
+            if wait.future.set_running_or_notify_cancel():
+                wait.future.set_result(ending)
         self._note_idle()
 
     def _hear(self, connection: PGconn) -> None:
         while notification := connection.notifies():
-            name = notification.extra.decode()
-            called = set(self._waits) if name == statements.ALL_JOBS else {UUID(name)}
-            self._due |= called & self._waits.keys()
+            name = notification.extra.decode(errors="replace")
+            if name == statements.ALL_JOBS:
+                self._due.update(self._waits)
+                continue
+            # Any role may notify, and of anything.
+            with contextlib.suppress(ValueError):
+                job_id = UUID(name)
+                if job_id in self._waits:
+                    self._due.add(job_id)
 
     def _patience(self) -> float:
         """For how long to wait for a notification or a request: not at all if one has come with an answer."""
         if self._due:
-            refused = {statements.ALL_JOBS, *map(str, self._due)} - self._flags
-            return self._retry_seconds if self._hears and refused else 0.0
-        return max(0.0, self._look_at - time.monotonic()) if self._waits else max(0.0, self._idle_seconds_left())
+            return self._retry_seconds if self._due <= self._refused else 0.0
+        if not self._waits:
+            return max(0.0, self._idle_seconds_left())
+        return max(0.0, (min(self._look_at, self._poll_at) if self._polled else self._look_at) - time.monotonic())
+
+    @property
+    def _polled(self) -> Collection[UUID]:
+        """The jobs whose ends no notification tells."""
+        return self._beyond if self._hears else self._waits
+
+    def _set_looks(self) -> None:
+        now, limits = time.monotonic(), self._limits
+        self._poll_seconds = limits.poll_most_seconds if self._hears else limits.poll_first_seconds
+        self._look_at, self._poll_at = now + limits.look_seconds, now + self._poll_seconds
+
+    def _note_due(self) -> None:
+        """Have jobs looked at whose time has come. Other looks in between do not put it off."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._leave_abandoned()
+            self._due.update(self._waits)
+            self._look_at = now + self._limits.look_seconds
+        if self._polled and now >= self._poll_at:
+            self._due.update(self._polled)
+            self._poll_at = now + self._poll_seconds
+            self._poll_seconds = min(self._poll_seconds * 2, self._limits.poll_most_seconds)
 
     def _take_requests(self) -> None:
         """Take the new waits, and leave those out that were given up."""
@@ -289,30 +359,57 @@ class ResultListener:
                 pass
         with self._lock:
             new, self._new = self._new, []
-        for job_id, future in new:
-            self._waits.setdefault(job_id, []).append(future)
-            self._due.add(job_id)
+            given_up, self._given_up = self._given_up, []
+        for wait in new:
+            self._waits.setdefault(wait.job_id, set()).add(wait)
+            self._due.add(wait.job_id)
+        if new and not self._hears:
             self._poll_seconds = self._limits.poll_first_seconds
-        self._waits = {
-            job_id: kept
-            for job_id, futures in self._waits.items()
-            if (kept := [future for future in futures if not future.cancelled()])
-        }
-        self._due &= self._waits.keys()
+            self._poll_at = min(self._poll_at, time.monotonic() + self._poll_seconds)
+        for wait in given_up:
+            self._leave(wait)
         if self._waits:
             self._idle_since = time.monotonic()
+
+    def _leave_abandoned(self) -> None:
+        """Leave the waits that are past their time: those of event loops that were closed are given up by no one."""
+        now = time.monotonic()
+        for wait in [wait for waits in self._waits.values() for wait in waits if wait.is_abandoned(now)]:
+            self._leave(wait)
+
+    def _leave(self, wait: Wait) -> None:
+        waits = self._waits.get(wait.job_id, set())
+        waits.discard(wait)
+        if not waits:
+            self._leave_job(wait.job_id)
+
+    def _leave_job(self, job_id: UUID) -> set[Wait]:
+        """Forget a job, and return its waits."""
+        self._due.discard(job_id)
+        self._beyond.discard(job_id)
+        self._left.add(job_id)
+        return self._waits.pop(job_id, set())
 
     def _note_idle(self) -> None:
         self._idle_since = time.monotonic()
 
 
 def _explained(error: Exception) -> Exception:
-    missing = explain_missing_tables(error, _STEP)
-    if missing is not None:
-        return missing
+    """What one caller is told: an exception of its own, as each adds its traceback."""
+    told = explain_missing_tables(error, _STEP) or ConfigError(_advice(error))
+    told.__cause__ = error
+    return told
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
     if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
-        return ConfigError(
+        return (
             "this role may not look for results: it needs SELECT on the tables job, done_job and dead_job, as the role "
             "outboxq_reader has it"
         )
-    return error
+    return (
+        f"results cannot be waited for at this database: {describe_error(error)}; the error behind this one has the "
+        "words of the server or the driver"
+    )

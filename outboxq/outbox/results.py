@@ -3,8 +3,8 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,16 +17,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.codec.values import build_decoder, decode_stored
 from outboxq.config import check_schema
-from outboxq.database.driver import DriverConnection
 from outboxq.database.engines import AnyEngine, beside_connector
 from outboxq.database.errors import describe_error
 from outboxq.errors import ConfigError, JobNotDone, ResultNotFound, ResultTimeout
-from outboxq.outbox.result_listener import Ending, ResultLimits, ResultListener
+from outboxq.outbox.result_listener import Ending, ResultLimits, ResultListener, Wait
 from outboxq.tables import SCHEMA, mapped_schema
 
 
 class ResultListeners:
-    """The listeners of this process, one for each database, schema and event loop in which results are waited for."""
+    """The listeners of this process, one for each database and schema in which results are waited for."""
 
     def __init__(self) -> None:
         self.limits = ResultLimits()
@@ -37,20 +36,16 @@ class ResultListeners:
         self._lock = threading.Lock()
         self._listeners: dict[Hashable, ResultListener] = {}
 
-    def wait_for(
-        self, place: Hashable, connect: Callable[[], DriverConnection], schema: str, job_id: UUID
-    ) -> "tuple[ResultListener, Future[Ending]]":
-        """Wait for a job by the listener of this place, which is started if there is none."""
+    def add(self, place: Hashable, schema: str, wait: Wait) -> ResultListener:
+        """Have the listener of this place wait for a job; it is started if there is none."""
         with self._lock:
             listener = self._listeners.get(place)
-            future = None if listener is None else listener.wait_for(job_id)
-            if listener is None or future is None:
-                listener = ResultListener(connect, schema, self.limits, partial(self._drop, place))
-                self._listeners[place] = listener
-                future = listener.wait_for(job_id)
-                assert future is not None
+            if listener is None or not listener.add(wait):
+                listener = ResultListener(schema, self.limits, partial(self._drop, place))
+                listener.add(wait)
                 listener.start()
-            return listener, future
+                self._listeners[place] = listener
+            return listener
 
     def _drop(self, place: Hashable, ended: ResultListener) -> None:
         with self._lock:
@@ -63,13 +58,17 @@ os.register_at_fork(after_in_child=listeners.clear)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _Asked:
     """One wait, as it was asked for."""
 
     job_id: UUID
     schema: str
     seconds: float
     decoder: "msgspec.json.Decoder[object]"
+
+    def deadline(self) -> float:
+        """When the time is over, by the monotonic clock, if it begins now."""
+        return time.monotonic() + self.seconds
 
     def value(self, ending: Ending) -> object:
         """What the handler returned.
@@ -114,35 +113,35 @@ def wait(
             f"{type(engine).__name__}"
         )
     decoder = build_decoder(f"the result of job {job_id}", object if returns is None else returns)
-    asked = _Wait(job_id, _schema_of(engine, schema), _seconds_of(timeout), decoder)
+    asked = _Asked(job_id, _schema_of(engine, schema), _seconds_of(timeout), decoder)
     return _wait_in_loop(engine, asked) if isinstance(engine, AsyncEngine) else _wait_in_thread(engine, asked)
 
 
-def _wait_in_thread(engine: str | URL | Engine, asked: _Wait) -> object:
+def _wait_in_thread(engine: str | URL | Engine, asked: _Asked) -> object:
     place = engine.pool if isinstance(engine, Engine) else str(engine) if isinstance(engine, str) else engine
-    connect = beside_connector(engine, lambda: None)
-    listener, future = listeners.wait_for((place, asked.schema), connect, asked.schema, asked.job_id)
+    wait = Wait(asked.job_id, asked.deadline(), beside_connector(engine, lambda: None))
+    listener = listeners.add((place, asked.schema), asked.schema, wait)
     try:
-        ending = future.result(asked.seconds)
+        ending = wait.future.result(asked.seconds)
     except TimeoutError:
         raise asked.timed_out(listener.trouble) from listener.trouble
     finally:
-        listener.forget(future)
+        listener.forget(wait)
     return asked.value(ending)
 
 
-async def _wait_in_loop(engine: AsyncEngine, asked: _Wait) -> object:
+async def _wait_in_loop(engine: AsyncEngine, asked: _Asked) -> object:
     loop = asyncio.get_running_loop()
-    connect = beside_connector(engine, lambda: None if loop.is_closed() else loop)
-    # An engine of an event loop that is over may be used in another one: its connections may not.
-    place = (engine.pool, asked.schema, loop)
-    listener, future = listeners.wait_for(place, connect, asked.schema, asked.job_id)
+    connect = beside_connector(engine, lambda: loop if loop.is_running() else None)
+    wait = Wait(asked.job_id, asked.deadline(), connect, loop)
+    # Not by the loop: the connection is of no loop once it is open, and serves the waits of all.
+    listener = listeners.add((engine.pool, asked.schema), asked.schema, wait)
     try:
-        ending = await asyncio.wait_for(asyncio.wrap_future(future), asked.seconds)
+        ending = await asyncio.wait_for(asyncio.wrap_future(wait.future), asked.seconds)
     except TimeoutError:
         raise asked.timed_out(listener.trouble) from listener.trouble
     finally:
-        listener.forget(future)
+        listener.forget(wait)
     return asked.value(ending)
 
 

@@ -47,13 +47,20 @@ def keeping_jobs(claim: str = "transaction") -> tuple[Jobs, Any]:
 
 
 @contextmanager
-def only_woken() -> Iterator[None]:
-    """Listeners that are made in the block look once, and again only when they are notified or connect anew."""
-    before, listeners.limits = listeners.limits, ResultLimits(look_seconds=3600.0, linger_seconds=0.1)
+def limited(**limits: Any) -> Iterator[None]:
+    """Listeners that are made in the block have these limits."""
+    before, listeners.limits = listeners.limits, ResultLimits(**limits)
     try:
         yield
     finally:
         listeners.limits = before
+
+
+@contextmanager
+def only_woken() -> Iterator[None]:
+    """Listeners that are made in the block look once, and again only when they are notified or connect anew."""
+    with limited(look_seconds=3600.0, linger_seconds=0.1):
+        yield
 
 
 @contextmanager

@@ -92,7 +92,8 @@ def test_a_drained_relay_says_what_is_left(
     assert said.stdout == (
         "done 0, failed attempts 0, dead 0\n"
         "left: 3 in backoff after a failed attempt, 4 due later, "
-        "1 of kinds that are paused, or that this registry does not know, 1 in paused queues, 1 held by others, or new, 2 in queues that are not served\n"
+        "1 of kinds that are paused, or that this registry does not know, 1 in paused queues, "
+        "1 held by others, or new, 2 in queues that are not served\n"
     )
 
 

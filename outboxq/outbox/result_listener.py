@@ -10,14 +10,12 @@ too, but transactions that end jobs of one flag at the same time would refuse it
 It works on libpq below psycopg, as the relay's listener does, for callers in threads and in event loops alike.
 """
 
-import asyncio
 import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from uuid import UUID
 
 import psycopg
@@ -34,6 +32,7 @@ from outboxq.database.errors import (
 )
 from outboxq.errors import ConfigError
 from outboxq.fault_points import fault_point
+from outboxq.outbox.result_wait import Ending, Wait
 from outboxq.statements import results as statements
 from outboxq.statements.wake import listen_on
 
@@ -42,44 +41,6 @@ _STEP = 11
 # A flag that was refused is tried again after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 0.1
 _RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.05, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """What became of a job that is over.
-
-    Attributes:
-        outcome: As in `done_job`; or `dead`, or `gone` if no row tells.
-        result: What its handler returned, as JSON text, if that is kept.
-        reason: That of a dead letter.
-    """
-
-    outcome: str
-    result: str | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """One wait for the end of a job.
-
-    Args:
-        deadline: By the monotonic clock. The caller keeps the time itself, unless its event loop is closed before.
-        connect: Opens a connection outside of a transaction.
-        loop: The event loop that waits, and in which `connect` works; None for a thread.
-    """
-
-    job_id: UUID
-    deadline: float
-    connect: Callable[[], DriverConnection]
-    loop: asyncio.AbstractEventLoop | None = None
-    future: "Future[Ending]" = field(default_factory=Future["Ending"])
-
-    def is_abandoned(self, now: float) -> bool:
-        return now >= self.deadline or (self.loop is not None and self.loop.is_closed())
-
-    def can_connect(self) -> bool:
-        return self.loop is None or self.loop.is_running()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

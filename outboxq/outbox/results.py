@@ -20,7 +20,8 @@ from outboxq.config import check_schema
 from outboxq.database.engines import AnyEngine, beside_connector
 from outboxq.database.errors import describe_error
 from outboxq.errors import ConfigError, JobNotDone, ResultNotFound, ResultTimeout
-from outboxq.outbox.result_listener import Ending, ResultLimits, ResultListener, Wait
+from outboxq.outbox.result_listener import ResultLimits, ResultListener
+from outboxq.outbox.result_wait import Ending, Wait
 from outboxq.tables import SCHEMA, mapped_schema
 
 

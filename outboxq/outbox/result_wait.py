@@ -1,0 +1,47 @@
+"""A wait for the end of a job: what it needs, and what it is given."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from outboxq.database.driver import DriverConnection
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What became of a job that is over.
+
+    Attributes:
+        outcome: As in `done_job`; or `dead`, or `gone` if no row tells.
+        result: What its handler returned, as JSON text, if that is kept.
+        reason: That of a dead letter.
+    """
+
+    outcome: str
+    result: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """One wait for the end of a job.
+
+    Args:
+        deadline: By the monotonic clock. The caller keeps the time itself, unless its event loop is closed before.
+        connect: Opens a connection outside of a transaction.
+        loop: The event loop that waits, and in which `connect` works; None for a thread.
+    """
+
+    job_id: UUID
+    deadline: float
+    connect: Callable[[], DriverConnection]
+    loop: asyncio.AbstractEventLoop | None = None
+    future: "Future[Ending]" = field(default_factory=Future["Ending"])
+
+    def is_abandoned(self, now: float) -> bool:
+        return now >= self.deadline or (self.loop is not None and self.loop.is_closed())
+
+    def can_connect(self) -> bool:
+        return self.loop is None or self.loop.is_running()

@@ -75,6 +75,14 @@ def test_a_doubled_or_lost_effect_makes_the_demo_fail(statement: str, figure: st
     assert "nothing doubled" not in run.stdout
 
 
+def _command_of(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has ended meanwhile, as a backend of the server may."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def test_ctrl_c_ends_the_demo_and_every_process_that_it_started() -> None:
     """After SIGINT the exit code is 130, and neither a process nor the server's directory is left."""
     program = "import sys; from outboxq.demo.story import run_demo; sys.exit(run_demo(jobs=5000))"
@@ -85,7 +93,7 @@ def test_ctrl_c_ends_the_demo_and_every_process_that_it_started() -> None:
             # Its third line: the relays serve and the customers order.
             lines = [demo.stdout.readline() for _ in range(3)]
             started = psutil.Process(demo.pid).children(recursive=True)
-            watchdogs = [process.cmdline() for process in started if "postgres/watchdog.py" in str(process.cmdline())]
+            watchdogs = [line for process in started if "postgres/watchdog.py" in str(line := _command_of(process))]
             demo.send_signal(signal.SIGINT)
             rest = demo.stdout.read()
             demo.wait(LIMIT_SECONDS)

@@ -102,23 +102,24 @@ def eight_queues() -> Jobs:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "config"),
+    ("jobs", "config", "seconds"),
     [
-        (one_queue(), RelayConfig()),
-        (one_queue(), RelayConfig(slots_per_queue=12)),
-        (one_queue(), RelayConfig(listen=False)),
-        (under_leases(), RelayConfig()),
-        (eight_queues(), RelayConfig()),
+        (one_queue(), RelayConfig(), SECONDS),
+        (one_queue(), RelayConfig(slots_per_queue=12), SECONDS),
+        (one_queue(), RelayConfig(listen=False), SECONDS),
+        # A beat of leases is four statements, and a span of five seconds may meet two of them.
+        (under_leases(), RelayConfig(), 4 * SECONDS),
+        (eight_queues(), RelayConfig(), SECONDS),
     ],
     ids=["two slots", "twelve slots", "without listening", "under leases", "eight queues"],
 )
 def test_an_idle_relay_sends_three_statements_a_second_at_most(
-    jobs: Jobs, config: RelayConfig, proxy: RunningProxy, start_relay: StartRelay, resting: set[Slot]
+    jobs: Jobs, config: RelayConfig, seconds: float, proxy: RunningProxy, start_relay: StartRelay, resting: set[Slot]
 ) -> None:
     """Whatever the number of its slots and queues: they share their polls."""
     with start_relay(jobs, config, engine=proxy.url) as running:
         wait_until_at_rest(running, resting)
-        assert sent_in(proxy, SECONDS) <= MOST
+        assert sent_in(proxy, seconds) <= 3 * seconds
 
 
 def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at_once(

@@ -1797,7 +1797,7 @@ def run(tests: tuple[str, ...], mutant: Mutant | None = None) -> Run:
         begun = time.monotonic()
         # Less patience with a mutant, which may hang its tests.
         limits = ["--maxfail", "1", "--timeout", "300" if mutant is None else "120"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *limits, *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", *limits, *tests]
         done = subprocess.run(
             command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
         )

@@ -850,6 +850,8 @@ def test_a_thread_that_never_ends_ends_its_relay(
 
 # Blocks the loop of its process.
 SPINNING = """
+import time
+
 from outboxq import AsyncContext, Backoff, Jobs, Relay
 from outboxq.relay.limits import RelayLimits
 from tests.support.app import Effect
@@ -863,7 +865,7 @@ async def spin(ctx: AsyncContext) -> None:
         ctx.session.add(Effect(name="spin"))
         await ctx.session.flush()
         while True:
-            pass
+            time.sleep(0.01)
     ctx.session.add(Effect(name="done"))
 """
 

@@ -26,7 +26,7 @@ from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
-from outboxq.observability.logging import JsonFormatter, LineFormatter, log_event
+from outboxq.observability.logging import EventLog, JsonFormatter, LineFormatter
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.reading import Reading, without_kinds
 from outboxq.relay import health
@@ -86,11 +86,11 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
     jobs = load_jobs(options.target)
     _set_up_logging(options)
     state = health.StateHook()
-    hooks: list[Hook] = [partial(log_event, tracebacks=not options.no_log_tracebacks), state]
+    hooks: list[Hook] = [EventLog(tracebacks=not options.no_log_tracebacks), state]
     counter = None if options.metrics is None and metrics is None else EventCounter()
     if counter is not None:
         hooks.append(counter)
-    relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _say_that_it_waits])
+    relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _SaysThatItWaits()])
     with ExitStack() as stack:
         if counter is not None:
             _tell_metrics(stack, options, metrics, lambda: {name: read_relay(relay.look(), counter)})
@@ -140,8 +140,12 @@ def _serve_metrics(stack: ExitStack, options: RelayOptions, read: Callable[[], d
     stack.enter_context(serving(parse_address(options.metrics), partial(expose, registry)))
 
 
-def _say_that_it_waits(event: Event) -> None:
-    if isinstance(event, RelayStarted):
+class _SaysThatItWaits:
+    """A hook: it tells who started the relay that nothing more is to be done."""
+
+    events = frozenset({RelayStarted})
+
+    def __call__(self, _event: Event) -> None:
         _log.info("waiting for jobs, until SIGTERM or Ctrl-C")
 
 
@@ -210,7 +214,7 @@ def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayCo
         options.processes,
         environment=_child_environment(url, settings),
         drain_seconds=settings.drain_seconds,
-        emit=Emitter((log_event,), lambda _hook, _event: None),
+        emit=Emitter((EventLog(),), lambda _hook, _event: None),
         databases=several if named else {},
         finite=options.drain,
         stall_seconds=options.stall_seconds,

@@ -69,6 +69,25 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
 }
 
 
+class EventLog:
+    """A hook: one log record per event, on the logger `outboxq.relay`.
+
+    Args:
+        tracebacks: Whether the record of a failed attempt has its traceback, redacted as it is stored.
+    """
+
+    def __init__(self, *, tracebacks: bool = True) -> None:
+        self._tracebacks = tracebacks
+
+    def __call__(self, event: Event) -> None:
+        """Log the event."""
+        log_event(event, tracebacks=self._tracebacks)
+
+    def has_use_for(self, kind: type[Event]) -> bool:
+        """Whether the logger's level, as it is now, lets a record of such an event through."""
+        return logger.isEnabledFor(_MESSAGES[kind][0])
+
+
 def log_event(event: Event, *, tracebacks: bool = True) -> None:
     """A hook: one log record per event, on the logger `outboxq.relay`.
 

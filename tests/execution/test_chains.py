@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 
 import pytest
 from sqlalchemy import Engine, text
@@ -19,7 +20,9 @@ from outboxq import (
     OutboxSession,
 )
 from outboxq.errors import ArgumentError, JobTooLarge
-from outboxq.events import BatchFinished, Event, JobDone
+from outboxq.events import BatchFinished, Event, FollowerSuppressed, JobDone
+from outboxq.new_job import NewJob
+from outboxq.observability.logging import log_event
 from tests.support.app import Effect
 from tests.support.ledger import of
 
@@ -126,6 +129,31 @@ def test_a_chain_keeps_the_options_of_each_of_its_jobs(
             text("SELECT queue, kind, priority, state, headers ->> 'trace' AS trace, unique_key FROM outboxq.job")
         )
     assert tuple(row) == ("chain-leased", "leased", 7, "scheduled", "x", "leased\x1fk")
+
+
+@pytest.mark.parametrize("kind", [alone, leased, leased_idle, shared, lines], ids=lambda kind: kind.kind)
+def test_a_last_job_whose_key_is_taken_is_told(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    caplog: pytest.LogCaptureFixture,
+    kind: object,
+) -> None:
+    """No handle says that it was not added: an event does, and the log; if it was added, neither."""
+    assert kind in (alone, leased, leased_idle, shared, lines)
+    with sessions.begin() as session:
+        standing = session.add_job(report.options(unique="taken", delay=timedelta(hours=1)))
+        before = kind.job(name="before")  # type: ignore[attr-defined]
+        ends = session.add_jobs([before.then(report.options(unique="taken").job())])[0]
+        session.add_jobs([before.then(report.options(unique="free").job())])
+    events = drain(jobs, batch_size=10)
+    (told,) = of(events, FollowerSuppressed)
+    assert (told.job.id, told.follower_kind, told.existing_id) == (ends.id, "report", standing.id)
+    assert left(engine) == 1
+    assert len(of(events, JobDone)) == 3
+    with caplog.at_level("WARNING", "outboxq.relay"):
+        log_event(told)
+    assert f"follower_kind=report existing_id={standing.id}" in caplog.text
 
 
 def test_a_chain_is_in_the_batch_of_its_first_job(

@@ -196,8 +196,17 @@ def test_what_a_chain_refuses(sessions: sessionmaker[OutboxSession]) -> None:
             chain()
     # If it is the first one, its producer learns whether the chain was added; behind the last one is nothing.
     assert len(unique.then(first).then(unique).followers) == 2
-    with pytest.raises(JobTooLarge):
-        first.then(alone.job(name="b" * 200_000)).then(alone.job(name="c" * 100_000))
+    long = first.then(leased.job(name="b" * 200_000))
+    with pytest.raises(
+        JobTooLarge,
+        match=r"^the jobs that follow 'alone' in its chain \('leased', 'shared'; headers included\) take 301,0.. bytes "
+        ".* cap of 262,144: store the data .*, or let the last job of a shorter chain add",
+    ) as refused:
+        long.then(shared.job(name="c" * 100_000))
+    assert (refused.value.kind, refused.value.size_bytes > 300_000) == ("alone", True)
+    many = [report.job()] * 600
+    with pytest.raises(JobTooLarge, match=r"report' and [0-9]+ more; "):
+        reduce(NewJob.then, many, first)
     with sessions() as session, jobs.batch(session, on_done=report.job()) as batch:
         with pytest.raises(ArgumentError, match="in a batch by itself"):
             first.then(batch.of(alone.job(name="b")))

@@ -75,8 +75,8 @@ def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, in
             # No part that `outboxq roles` knows may migrate.
             said = getattr(getattr(error.orig, "diag", None), "message_primary", None)
             raise CommandFailed(
-                f"the database refused: {said} (SQLSTATE {INSUFFICIENT_PRIVILEGE}). Migrate as the owner of the tables, "
-                "who may also CREATE in the database if their schema is to be made"
+                f"the database refused: {said} (SQLSTATE {INSUFFICIENT_PRIVILEGE}). Migrate as the owner of the "
+                "tables, who may also CREATE in the database if their schema is to be made"
             ) from error
 
 

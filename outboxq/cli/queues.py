@@ -18,7 +18,9 @@ from outboxq.codec.text import printable, several
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
 
+    from outboxq.admin.queues import Limit
     from outboxq.admin.stats import QueueStats, Stats
+    from outboxq.queue_limits import QueueLimits
 
 app = Commands(help="List, pause, resume and limit queues.")
 
@@ -211,10 +213,28 @@ def set_limits(options: LimitOptions) -> None:
             changed.update(actions.keep_dead(connection, names, seconds))
         return tuple(sorted(changed))
 
-    if drop and limits == make_limits():
-        _change(options, change, "limited", "not limited so before", said="no longer limited so")
-    else:
-        _change(options, change, "limited", "limited so already")
+    kept = [_kept_in_words(seconds)] if options.are_for_dead else []
+    said = "; ".join([*_limits_in_words(limits, drop), *kept])
+    _change(options, change, "limited", "set so already", said=said)
+
+
+def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str]:
+    """What was set, and what was taken away, behind the name of a queue."""
+    words: dict[Limit, str] = {
+        "running": "limit of jobs at a time",
+        "rate": "rate",
+        "per_group": "limit of jobs of a group",
+    }
+    set_now = [f"is limited: {limits}"] if limits != type(limits)() else []
+    return set_now + [f"has no {words[name]} set any more" for name in drop]
+
+
+def _kept_in_words(seconds: float | None) -> str:
+    from outboxq.queue_limits import keep_text
+
+    if seconds is None:
+        return "keeps dead letters as the application declares"
+    return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"
 
 
 def _refuse_both(options: LimitOptions) -> None:
@@ -238,7 +258,7 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change queues, and print for each whether that changed it: by `said` if that is not JSON's word `done`."""
+    """Change queues, and print for each whether that changed it: by `said`, or else by JSON's word `done`."""
     from outboxq.admin import queues
 
     with options.transaction() as connection:
@@ -251,7 +271,7 @@ def _change(
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
         for name in wanted:
-            typer.echo(f"{name!r} is {said or done}" if name in changed else f"{name!r} was {before}")
+            typer.echo(f"{name!r} {said or f'is {done}'}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
         others = ", ".join(sorted(known)) or "none"
         notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")

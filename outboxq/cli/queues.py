@@ -295,7 +295,7 @@ def stats(options: StatsOptions) -> None:
     because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
     too. A terminal shows the columns that count something. Up to 10,000 jobs of a queue are counted in each state; what
     is more is an estimate, `~ 1.2 M`, and in --json `exact` is false and `estimated` names the states. --exact counts
-    all. Of several databases, those that cannot be reached are named, and it ends with 1.
+    all. Of several databases, those that give no numbers are named with the reason, and it does not end with 0.
 
     \b
     Examples:
@@ -304,21 +304,26 @@ def stats(options: StatsOptions) -> None:
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
     from outboxq import config
-    from outboxq.cli.errors import DatabaseUnreachable
+    from outboxq.cli.errors import explain
 
     urls = config.database_urls(options.database_url)
     if len(urls) == 1:
         _print_stats(options, *_collect(next(iter(urls.values())), options))
         return
     found: dict[str, tuple[Stats, datetime]] = {}
+    exit_code = 0
     for name, url in urls.items():
         try:
             found[name] = _collect(url, options)
-        except DatabaseUnreachable as error:
-            notice(f"{name}: {error}")
+        except Exception as error:
+            failure = explain(error)
+            if failure is None:
+                raise
+            notice(f"{name}: {failure.message}")
+            exit_code = max(exit_code, failure.exit_code)
     _print_several(options, found)
-    if len(found) < len(urls):
-        raise typer.Exit(1)
+    if exit_code:
+        raise typer.Exit(exit_code)
 
 
 def _collect(url: "URL", options: StatsOptions) -> "tuple[Stats, datetime]":
@@ -336,21 +341,21 @@ def _print_several(options: StatsOptions, found: "Mapping[str, tuple[Stats, date
         return
     for name, (each, now) in found.items():
         typer.echo(f"{printable(name)}:")
-        _print_stats(options, each, now)
+        _print_stats(options, each, now, f"{name}: ")
 
 
 def _fields(found: "Stats") -> dict[str, object]:
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
-def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
+def _print_stats(options: StatsOptions, found: "Stats", now: datetime, of_database: str = "") -> None:
     from outboxq.admin.jobs import STATES
 
     if options.as_json:
         print_json(found)
         return
     if not found.queues:
-        notice("no queues found")
+        notice(f"{of_database}no queues found")
     counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))
     columns = [Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at")]
     if options.wide or not (sys.stdout.isatty() and all(row.exact for row in found.queues)):
@@ -362,7 +367,7 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
         print_table(kinds, found.parked_kinds, now=now, title="Kinds that no relay knows:")
     if found.unknown_effects:
         effects = several(found.unknown_effects, "effect waits", "effects wait")
-        notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")
+        notice(f"{of_database}{effects} for an operator: see `outboxq effects list --status unknown`")
 
 
 class _Shown:

@@ -163,7 +163,7 @@ class StoredSchedule:
         options = msgspec.json.decode(row.options, type=dict[str, msgspec.Raw])
         names = msgspec.json.decode(options.pop("fire_time", b"[]"), type=tuple[str, ...])
         job = load({"kind": found.kind, "queue": found.queue, "args": msgspec.Raw(row.args.encode()), **options})
-        return cls(found, _cron_of(row), job, names)
+        return cls(found, Cron(found.cron, found.time_zone), job, names)
 
     def jobs_at(self, due_times: Iterable[datetime]) -> dict[str, NewJob]:
         """A job for each time, by ids of their own."""

@@ -476,9 +476,9 @@ MUTANTS = (
         ("tests/admin/test_role_matrix.py",),
     ),
     Mutant(
-        "the end of the wider right that producers had",
+        "the end of the wider rights that producers and operators had",
         "outboxq/admin/roles.py",
-        "      REVOKE INSERT ON {table} FROM {role};\n",
+        "      REVOKE {right} ON {table} FROM {role};\n",
         "",
         ("tests/admin/test_roles.py",),
     ),

@@ -476,7 +476,7 @@ MUTANTS = (
         ("tests/admin/test_role_matrix.py",),
     ),
     Mutant(
-        "the end of the wider rights that producers and operators had",
+        "the end of the wider right that producers had",
         "outboxq/admin/roles.py",
         "      REVOKE {right} ON {table} FROM {role};\n",
         "",

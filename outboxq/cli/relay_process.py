@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq import config
 from outboxq.admin.stats import count_left
-from outboxq.cli.database import connect, open_database
+from outboxq.cli.database import connect, naming, open_database
 from outboxq.cli.errors import DatabaseUnreachable, explain
 from outboxq.cli.output import notice
 from outboxq.cli.relay import RelayOptions
@@ -53,7 +53,9 @@ def run_relay(options: RelayOptions) -> None:
     except Exception as error:
         failure = explain(error) if options.log_format == "json" else None
         if failure is None:
-            raise
+            # In the process of one of several databases; the log names it by itself.
+            with naming(config.database_label()):
+                raise
         _log.critical("%s", failure.message)
         raise typer.Exit(failure.exit_code) from error
 
@@ -70,8 +72,9 @@ def _start(options: RelayOptions) -> None:
         _run(options, next(iter(databases)), *first)
         return
     # Once, for all processes.
-    for url, settings in databases.values():
-        _check_database(url, settings)
+    for name, (url, settings) in databases.items():
+        with naming(name if len(databases) > 1 else None):
+            _check_database(url, settings, f"{name}: " if len(databases) > 1 else "")
     _set_up_logging(options)
     if options.reload:
         run_reloading(options, _child_environment(*first))
@@ -240,8 +243,11 @@ def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
     return secrets
 
 
-def _check_database(url: URL, settings: RelayConfig) -> None:
+def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> None:
     """Refuse to start if waiting would not help; if it would, log what libpq said, which the relay does not know.
+
+    Args:
+        of_database: Stands before what is logged.
 
     Raises:
         ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.
@@ -252,7 +258,7 @@ def _check_database(url: URL, settings: RelayConfig) -> None:
     except DatabaseUnreachable as error:
         if error.refused:
             raise ConfigError(str(error)) from error
-        _log.warning("%s", error)
+        _log.warning("%s%s", of_database, error)
     except SchemaError as error:
         raise ConfigError(str(error)) from error
     except DBAPIError:

@@ -11,6 +11,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.events import BatchFinished, Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
+from outboxq.execution.chain import suppressed_followers
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.failure import Failed
@@ -270,6 +271,10 @@ class BatchState:
         self.position, self.together = places.start, len(places)
         del self.events[places.start :]
 
+    def events_of_commit(self) -> tuple[Event, ...]:
+        """What only the answer to COMMIT has told: followers that were not added, and batches that were over."""
+        return (*suppressed_followers(self.unique_adds.refused), *self.finished)
+
     def report(self) -> BatchReport:
         """The report of the batch, once its transaction is known to be committed."""
         events: list[Event] = [*self.events, *self.coalesced]
@@ -277,5 +282,5 @@ class BatchState:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
-        events += self.finished
+        events += self.events_of_commit()
         return BatchReport(len(self.jobs), tuple(events))

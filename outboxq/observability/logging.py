@@ -38,6 +38,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobCancelled: (logging.INFO, "job cancelled"),
     events.JobExpired: (logging.INFO, "job expired"),
     events.JobsCoalesced: (logging.DEBUG, "jobs with the same key were run as one"),
+    events.FollowerSuppressed: (logging.WARNING, "job is done, the next of its chain was not added: its key is taken"),
     events.JobsClaimed: (logging.DEBUG, "jobs were claimed"),
     events.ClaimsEmpty: (logging.DEBUG, "claims found no job"),
     events.ClaimsFailed: (logging.DEBUG, "claims failed"),

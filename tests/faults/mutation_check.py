@@ -478,7 +478,7 @@ MUTANTS = (
     Mutant(
         "the end of the wider right that producers had",
         "outboxq/admin/roles.py",
-        "      REVOKE INSERT ON {table} FROM {role};\n",
+        "      REVOKE {right} ON {table} FROM {role};\n",
         "",
         ("tests/admin/test_roles.py",),
     ),

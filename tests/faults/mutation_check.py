@@ -796,8 +796,8 @@ MUTANTS = (
     Mutant(
         "the check of a leased job's transaction before it is settled",
         "outboxq/execution/run.py",
-        "    if batch.is_leased and batch.transaction is not None and is_idle:\n",
-        "    if batch is None:\n",
+        "        if batch.transaction is not None:\n            # The handler ended the transaction: writes",
+        "        if batch is None:\n            # The handler ended the transaction: writes",
         ("tests/execution/test_prepared_by_handler.py::test_a_leased_job_whose_row_is_prepared_too_holds_no_slot",),
     ),
     Mutant(
@@ -1550,8 +1550,8 @@ MUTANTS = (
     Mutant(
         "beside groups: a call of a batch handler for each of a group's jobs",
         "outboxq/execution/plan.py",
-        "    if batch.runs_apart or (not batch.is_plain and _reorders_groups(batch, runtime)):\n",
-        "    if batch.runs_apart:\n",
+        "        or (not batch.is_plain and _reorders_groups(batch, handlers))\n",
+        "",
         ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
     ),
     Mutant(

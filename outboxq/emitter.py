@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, cast, get_args
+from typing import Protocol, TypeAlias, cast, get_args
 
 from outboxq.events import CountedEvent, Event, Hook, JobDied, JobRetried
 
@@ -16,6 +16,9 @@ _COUNTED = frozenset(get_args(CountedEvent))
 _LARGEST_FAILURE = 10_000
 _FAILURES = (JobRetried, JobDied)
 _OF_EXCEPTIONS = vars(BaseException)
+
+
+HasUse: TypeAlias = Callable[[type[Event]], bool]
 
 
 class EventQueue(Protocol):
@@ -48,6 +51,8 @@ class Emitter:
         self._later = later
         # By class: the hooks that are told, and whether it is wanted later.
         self._told: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
+        # By class: what tells whether a hook has a use for it now; None if that is known to be so.
+        self._uses: dict[type[Event], tuple[HasUse, ...] | None] = {}
 
     def __call__(self, event: Event) -> None:
         """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
@@ -66,19 +71,22 @@ class Emitter:
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether any hook has a use for events of this class now: they need not be told, or made, if none has."""
-        told = self._told.get(kind)
-        hooks, is_wanted_later = self._find(kind) if told is None else told
-        return is_wanted_later or any(_has_use(hook, kind) for hook in hooks)
+        if kind not in self._uses:
+            self._find(kind)
+        uses = self._uses[kind]
+        if uses is None:
+            return True
+        for has_use in uses:  # noqa: SIM110  # any() takes three times as long, and this is asked for each batch
+            if has_use(kind):
+                return True
+        return False
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
         hooks = tuple(hook for hook in self._hooks if _is_told(hook, kind))
         found = self._told[kind] = hooks, self._later is not None and self._later.wants(kind)
+        asked = [getattr(hook, "has_use_for", None) for hook in hooks]
+        self._uses[kind] = None if found[1] or None in asked else tuple(each for each in asked if each)
         return found
-
-
-def _has_use(hook: Hook, kind: type[Event]) -> bool:
-    has_use: Callable[[type[Event]], bool] | None = getattr(hook, "has_use_for", None)
-    return has_use is None or has_use(kind)
 
 
 def _is_told(hook: Hook, kind: type[Event]) -> bool:

@@ -51,6 +51,13 @@ class ScriptResult(NamedTuple):
     rows: Sequence[tuple[object, ...]]
 
 
+# Made once: a relay's strings have a dozen such statements around each claim.
+_TAGS = ("BEGIN", "SAVEPOINT", "RELEASE", "SET", "SET CONSTRAINTS", "COMMIT", "ROLLBACK", "PREPARE", "DEALLOCATE")
+_WITHOUT_ROWS: dict[bytes | None, ScriptResult] = {tag.encode(): ScriptResult(tag, ()) for tag in _TAGS}
+# Numbers, which are compared faster than members.
+_COMMAND_OK, _TUPLES_OK = int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK)
+
+
 def dbapi_connection(connection: Connection) -> Any:
     """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
     # Not by the property `connection`: a relay's connection notes each time that the driver's is taken by that.
@@ -166,14 +173,15 @@ def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptR
     read: list[ScriptResult] = []
     transformer = _reader.transformer if _is_utf8(driver) else Transformer(driver)
     for result in results:
-        rows: Sequence[tuple[object, ...]] = ()
-        status = result.status
-        if status == ExecStatus.TUPLES_OK:
+        status, tag = result.status, result.command_status
+        if status == _COMMAND_OK:
+            read.append(_WITHOUT_ROWS.get(tag) or ScriptResult((tag or b"").decode(), ()))
+        elif status == _TUPLES_OK:
             transformer.set_pgresult(result)
-            rows = transformer.load_rows(0, result.ntuples, tuple)
-        elif status != ExecStatus.COMMAND_OK:
+            rows: Sequence[tuple[object, ...]] = transformer.load_rows(0, result.ntuples, tuple)
+            read.append(ScriptResult((tag or b"").decode(), rows))
+        else:
             raise error_from_result(result, encoding=_encoding(driver))
-        read.append(ScriptResult((result.command_status or b"").decode(), rows))
     return read
 
 

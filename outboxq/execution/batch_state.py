@@ -138,14 +138,16 @@ class BatchState:
         return cls(request.queue, claimed.jobs, claimed.transaction, claimed.moved, request.timeout_seconds, epoch)
 
     def __post_init__(self) -> None:
-        self.is_plain = not [
-            job
-            for job in self.jobs
-            if job.unique_key is not None
-            or job.group_key is not None
-            or job.batch_id is not None
-            or job.expires_at is not None
-        ]
+        self.is_plain = True
+        for job in self.jobs:
+            if (
+                job.unique_key is not None
+                or job.group_key is not None
+                or job.batch_id is not None
+                or job.expires_at is not None
+            ):
+                self.is_plain = False
+                return
 
     @property
     def job(self) -> Job:
@@ -282,5 +284,6 @@ class BatchState:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
-        events += self.events_of_commit()
+        if self.finished or self.unique_adds.refused:
+            events += self.events_of_commit()
         return BatchReport(len(self.jobs), tuple(events))

@@ -116,11 +116,10 @@ class _Behind:
     look: str
     next_claim: ClaimRequest | None
 
-    @property
-    def texts(self) -> list[str]:
-        """The parts that there are."""
+    def text(self) -> str:
+        """All of it; nothing if there is neither."""
         claim = "" if self.next_claim is None else self.next_claim.text_after_commit()
-        return [part for part in (self.look, claim) if part]
+        return f"{self.look}; {claim}" if self.look and claim else self.look or claim
 
 
 def _look_at_batches(batch: BatchState, runtime: Runtime) -> str:
@@ -134,12 +133,12 @@ def _send_commit(
     fault_point("before-commit")
     batch.begin_commit()
     keys = batch.unique_adds.statements(runtime.schema) if batch.unique_adds else []
-    texts, next_claim = behind.texts, behind.next_claim
+    text, next_claim = behind.text(), behind.next_claim
     kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)
     try:
-        results = _run(connection, transaction.inner_savepoint, keys, texts, runtime.keeper, kept)
+        results = _run(connection, transaction.inner_savepoint, keys, text, runtime.keeper, kept)
     except psycopg.Error as error:
-        if not texts or not _failed_after_commit(connection, transaction, error):
+        if not text or not _failed_after_commit(connection, transaction, error):
             if not is_lost(connection):
                 # The server answered with an error: nothing was committed. Without an answer that would not be known.
                 batch.commit_refused()
@@ -216,6 +215,7 @@ def _back_to_claim(
         raise TransactionEscaped(batch.job, failed) from gone
     batch.events.clear()
     batch.unique_adds.clear()
+    batch.blocked.clear()
     # The rollback also undid the time-outs that were set for a handler alone.
     batch.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed
@@ -235,6 +235,8 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = N
         kept: Writes the rows of finished jobs, and tells those who wait for them. Behind the savepoint: never in
             another transaction than theirs.
     """
+    if not keys and kept is NOTHING_KEPT:
+        return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
     keeping = f"{kept.telling}; " if kept.telling else ""
     if kept.keeping:
         behind = f"{_AS_LONG_AS_BEFORE}; RELEASE SAVEPOINT {_KEPT_SAVEPOINT}; "
@@ -252,14 +254,14 @@ def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper,
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.
     """
-    check_committed(_run(connection, inner_savepoint, [], [], keeper, kept))
+    check_committed(_run(connection, inner_savepoint, [], "", keeper, kept))
 
 
 def _run(
     connection: Connection,
     inner_savepoint: str,
     keys: Sequence[str],
-    behind: Sequence[str],
+    behind: str,
     keeper: Keeper,
     kept: Kept,
 ) -> list[ScriptResult]:
@@ -268,17 +270,19 @@ def _run(
     Returns the results of all other statements: a transaction whose rows stand is not undone, nor are its handlers run
     again, for what is kept of it.
     """
+    following = f"; {behind}" if behind else ""
     try:
-        results = run_script(connection, "; ".join([commit_script(inner_savepoint, keys, kept), *behind]))
+        results = run_script(connection, commit_script(inner_savepoint, keys, kept) + following)
     except psycopg.Error as error:
         # The savepoint is there only if its own statement failed: those behind have released it.
         if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
             raise
         keeper.refused(error)
         kept = replace(kept, keeping="")
-        results = run_script(connection, "; ".join([commit_script(_KEPT_SAVEPOINT, keys, kept), *behind]))
-    of_kept = (_KEEPING_STATEMENTS if kept.keeping else 0) + (1 if kept.telling else 0)
-    del results[_BEFORE_KEYS : _BEFORE_KEYS + of_kept]
+        results = run_script(connection, commit_script(_KEPT_SAVEPOINT, keys, kept) + following)
+    if kept is not NOTHING_KEPT:
+        of_kept = (_KEEPING_STATEMENTS if kept.keeping else 0) + (1 if kept.telling else 0)
+        del results[_BEFORE_KEYS : _BEFORE_KEYS + of_kept]
     return results
 
 

@@ -30,17 +30,11 @@ class Segment:
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-# A constant, because under a lease each job is a batch of its own.
-_LONE = (Segment("alone", range(1)),)
-
-
 def plan_segments(batch: BatchState, runtime: Runtime, handlers: Handlers) -> Sequence[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
     """
-    if len(batch.jobs) == 1:
-        return _LONE
     if (
         batch.runs_apart
         or not any(map(_runs_together, handlers.values()))

@@ -52,36 +52,47 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
     batch.notes = runtime.notes
-    batch.blocked.clear()
-    batch.unique_adds.clear()
     batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
-    handlers = {} if batch.is_lone else runtime.handlers_of(batch.jobs)
-    segments = plan_segments(batch, runtime, handlers)
-    batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
-    locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
+    begin = partial(_begin, connection, batch, shared=shared)
     collect_unique_adds(connection, batch.unique_adds)
     try:
-        if not batch.runs_together:
-            # Jobs that all run together lock rows when they load them.
-            _lock_rows(connection, batch, runtime, handlers, locks)
-        for segment in segments:
-            # Jobs that are given back have no events, of which those of a segment are told by their places.
-            may_run_together = segment.kind != "alone" and not batch.blocked
-            if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
-                continue
-            for position in segment.places:
-                job = batch.jobs[position]
-                if job.group_key in batch.blocked:
-                    # `position` stays with a job that ran: it is what tells, later, whether the batch was committed.
-                    settle.release(connection, job)
-                    continue
-                batch.position = position
-                result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
-                _settle_alone(connection, batch, job, runtime, result)
+        if batch.is_lone:
+            job = batch.jobs[0]
+            _settle_alone(
+                connection, batch, job, runtime, _run_alone(connection, batch, job, runtime, begin, shared=shared)
+            )
+        else:
+            _run_several(connection, batch, runtime, begin, shared=shared)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
         collect_unique_adds(connection, None)
+
+
+def _run_several(
+    connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
+) -> None:
+    """Run the jobs of a batch in the order of its plan."""
+    handlers, locks = runtime.handlers_of(batch.jobs), Locks()
+    segments = plan_segments(batch, runtime, handlers)
+    batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
+    if not batch.runs_together:
+        # Jobs that all run together lock rows when they load them.
+        _lock_rows(connection, batch, runtime, handlers, locks)
+    for segment in segments:
+        # Jobs that are given back have no events, of which those of a segment are told by their places.
+        may_run_together = segment.kind != "alone" and not batch.blocked
+        if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
+            continue
+        for position in segment.places:
+            job = batch.jobs[position]
+            if job.group_key in batch.blocked:
+                # `position` stays with a job that ran: it is what tells, later, whether the batch was committed.
+                settle.release(connection, job)
+                continue
+            batch.position = position
+            result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
+            _settle_alone(connection, batch, job, runtime, result)
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
@@ -135,8 +146,6 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
 
     All in one order: else two batches that have rows in common could wait for each other.
     """
-    if batch.is_lone or batch.is_leased:
-        return
     locking = {
         kind: found
         for kind, found in handlers.items()
@@ -227,8 +236,11 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
             # The handler ended the transaction: writes would be outside of it, and may wait for what it prepared.
             raise TransactionEscaped(job, runtime.describe(TransactionEndedByHandler(), job))
         if not batch.was_begun:
-            if isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job)):
-                # A leased job whose handler wrote nothing is removed together with others.
+            # A leased job whose handler wrote nothing is removed together with others.
+            if isinstance(result, Done) and not has_follower(job):
+                batch.events.append(event_of_end(job, result, runtime, seconds))
+                return
+            if isinstance(result, Discard):
                 batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
                 return
             # The handler worked outside the database: its result must outlive a connection that is gone by now.

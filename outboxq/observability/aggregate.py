@@ -84,6 +84,9 @@ class Aggregate:
     def add(self, events: Sequence[Event]) -> None:
         """Count the events of what was committed."""
         with self._lock:
+            if len(events) == 1 and type(events[0]) in RAN:
+                self._add_one(cast("Ended", events[0]))
+                return
             ended: Iterable[Event] = events
             if not RAN.keys() >= set(map(type, events)):
                 ended = [event for event in events if type(event) in RAN]
@@ -113,6 +116,15 @@ class Aggregate:
             _add_all(found, self._taken)
             _add_all(found, self._counts)
         return found
+
+    def _add_one(self, event: Ended) -> None:
+        job, ran = event.job, event.seconds
+        waited, counts = job.waited_seconds, _counts_of(self._counts, job.queue, job.kind)
+        counts.outcomes[RAN[type(event)]] += 1
+        counts.wait_seconds += waited
+        counts.run_seconds += ran
+        counts.wait[bisect_left(BOUNDS, waited)] += 1
+        counts.run[bisect_left(BOUNDS, ran)] += 1
 
     def _add_alike(self, events: Sequence[Ended]) -> None:
         job = events[0].job
@@ -154,9 +166,6 @@ def _waited_seconds(claimed_at: datetime | None, events: Sequence[Ended]) -> lis
 
 def _count_values(buckets: list[int], values: list[float]) -> None:
     """Add to each bucket how many of the values are in it: sorted, so that it is found once for all that share it."""
-    if len(values) == 1:
-        buckets[bisect_left(BOUNDS, values[0])] += 1
-        return
     values.sort()
     at = 0
     while at < len(values):

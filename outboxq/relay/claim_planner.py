@@ -5,12 +5,14 @@ No I/O: the slot sends the claims that the planner asks for, and tells it the re
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import AnyScript, ClaimRequest, PreparedClaims
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.job import Job
+from outboxq.queue_limits import QueueLimits
 from outboxq.relay.cursors import GroupCursor, QueueCursor
 from outboxq.relay.poller import Order, Sort
 from outboxq.relay.slot_tokens import SlotTokens
@@ -58,6 +60,8 @@ class ClaimPlanner:
         # Whether due jobs are next: for a single queue, which is claimed from without a poll, and for several queues.
         self._due_first, self._due_next, self._grouped_next = False, set[str](), set[str]()
         self._group_scripts = {name: _group_scripts(state, name) for name in queues}
+        # The limits of all queues, which each look replaces whole, as they were when the claims had those of a queue.
+        self._same_limits: dict[str, Mapping[str, QueueLimits]] = {}
         self._groups = {name: GroupCursor() for name in queues}
         self._batch_sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
@@ -92,8 +96,14 @@ class ClaimPlanner:
                 self._group_scripts[name] = _group_scripts(self._state, name)
 
     def _has_other_limit(self, name: str) -> bool:
-        limits = self._state.flow.limits_of(name)
-        return self._group_scripts[name][0].limits != (limits.running, limits.per_group or 1)
+        flow = self._state.flow
+        if self._same_limits.get(name) is flow.limits:
+            return False
+        every, limits = flow.limits, flow.limits_of(name)
+        if self._group_scripts[name][0].limits != (limits.running, limits.per_group or 1):
+            return True
+        self._same_limits[name] = every
+        return False
 
     def _statements_of(self, name: str) -> ClaimStatements:
         state = self._state

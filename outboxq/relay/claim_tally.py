@@ -47,6 +47,8 @@ class ClaimTally:
 
     def take(self) -> Iterable[JobsClaimed | ClaimsEmpty | ClaimsFailed]:
         """The events of what was counted, once."""
+        if not self._is_heard:
+            return ()
         claimed, empty, failed = self._claimed, self._empty, self._failed
         if not (claimed or empty or failed):
             return ()

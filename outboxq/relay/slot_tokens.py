@@ -18,6 +18,8 @@ class SlotTokens:
     def take(self, queue: str, limit: int) -> int:
         """Take tokens for up to `limit` jobs, if the queue has a rate; returns how many jobs may be claimed."""
         held = self._held
+        if held is None and not self._admission.has_rate(queue):
+            return limit
         if held is not None and self.are_left_to(queue) and held[1].tokens <= limit:
             self._are_left = False
             return held[1].tokens

@@ -1708,11 +1708,11 @@ MUTANTS = (
     Mutant(
         "batches are looked at before COMMIT",
         "outboxq/execution/commit.py",
-        "    texts, next_claim = behind.texts, behind.next_claim\n",
+        "    text, next_claim = behind.text(), behind.next_claim\n",
         "    if behind.look:\n"
         '        run_script(connection, behind.look.partition("; ")[2].removesuffix("; COMMIT"))\n'
         '        behind = _Behind("", behind.next_claim)\n'
-        "    texts, next_claim = behind.texts, behind.next_claim\n",
+        "    text, next_claim = behind.text(), behind.next_claim\n",
         ("tests/flow/test_batch_scenes.py::test_a_batch_is_looked_at_behind_commit",),
     ),
     Mutant(
@@ -1739,8 +1739,8 @@ MUTANTS = (
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",
         "outboxq/execution/run.py",
-        "(isinstance(result, Done) and not has_follower(job))",
-        "isinstance(result, Done)",
+        "            if isinstance(result, Done) and not has_follower(job):\n",
+        "            if isinstance(result, Done):\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
 )

@@ -64,7 +64,8 @@ def commit(
     taking. Any other refusal is a failed attempt of the lone job, and committed as such.
 
     A leased job whose handler wrote nothing has no transaction: it is removed later, with others. With `looks`, the
-    batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT.
+    batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT. The next claim goes along,
+    unless handlers have added unique jobs.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
@@ -74,6 +75,9 @@ def commit(
     if batch.transaction is None:
         batch.begin_commit()
         return _COMMITTED
+    if batch.unique_adds:
+        # Whether each was added stands in the answer to COMMIT, and that is lost if a claim behind it fails.
+        next_claim = None
     behind = _Behind(_look_at_batches(batch, runtime) if looks else "", next_claim)
     try:
         return Committed(_send_commit(connection, batch, batch.transaction, runtime, behind))

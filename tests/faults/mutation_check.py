@@ -1716,6 +1716,13 @@ MUTANTS = (
         ("tests/flow/test_batch_scenes.py::test_a_batch_is_looked_at_behind_commit",),
     ),
     Mutant(
+        "no claim behind a COMMIT that tells what became of unique jobs",
+        "outboxq/execution/commit.py",
+        "    if batch.unique_adds:\n        # Whether",
+        "    if batch is None:\n        # Whether",
+        ("tests/flow/test_unique.py::test_a_claim_that_fails_behind_commit_hides_no_answer",),
+    ),
+    Mutant(
         "a look at a batch passes over one that another look holds",
         "outboxq/statements/job_batches.py",
         "  WHERE {wanted}\n",

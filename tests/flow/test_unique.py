@@ -30,6 +30,7 @@ from outboxq.admin.dead_letters import DeadFilter, count_matching, retry_page
 from outboxq.admin.roles import roles_sql
 from outboxq.errors import AddedNotKnown, EnqueueError, SchemaError
 from outboxq.events import JobDied, JobDone, JobRetried
+from outboxq.execution.claim import ClaimRequest
 from outboxq.outbox.stored_job import dump, load
 from outboxq.postgres import Database
 from outboxq.relay.maintenance.pruner import _delete_keys
@@ -454,6 +455,21 @@ def test_adds_of_a_key_do_not_wait_for_a_handler_that_adds_it(
     first = taken[0]
     assert (adder.handles[0].added, adder.handles[0].existing_id) == (False, first.id)
     assert waiting(engine) == [str(first.id)]
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_claim_that_fails_behind_commit_hides_no_answer(
+    sessions: Sessions, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, claim: str
+) -> None:
+    """The answer to COMMIT says it, and would be lost with that of the claim."""
+    monkeypatch.setattr(ClaimRequest, "text_after_commit", lambda _: "BEGIN; SELECT 1 / 0")
+    adder = Adder(claim)
+    adder.go.set()
+    with sessions.begin() as session:
+        session.add_jobs(adder.kind.job(key) for key in "ab")
+    with start_relay(adder.jobs, RelayConfig(slots_per_queue=1, batch_size=1)) as relay:
+        wait_until(lambda: len(relay.of(JobDone)) == 2, "the jobs to be done")
+    assert [handle.added for handle in adder.handles] == [True, True]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

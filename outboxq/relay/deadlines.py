@@ -141,9 +141,10 @@ class DeadlineEnforcer:
         while self._ended:
             self._replace_cut(*self._ended.pop(), now)
         self._cut = [cut for cut in self._cut if cut[0].is_alive()]
-        if late := [cut for cut in self._cut if now > cut[1]]:
-            self._cut.clear()
-            self._stuck(_stuck_in([job for *_, jobs in late for job in jobs]))
+        if any(now > until for _, until, _ in self._cut):
+            # Of all of them: the first whose time is over may be held up by another one's handler.
+            cut, self._cut = self._cut, []
+            self._stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
     def _check_cancelled(self, runner: Runner, batch: BatchState) -> None:
         call, cancelled = batch.call, self._orders.cancelled

@@ -816,7 +816,8 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     add(sessions, jobs, "spin", "innocent")
     started = time.monotonic()
     config = RelayConfig(slots_per_queue=2, drain_seconds=2 * PATIENCE)
-    limits = replace(CUT_SOON, free_after_seconds=0.5)
+    # Long enough for both jobs to be cut off.
+    limits = replace(CUT_SOON, free_after_seconds=3.0)
     relay = run_until_stuck(outboxq_database, jobs, config, limits, names="^the handler of 'spin' [^,]*")
     assert time.monotonic() - started < PATIENCE, "it waited for the time to drain"
     release.set()

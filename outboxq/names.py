@@ -1,10 +1,14 @@
 """Names and keys, as PostgreSQL, a channel and the command line can carry them."""
 
+import re
+
 from outboxq.errors import ArgumentError, InvalidKey
 
 MAX_NAME_BYTES = 63
 MAX_KEY_BYTES = 512
 MAX_SCOPE_BYTES = 255
+
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def with_article(noun: str) -> str:
@@ -58,4 +62,4 @@ def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
 
 
 def _has_control_character(text: str) -> bool:
-    return any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text)
+    return _CONTROL_CHARACTER.search(text) is not None

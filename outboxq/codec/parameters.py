@@ -172,6 +172,10 @@ class Signature:
 
     def all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
         """The arguments by name of a call that `bind` allows, with the defaults of those that it left out."""
+        values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
+        if values.keys() == self.parameters.keys() and len(values) == len(args) + len(kwargs):
+            # Each once, so that binding them would change nothing.
+            return values
         bound = self._binder.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments

@@ -91,9 +91,9 @@ class KeyFunction:
             ArgumentError: an argument that it needs was not given.
             InvalidKey: what it returned cannot be stored.
         """
-        missing = sorted(self.required - values.keys())
-        if missing:
-            raise ArgumentError(f"{self._what} of {kind!r} needs the argument {missing[0]!r}, which was not given")
+        if not self.required <= values.keys():
+            missing = min(self.required - values.keys())
+            raise ArgumentError(f"{self._what} of {kind!r} needs the argument {missing!r}, which was not given")
         taken = values if self._takes_all else {name: values[name] for name in self._names if name in values}
         return check_key(f"{self._what} key", self._function(**taken))
 

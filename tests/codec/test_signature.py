@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from outboxq import Jobs
+from outboxq import Context, Jobs
 from outboxq.errors import ArgumentError, RegistryError
 
 Load = Callable[[str, str], ModuleType]
@@ -208,3 +208,37 @@ def test_an_argument_without_an_annotation_takes_any_json() -> None:
 
     assert pay.job({"a": [1, None]}).args == '{"anything":{"a":[1,null]}}'
     assert pay.signature().decode('{"anything": {"a": [1, null]}}') == {"anything": {"a": [1, None]}}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "values"),
+    [
+        ((1, "b"), {"c": 3}, {"a": 1, "b": "b", "c": 3}),
+        ((), {"c": 3, "b": "b", "a": 1}, {"a": 1, "b": "b", "c": 3}),
+        ((1,), {"b": "b"}, {"a": 1, "b": "b", "c": 7}),
+        ((1,), {}, {"a": 1, "b": "default", "c": 7}),
+    ],
+)
+def test_all_values_are_those_that_the_handler_would_be_called_with(
+    args: tuple[object, ...], kwargs: dict[str, object], values: dict[str, object]
+) -> None:
+    """However the call gives them, and with the defaults of those that it leaves out: keys are made of them."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q")
+    def pay(ctx: Context, a: int, b: str = "default", *, c: int = 7) -> None:
+        """Nothing."""
+
+    assert dict(pay.signature().all_values(args, kwargs)) == values
+
+
+def test_all_values_of_a_call_that_gives_an_argument_twice_are_none() -> None:
+    """As Python refuses it: one of the two would be dropped."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q")
+    def pay(ctx: Context, a: int, b: int) -> None:
+        """Nothing."""
+
+    with pytest.raises(TypeError):
+        pay.signature().all_values((1, 2), {"a": 3})

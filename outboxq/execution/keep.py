@@ -59,6 +59,10 @@ class Keeper:
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
     _paused_until: float = 0.0
+    _has_results: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._has_results = any(keeping.result for keeping in self.kinds.values())
 
     @classmethod
     def of(cls, registry: Registry, relay: UUID | None = None) -> "Keeper":
@@ -93,7 +97,7 @@ class Keeper:
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
         """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""
-        if not self.kinds:
+        if not self._has_results:
             return []
         found: list[UUID] = []
         for event in events:

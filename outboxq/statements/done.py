@@ -12,6 +12,7 @@ from sqlalchemy.sql.dml import ReturningInsert
 
 from outboxq.job import OWN_HEADERS
 from outboxq.statements.doctor.sessions import qualified
+from outboxq.statements.enqueue import array_text, text_array
 from outboxq.statements.paging import matching
 from outboxq.statements.render import quote_identifier, render
 from outboxq.tables import done_job, job
@@ -75,16 +76,28 @@ def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone:
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
     """
-    columns = list(zip(*kept, strict=True))
-    names = (
-        "ids", "queues", "kinds", "outcomes", "attempts", "created", "claimed", "seconds", "args", "headers", "results",
-        "stands_for", "keep",
-    )  # fmt: skip
-    values: dict[str, object] = {name: list(column) for name, column in zip(names, columns, strict=True)}
-    values["ids"] = [str(each.id) for each in kept]
-    values["stands_for"] = [f"{{{','.join(map(str, each.stands_for))}}}" if each.stands_for else None for each in kept]
+    # As text, of which the driver makes one literal each: element by element it takes as long as the rest of a job.
+    values = {
+        "ids": array_text([each.id.hex for each in kept]),
+        "queues": text_array([each.queue for each in kept]),
+        "kinds": text_array([each.kind for each in kept]),
+        "outcomes": text_array([each.outcome for each in kept]),
+        "attempts": array_text([str(each.attempt) for each in kept]),
+        "created": array_text([each.created_at.isoformat() for each in kept]),
+        "claimed": array_text(["NULL" if each.claimed_at is None else each.claimed_at.isoformat() for each in kept]),
+        "seconds": array_text([repr(each.seconds) for each in kept]),
+        "args": text_array([each.args for each in kept]),
+        "headers": text_array([each.headers for each in kept]),
+        "results": text_array([each.result for each in kept]),
+        "stands_for": text_array([_id_array(each.stands_for) for each in kept]),
+        "keep": array_text([repr(each.keep_seconds) for each in kept]),
+    }
     only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
     return render(schema, _INSERT + only + _AGAIN, owner=None if relay is None else str(relay), **values)
+
+
+def _id_array(ids: Sequence[UUID]) -> str | None:
+    return f"{{{','.join(map(str, ids))}}}" if ids else None
 
 
 _MAY_USE: LiteralString = """\

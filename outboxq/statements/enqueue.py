@@ -4,7 +4,7 @@ The same for every driver, and with no right but INSERT. Text costs the interpre
 array once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, timedelta
 from typing import Any
 
@@ -75,14 +75,14 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
     # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
     keyed = [each for each in new if each.keys is not None]
     flows = bool(keyed) or any(each.every or each.expires for each in distinct)
-    own = {"id": _array(jobs), "args": _quoted_array([each.args for each in new]), **(_keys(new) if flows else {})}
+    own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in new]), **(_keys(new) if flows else {})}
     texts = {envelope: _common_texts(envelope, flows=flows) for envelope in distinct}
     if len(texts) == 1:
         return (_FLOW_ALIKE if flows else _INSERT_ALIKE), {**own, **texts[envelopes[0]]}
     names = [*_COMMON, *_COMMON_FLOW] if flows else [*_COMMON]
     elements = {envelope: [_element(text) for text in each.values()] for envelope, each in texts.items()}
     columns = zip(*(elements[envelope] for envelope in envelopes), strict=True)
-    return (_FLOW_MIXED if flows else _INSERT_MIXED), {**own, **dict(zip(names, map(_array, columns), strict=True))}
+    return (_FLOW_MIXED if flows else _INSERT_MIXED), {**own, **dict(zip(names, map(array_text, columns), strict=True))}
 
 
 def arrays_of(jobs: Mapping[str, NewJob]) -> dict[str, str]:
@@ -93,21 +93,22 @@ def arrays_of(jobs: Mapping[str, NewJob]) -> dict[str, str]:
         for envelope in {each.envelope for each in new}
     }
     columns = zip(*(elements[each.envelope] for each in new), strict=True)
-    own = {"id": _array(jobs), "args": _quoted_array([each.args for each in new]), **_keys(new)}
-    return {**own, **dict(zip([*_COMMON, *_COMMON_FLOW], map(_array, columns), strict=True))}
+    own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in new]), **_keys(new)}
+    return {**own, **dict(zip([*_COMMON, *_COMMON_FLOW], map(array_text, columns), strict=True))}
 
 
-def text_array(items: Iterable[str | None]) -> str:
-    """Texts as an array's text."""
-    return _array(map(_element, items))
+def text_array(items: Sequence[str | None]) -> str:
+    """Texts as an array's text; they are mostly alike."""
+    elements = {item: _element(item) for item in set(items)}
+    return array_text(map(elements.__getitem__, items))
 
 
 def _keys(jobs: Iterable[NewJob]) -> dict[str, str]:
     keys = [_keys_of(each) for each in jobs]
     return {
-        "unique_key": _array(_element(each.coalesce) for each in keys),
-        "group_key": _array(_element(each.group) for each in keys),
-        "batch_id": _array(_element(each.batch) for each in keys),
+        "unique_key": array_text(_element(each.coalesce) for each in keys),
+        "group_key": array_text(_element(each.group) for each in keys),
+        "batch_id": array_text(_element(each.batch) for each in keys),
     }
 
 
@@ -197,7 +198,8 @@ def interval_text(given: timedelta | None) -> str | None:
     return f"{given // _MICROSECOND} microseconds" if given else None
 
 
-def _array(elements: Iterable[str]) -> str:
+def array_text(elements: Iterable[str]) -> str:
+    """An array's text, of elements that need no quotes, or have them."""
     return "{" + ",".join(elements) + "}"
 
 

@@ -100,8 +100,8 @@ def _parameters(jobs: Mapping[str, UniqueJob]) -> dict[str, str]:
     keys = [each.key for each in jobs.values()]
     return {
         **arrays_of(jobs),
-        "key": text_array(each.key for each in keys),
-        "kept": text_array(interval_text(each.kept) for each in keys),
+        "key": text_array([each.key for each in keys]),
+        "kept": text_array([interval_text(each.kept) for each in keys]),
     }
 
 

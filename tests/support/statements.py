@@ -170,6 +170,7 @@ _PARAMETERS: Mapping[str, Mapping[str, object]] = {
 _NO_STATEMENTS = frozenset(
     {
         "accept_parameters",
+        "array_text",
         "arrays_of",
         "channel_name",
         "count_kinds",
@@ -177,12 +178,12 @@ _NO_STATEMENTS = frozenset(
         "counted_columns",
         "ending",
         "errors_with",
-        "limit_count",
-        "limit_slot",
-        "lock_class",
         "interval_text",
         "job_columns",
         "key_is_free",
+        "limit_count",
+        "limit_slot",
+        "lock_class",
         "matching",
         "page_outcome",
         "pick_page",

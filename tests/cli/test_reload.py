@@ -19,6 +19,9 @@ from outboxq.postgres import Database
 from tests.support.cli import REPOSITORY, Outcome, command, environment, run
 from tests.support.waiting import PATIENCE, wait_until
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 APPLICATION = """\
 from outboxq import Context, Jobs
 from sqlalchemy import text

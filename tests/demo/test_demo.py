@@ -22,6 +22,9 @@ from outboxq.migrations.runner import migrate
 from outboxq.outbox.session import OutboxSession
 from outboxq.postgres import Server
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 LIMIT_SECONDS = 120
 
 RUN = "import sys; from outboxq.demo.story import run_demo; sys.exit(run_demo(jobs=150, seed=1, json={as_json}))"

@@ -23,6 +23,10 @@ from tests.support.waiting import wait_until
 
 # One second of silence, then two probes a second apart: three seconds instead of the 25 by default. Without them the
 # kernel asks after two hours.
+
+# Whole programs.
+pytestmark = pytest.mark.large
+
 _SERVER_SIDE = {
     "tcp_keepalives_idle": 1,
     "tcp_keepalives_interval": 1,

@@ -6,6 +6,7 @@ from outboxq.postgres import Database
 from tests.flow.batches import run_under_kills
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_every_callback_runs_once_and_behind_all_members(outboxq_database: Database, mode: str) -> None:
     """While relays are killed and their backends terminated; nothing is left open."""

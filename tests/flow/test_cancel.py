@@ -6,6 +6,7 @@ from outboxq.postgres import Database
 from tests.flow.cancel import run
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_under_kills_nothing_of_a_cancelled_job_stands_and_no_other_is_lost(
     outboxq_database: Database, mode: str

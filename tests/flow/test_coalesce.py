@@ -419,6 +419,7 @@ def test_jobs_are_taken_along_by_the_index_of_keys(engine: Engine, jobs: int) ->
         assert "JIT" not in plan
 
 
+@pytest.mark.large
 @pytest.mark.timeout(600)
 def test_each_add_is_followed_by_a_run_under_kills(outboxq_database: Database, mode: Mode) -> None:
     """A few seconds of `python -m tests.flow.coalesce`."""

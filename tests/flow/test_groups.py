@@ -6,6 +6,7 @@ from outboxq.postgres import Database
 from tests.flow import groups
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_groups_keep_their_order_while_relays_are_killed(outboxq_database: Database, mode: str) -> None:
     """One at a time, in order, none lost and none doubled; `python -m tests.flow.groups` does it for longer."""

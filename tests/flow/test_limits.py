@@ -519,6 +519,7 @@ def test_rates_are_read_and_written(rate: str, jobs: int, seconds: float, burst:
     assert str(read) == rate.replace(" ", "")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_limit_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
     """The short form of `python -m tests.flow.limits`."""

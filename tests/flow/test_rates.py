@@ -265,6 +265,7 @@ def _due_first(planner: ClaimPlanner, name: str) -> tuple[AnyScript, ...]:
     return planner._script(name, "due"), planner._script(name, "ready")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["lease"])
 def test_a_rate_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
     """The short form of `python -m tests.flow.rates`."""

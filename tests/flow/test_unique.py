@@ -807,6 +807,7 @@ def test_a_relay_prunes_keys(sessions: Sessions, engine: Engine, start_relay: St
 # Under kills.
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction"])
 def test_under_kills_no_two_jobs_of_a_key_live_and_none_is_lost(outboxq_database: Database, mode: str) -> None:
     """`python -m tests.flow.unique`, in short."""

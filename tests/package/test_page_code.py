@@ -359,6 +359,7 @@ def run_python(code: str, database: Database, directory: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-4_000:]}"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("page", BEHIND)
 def test_the_python_of_a_guide_runs(page: str, outboxq_database: Database, tmp_path: Path) -> None:
     """Its blocks, one after the other, run without an error, and their jobs come to the ends that are expected."""

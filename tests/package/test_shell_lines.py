@@ -190,6 +190,7 @@ def test_the_tests_that_run_lines_are_there(named: str) -> None:
     assert hasattr(importlib.import_module(module), test)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_a_line_runs(line: str, outboxq_database: Database, tmp_path: Path) -> None:
     """It is understood: it ends as the document means it, and never as a wrong call (2)."""

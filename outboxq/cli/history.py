@@ -12,7 +12,7 @@ from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, Wide, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
-from outboxq.cli.values import Latency
+from outboxq.codec.display import Latency
 
 if TYPE_CHECKING:
     from outboxq.admin.history import HistoryRow

@@ -71,7 +71,7 @@ class JobFilter:
         """The filter as conditions on the table `job`, or an alias of it."""
         found = matching(jobs, queue=self.queue, kind=self.kind, group_key=self.group)
         if self.state is not None:
-            found.append(_in_state(jobs, self.state))
+            found.append(in_state(jobs, self.state))
         if self.ids is not None:
             found.append(jobs.c.id.in_(self.ids))
         if self.created_before is not None:
@@ -86,11 +86,12 @@ _activity = table(
 listed = job.alias("listed")
 
 
-def _xmax(jobs: FromClause) -> ColumnElement[str]:
+def xmax_of(jobs: FromClause) -> ColumnElement[str]:
+    """The transaction that has deleted or locked a row of a table, or of an alias of it, if one has."""
     return literal_column(f"{jobs.name}.xmax", Xid())  # type: ignore[attr-defined]  # a table or an alias has a name
 
 
-xmax = _xmax(listed)
+xmax = xmax_of(listed)
 
 
 def running_transactions() -> Select[Any]:
@@ -109,10 +110,10 @@ _STORED = {
 }
 
 
-def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
+def in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
     """Whether a job is in one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
     if state == "running":
-        return _xmax(jobs).in_(running_transactions())
+        return xmax_of(jobs).in_(running_transactions())
     stored = jobs.c.state.in_(_STORED[state]) if state in _STORED else jobs.c.state == state
     if state in ("scheduled", "due", "grouped"):
         is_due = jobs.c.run_at <= pg.statement_timestamp()
@@ -127,12 +128,12 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
 
 state = case(
     *(
-        (_in_state(listed, name), literal(name, StoredText()))
+        (in_state(listed, name), literal(name, StoredText()))
         for name in ("running", "due", "scheduled", "orphaned", "leased", "suspect")
     ),
     else_=listed.c.state,
 ).label("state")
-_with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
+with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
 
 SUMMARY_COLUMNS = (
     "id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "crashes", "parked", "run_at", "created_at",
@@ -153,8 +154,8 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
     seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
     oldest = (
-        select(*_shown(SUMMARY_COLUMNS), listed.c.seq, *_runner())
-        .select_from(_with_runners)
+        select(*shown_columns(SUMMARY_COLUMNS), listed.c.seq, *runner_columns())
+        .select_from(with_runners)
         .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
         .order_by(_millisecond(listed.c.id), listed.c.seq)
         .limit(limit)
@@ -182,8 +183,8 @@ def select_waiting(ids: Sequence[UUID]) -> Executable:
 def select_job(job_id: UUID) -> Executable:
     """One job with everything that is stored of it. Index: the primary key; no locks; one row."""
     return (
-        select(*_shown((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
-        .select_from(_with_runners)
+        select(*shown_columns((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *runner_columns())
+        .select_from(with_runners)
         .where(listed.c.id == job_id)
     )
 
@@ -297,13 +298,14 @@ def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executa
 def _matching(wanted: JobFilter, *, running: bool) -> Select[tuple[UUID]]:
     conditions = wanted.conditions(listed)
     if running:
-        conditions.append(or_(_in_state(listed, "running"), _in_state(listed, "leased")))
+        conditions.append(or_(in_state(listed, "running"), in_state(listed, "leased")))
     if wanted.state not in (None, "running"):
-        conditions.append(not_(_in_state(listed, "running")))
+        conditions.append(not_(in_state(listed, "running")))
     return select(listed.c.id).where(*conditions)
 
 
-def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
+def shown_columns(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
+    """Columns of `listed`, the state as operators call it."""
     return (state if name == "state" else listed.c[name] for name in names)
 
 
@@ -316,6 +318,7 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
     return cast(_millisecond(job_id) + "-ffff-ffff-ffffffffffff", Uuid)
 
 
-def _runner() -> Sequence[ColumnElement[Any]]:
+def runner_columns() -> Sequence[ColumnElement[Any]]:
+    """The backend that runs a job of `with_runners`, and for how long."""
     # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
     return _activity.c.pid, seconds(pg.clock_timestamp() - _activity.c.xact_start).label("running_seconds")

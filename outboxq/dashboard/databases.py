@@ -1,0 +1,113 @@
+"""The databases of a dashboard: how a page looks at one, and how an action changes it.
+
+A page is a function of a SQLAlchemy connection, for sync and async engines alike. With a sync engine it runs in a
+thread, four at a time; with an async one in a greenlet of the event loop, as `run_sync` does it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
+
+from outboxq.admin.sections import BY_INDEX
+from outboxq.dashboard.segments import as_segment
+from outboxq.database.driver import run_script
+from outboxq.errors import ConfigError
+from outboxq.tables import SCHEMA
+
+Found = TypeVar("Found")
+AnyEngine: TypeAlias = Engine | AsyncEngine
+Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
+
+_THREADS = 4
+# LOCAL, because a transaction pooler would keep anything else for the next client.
+_READING = (
+    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
+    f"SET LOCAL jit = off; SET LOCAL timezone = 'UTC'; {BY_INDEX}"
+)
+_CHANGING = "SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way to a database, inside of a thread or a greenlet."""
+
+    engine: Engine
+    schema: str
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """A connection that is in no transaction yet."""
+        with self.engine.connect() as plain:
+            yield plain.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: self.schema})
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A READ ONLY transaction, whose statements end within two seconds and wait for no lock."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _READING)
+            yield connection
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """A transaction that changes something, committed at the end of its block."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _CHANGING)
+            yield connection
+
+
+class Database:
+    """One database of a dashboard.
+
+    Raises:
+        ConfigError: an engine of another driver than psycopg 3.
+    """
+
+    def __init__(self, name: str, engine: AnyEngine, schema: str) -> None:
+        if engine.dialect.driver not in ("psycopg", "psycopg_async"):
+            raise ConfigError(
+                f"the dashboard works with psycopg 3, and the engine of {name!r} with {engine.dialect.driver}: make one "
+                "by create_engine('postgresql+psycopg://...') or create_async_engine of the same"
+            )
+        self.name = name
+        self.segment = as_segment(name)
+        self._engine = engine
+        self._schema = schema
+        self._limiter: CapacityLimiter | None = None
+
+    async def run(self, work: Callable[[Way], Found]) -> Found:
+        """Do something that takes a way to the database."""
+        if isinstance(self._engine, AsyncEngine):
+            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema))
+        if self._limiter is None:
+            self._limiter = CapacityLimiter(_THREADS)
+        return await anyio.to_thread.run_sync(partial(work, Way(self._engine, self._schema)), limiter=self._limiter)
+
+
+def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:
+    """The databases by the parts of their paths: one engine has the name of its database.
+
+    Raises:
+        ConfigError: no engine, one that cannot be used, or a name that none can have.
+    """
+    named = given if isinstance(given, Mapping) else {given.url.database or "database": given}
+    if not named:
+        raise ConfigError("a dashboard takes one engine at least")
+    for name, engine in named.items():
+        if not isinstance(name, str) or not 1 <= len(name) <= 63 or not name.isprintable():
+            raise ConfigError(f"a database's name is a text of 1 to 63 printable characters, got {name!r}")
+        if not isinstance(engine, Engine | AsyncEngine):
+            raise ConfigError(f"a dashboard takes SQLAlchemy engines, got {type(engine).__name__}")
+    made = [Database(name, engine, schema) for name, engine in named.items()]
+    found = {each.segment: each for each in made}
+    reserved = {"login", "logout", "static"} & found.keys()
+    if reserved:
+        raise ConfigError(f"the dashboard has pages of its own at {', '.join(sorted(reserved))}: name it otherwise")
+    return found

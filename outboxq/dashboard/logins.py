@@ -1,0 +1,198 @@
+"""Who a request is from: the ways in that the dashboard brings along, beside an application's own.
+
+An `auth` is any callable that takes a Starlette request and returns a `User`, or None for a stranger; an async one is
+awaited. The classes here are such callables too. Those with a form (`Login`) keep who logged in, in the session.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from starlette.requests import Request
+
+from outboxq.dashboard.roles import Role, User, role_named
+from outboxq.errors import ConfigError, InvalidKey
+
+Auth: TypeAlias = Callable[[Request], User | None | Awaitable[User | None]]
+
+# scrypt with 16 MiB and some 50 ms a try.
+_COST, _BLOCK, _PARALLEL, _SALT_BYTES = 2**14, 8, 1, 16
+_LINE = re.compile(r"(?P<name>[^:]+):(?P<role>[a-z]+):scrypt:(?P<salt>[0-9a-f]{32}):(?P<hash>[0-9a-f]{64})")
+
+
+@runtime_checkable
+class Login(Protocol):
+    """A way in with a form. What it lets in is kept in the session."""
+
+    @property
+    def asks_name(self) -> bool:
+        """Whether the form asks for a name beside the password."""
+        ...
+
+    def log_in(self, name: str, password: str) -> User | None:
+        """The user of these; None if they are wrong. Called in a thread."""
+        ...
+
+    def take_link(self, token: str) -> User | None:
+        """The user of a link with a token, which may hold once; None if it does not hold."""
+        ...
+
+
+class TokenLogin:
+    """One token for all who have it, and a link that logs in once.
+
+    Args:
+        token: 16 characters at least; a random one without it, so that only the link lets in.
+        name: What the audit calls them.
+
+    Raises:
+        ConfigError: a token that is too short.
+    """
+
+    asks_name = False
+
+    def __init__(self, token: str | None = None, *, name: str = "operator", role: Role = Role.READER) -> None:
+        if token is not None and len(token) < 16:
+            raise ConfigError("a token has 16 characters or more; `openssl rand -hex 32` prints one")
+        self._token = token or secrets.token_urlsafe(32)
+        self._user = User(name, role)
+        self._link: str | None = secrets.token_urlsafe(32)
+        self._lock = threading.Lock()
+
+    @property
+    def link_token(self) -> str | None:
+        """What the link has as its token; None once it was used."""
+        return self._link
+
+    def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
+        """The user, if the password is the token."""
+        return self._user if _is_same(password, self._token) else None
+
+    def take_link(self, token: str) -> User | None:
+        """The user, if the link was not used before."""
+        with self._lock:
+            if self._link is None or not _is_same(token, self._link):
+                return None
+            self._link = None
+        return self._user
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    user: User
+    salt: bytes
+    hash: bytes
+
+
+class PasswordLogin:
+    """Users with a password each, from lines `name:role:scrypt:salt:hash`, as `password_line` makes them."""
+
+    asks_name = True
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._known: Mapping[str, _Known] = {known.user.name: known for known in map(_read_line, lines)}
+        if not self._known:
+            raise ConfigError("no user may log in: the file has no line")
+        # A try takes 16 MiB: strangers get one at a time.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_file(cls, path: str) -> "PasswordLogin":
+        """The users of a file; empty lines and those that begin with # are left out.
+
+        Raises:
+            ConfigError: it cannot be read, or has a line that is none.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the file of users cannot be read: {error}") from error
+        lines = [line.strip() for line in text.splitlines()]
+        return cls([line for line in lines if line and not line.startswith("#")])
+
+    def log_in(self, name: str, password: str) -> User | None:
+        """The user, if name and password belong together."""
+        known = self._known.get(name)
+        # A name that is not known takes as long as a wrong password.
+        salt = known.salt if known else bytes(_SALT_BYTES)
+        with self._lock:
+            made = _hash(password, salt)
+        return known.user if known is not None and hmac.compare_digest(made, known.hash) else None
+
+    def take_link(self, token: str) -> User | None:  # noqa: ARG002  # as `Login` has it
+        """There is no link."""
+        return None
+
+
+class HeaderAuth:
+    """The name in a header, which a proxy in front has set after its own login.
+
+    Args:
+        proxies: The addresses, or networks in CIDR, that the header is believed from.
+
+    Raises:
+        ConfigError: none of these, or what is no address.
+    """
+
+    def __init__(self, header: str, proxies: Sequence[str], *, role: Role = Role.READER) -> None:
+        if not proxies:
+            raise ConfigError("a header is only believed from proxies: name their addresses")
+        try:
+            self._proxies = tuple(ipaddress.ip_network(each) for each in proxies)
+        except ValueError as error:
+            raise ConfigError(f"a proxy is an address or a network, such as 10.0.0.0/8: {error}") from error
+        self._header = header
+        self._role = role
+
+    def __call__(self, request: Request) -> User | None:
+        """Who the proxy says it is; None without the header, or if the request has come past the proxy."""
+        names = request.headers.getlist(self._header)
+        if len(names) != 1 or request.client is None or not self._is_proxy(request.client.host):
+            return None
+        try:
+            return User(names[0], self._role)
+        except InvalidKey:
+            return None
+
+    def _is_proxy(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self._proxies)
+
+
+def password_line(name: str, role: Role, password: str) -> str:
+    """A line for the file of `PasswordLogin`.
+
+    Raises:
+        ConfigError: a name with a colon.
+    """
+    if ":" in name:
+        raise ConfigError(f"a user's name has no colon, got {name!r}")
+    salt = secrets.token_bytes(_SALT_BYTES)
+    return f"{User(name).name}:{role.label}:scrypt:{salt.hex()}:{_hash(password, salt).hex()}"
+
+
+def _read_line(line: str) -> _Known:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise ConfigError("a line of the file of users is name:role:scrypt:salt:hash, and one is not")
+    user = User(found["name"], role_named(found["role"]))
+    return _Known(user, bytes.fromhex(found["salt"]), bytes.fromhex(found["hash"]))
+
+
+def _hash(password: str, salt: bytes) -> bytes:
+    given = password.encode(errors="replace")
+    return hashlib.scrypt(given, salt=salt, n=_COST, r=_BLOCK, p=_PARALLEL, maxmem=64 * 2**20, dklen=32)
+
+
+def _is_same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())

@@ -1,0 +1,74 @@
+"""What a request asks for: every parameter of a path, a query or a form, by one typed and bounded parser."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias, TypeVar
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+
+from outboxq.errors import OutboxqError
+
+Parameters = TypeVar("Parameters")
+
+MAX_LIMIT, DEFAULT_LIMIT = 200, 50
+# Names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; texts that are searched for.
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=63)]
+Scope: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
+Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
+SearchText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
+ErrorText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2_500)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=500)]
+Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
+Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
+_MAX_FIELDS = 50
+
+
+class BadRequest(OutboxqError):
+    """A parameter is missing, or is none that can be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nothing:
+    """No parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfQueue:
+    """A queue in the path."""
+
+    queue: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfJob:
+    """A job in the path."""
+
+    job_id: UUID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paged:
+    """A list that is read in pages."""
+
+    limit: Limit = DEFAULT_LIMIT
+    before: UUID | None = None
+
+
+def read_parameters(kind: type[Parameters], given: Mapping[str, str]) -> Parameters:
+    """The parameters of one page or action. What is empty counts as not given, and what it does not know is left out.
+
+    Raises:
+        BadRequest: one is missing, or not what it may be; the text names it.
+    """
+    if len(given) > _MAX_FIELDS:
+        raise BadRequest(f"a request has up to {_MAX_FIELDS} parameters, this one has {len(given)}")
+    values = {name: value for name, value in given.items() if value != ""}
+    for name, value in values.items():
+        if any((ord(character) < 32 and character not in "\t\r\n") or ord(character) == 127 for character in value):
+            raise BadRequest(f"{name[:63]!r} holds a control character")
+    try:
+        return msgspec.convert(values, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error)) from None

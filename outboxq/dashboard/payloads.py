@@ -1,0 +1,229 @@
+"""Payloads: arguments, headers, results and error texts, with what must not be seen taken out before a page is made.
+
+In the mode `redacted`, values are hidden whose key says that they are secret, at any depth, also in JSON inside of a
+string; in error texts the same values, and what stands behind such a word. In the mode `hidden` nothing of a payload is
+shown. The application's own hook comes after that, and what it hides cannot be searched for either.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from outboxq.codec.text import escaped_json
+from outboxq.dashboard.documents import TooDeep, Tree, change_strings, check_depth, read_tree, write_tree
+
+Mode: TypeAlias = Literal["redacted", "hidden", "shown"]
+# Called with the kind of a job and its arguments; returns them without what is not to be seen.
+Redact: TypeAlias = Callable[[str, Any], Any]
+
+MASK = "•••"
+_SECRET_WORDS = (
+    r"pass_?(?:word|wd|phrase|code)|passwd|pwd|secret|token|auth(?:orization)?|credentials?|api_?-?key|private_?-?key|"
+    r"cookie|session_?id|signature|card|cvc|cvv|iban|bic|ssn|otp|pin"
+)
+# A key is taken apart at underscores, dashes and capitals, so that `pin` does not hide `shipping`.
+_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_SECRET_WORDS})s?(?:$|_)")
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
+_SECRET_TEXT = re.compile(
+    r"(?i)\b((?:[\w-]*(?:password|passwd|secret|token|authorization|api[_-]?key|card|iban|ssn)[\w-]*)"
+    r"[\"']?\s*(?:=|:|=>)\s*)(\"[^\"]*\"|'[^']*'|(?:bearer|basic)\s+\S+|[^\s,;&}]+)"
+)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
+_URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@/]+@")
+# A reason without the text of an error, which may have values in it.
+_SAFE_REASON = re.compile(r"gave up after \d+ of \d+ attempts: [\w.]+|another attempt cannot help: [\w.]+")
+_MIN_HIDDEN_CHARACTERS = 4
+_MAX_SHOWN_CHARACTERS = 200_000
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a key is not to be seen."""
+    words = _CAPITAL.sub("_", key).replace("-", "_").replace(".", "_").lower()
+    return _ALWAYS.search(words) is not None or _SECRET_KEY.search(words) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """JSON that may be seen.
+
+    Attributes:
+        pretty: Over several lines, for a page. Empty if there is nothing to see.
+        raw: For JSON; null if there is nothing to see.
+        why: Why there is nothing to see, or why not all of it.
+    """
+
+    pretty: str = field(repr=False)
+    raw: str = field(repr=False)
+    why: str | None = None
+
+
+def _withheld(why: str) -> Document:
+    return Document("", "null", why)
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """What may be seen of payloads.
+
+    Args:
+        redact: The application's own hook; if it fails, nothing is shown.
+    """
+
+    mode: Mode = "redacted"
+    redact: Redact | None = None
+
+    @property
+    def may_search(self) -> bool:
+        """Whether arguments can be searched: an answer tells what is in them."""
+        return self.mode != "hidden"
+
+    def document(self, kind: str, text: str, *, hook: bool = False) -> Document:
+        """A payload of a job of this kind.
+
+        Args:
+            hook: Whether the application's hook is asked: it knows arguments.
+        """
+        if self.mode == "hidden":
+            return _withheld("hidden")
+        try:
+            tree = read_tree(text)
+            seen = self._seen(kind, tree, hook=hook)
+            pretty, raw = write_tree(seen, indent=2), write_tree(seen)
+        except TooDeep as error:
+            return _withheld(str(error))
+        except HookFailed as error:
+            return _withheld(str(error))
+        except (ValueError, TypeError):
+            return _withheld("it cannot be read")
+        if len(pretty) > _MAX_SHOWN_CHARACTERS:
+            cut = f"{_MAX_SHOWN_CHARACTERS:,} of {len(pretty):,} characters are shown"
+            return Document(escaped_json(pretty[:_MAX_SHOWN_CHARACTERS]), raw, cut)
+        return Document(escaped_json(pretty), raw)
+
+    def _seen(self, kind: str, tree: Tree, *, hook: bool) -> Any:
+        seen = redacted(tree) if self.mode == "redacted" else tree
+        if not hook or self.redact is None:
+            return seen
+        try:
+            return self.redact(kind, seen)
+        except Exception as error:
+            raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
+
+    def still_has(self, kind: str, text: str, path: tuple[str, ...], wanted: tuple[object, ...]) -> bool:
+        """Whether arguments still have one of these values at a path after all that is not to be seen was taken out."""
+        try:
+            found: Any = self._seen(kind, read_tree(text), hook=True)
+        except (ValueError, HookFailed):
+            return False
+        for key in path:
+            if not isinstance(found, dict) or key not in found:
+                return False
+            found = found[key]
+        return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
+
+    def text(self, said: str | None, hidden: Iterable[str] = ()) -> str | None:
+        """An error's text, or a note, without what is not to be seen.
+
+        Args:
+            hidden: Values of the same job that are hidden, as `secrets_of` finds them.
+        """
+        if said is None or self.mode == "shown":
+            return said
+        if self.mode == "hidden":
+            return MASK
+        return without_secrets(said, hidden)
+
+    def reason(self, said: str) -> str:
+        """Why a job died: in the mode `hidden` without the text of its error."""
+        if self.mode == "hidden":
+            found = _SAFE_REASON.match(said)
+            return found.group() if found else MASK
+        return self.text(said) or ""
+
+    def secrets_of(self, *texts: str | None) -> tuple[str, ...]:
+        """The values in these documents that are hidden, the longest first: error texts may repeat them."""
+        if self.mode != "redacted":
+            return ()
+        found: set[str] = set()
+        for text in texts:
+            try:
+                found.update(_secrets(read_tree(text or "null")))
+            except ValueError:
+                continue
+        return tuple(sorted((each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS), key=len, reverse=True))
+
+
+class HookFailed(Exception):
+    """The application's hook has raised an error."""
+
+
+def redacted(tree: Tree, depth: int = 0) -> Tree:
+    """A document without the values of secret keys."""
+    check_depth(depth)
+    if isinstance(tree, dict):
+        return {key: MASK if is_secret(key) else redacted(value, depth + 1) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [redacted(each, depth + 1) for each in tree]
+    return _redacted_text(tree, depth) if isinstance(tree, str) else tree
+
+
+def _redacted_text(text: str, depth: int) -> str:
+    """A string: JSON inside of it is redacted like the rest, and so is the password of a URL."""
+    if text[:1] in ("{", "["):
+        try:
+            inner = read_tree(text)
+        except ValueError:
+            return without_secrets(text, ())
+        found = redacted(inner, depth + 1)
+        return text if found == inner else write_tree(found)
+    return _BEARER.sub(rf"\1 {MASK}", _URL_PASSWORD.sub(rf"\1:{MASK}@", text))
+
+
+def without_secrets(text: str, hidden: Iterable[str]) -> str:
+    """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`."""
+    for value in hidden:
+        text = text.replace(value, MASK)
+    text = _URL_PASSWORD.sub(rf"\1:{MASK}@", text)
+    return _SECRET_TEXT.sub(rf"\1{MASK}", _BEARER.sub(rf"\1 {MASK}", text))
+
+
+def _secrets(tree: Tree, depth: int = 0, *, below: bool = False) -> Iterator[str]:
+    check_depth(depth)
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _secrets(value, depth + 1, below=below or is_secret(key))
+    elif isinstance(tree, list):
+        for each in tree:
+            yield from _secrets(each, depth + 1, below=below)
+    elif below and tree is not None and not isinstance(tree, bool):
+        yield tree if isinstance(tree, str) else write_tree(tree)
+
+
+def hide_errors(payloads: Payloads, errors: str, hidden: Iterable[str]) -> str:
+    """The JSON of failed attempts with every text of an error as it may be seen; types and places stay."""
+    if payloads.mode == "shown":
+        return errors
+    try:
+        records = read_tree(errors)
+        seen = _hide_texts(payloads, records, tuple(hidden), 0)
+        return write_tree(seen)
+    except (ValueError, msgspec.MsgspecError):
+        return "[]"
+
+
+def _hide_texts(payloads: Payloads, tree: Tree, hidden: tuple[str, ...], depth: int) -> Tree:
+    check_depth(depth)
+    if isinstance(tree, list):
+        return [_hide_texts(payloads, each, hidden, depth + 1) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: change_strings(value, lambda text: payloads.text(text, hidden) or "")
+        if key in ("message", "notes")
+        else _hide_texts(payloads, value, hidden, depth + 1)
+        for key, value in tree.items()
+    }

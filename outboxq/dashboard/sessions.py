@@ -1,0 +1,130 @@
+"""Sessions: a signed cookie for each browser, to which the tokens of its forms are bound.
+
+It also says who has logged in, if the dashboard has a login of its own. Behind a login of the application it only names
+the browser.
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+from typing import ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outboxq.dashboard.roles import Role, User
+from outboxq.dashboard.seals import Seal
+
+LIFE_SECONDS = 12 * 3_600
+FLASH_SECONDS = 60
+# How many sessions that were logged out are remembered, until they would have ended by themselves.
+_ENDED_MOST = 10_000
+
+
+class Session(msgspec.Struct, frozen=True):
+    """A browser, and who has logged in there.
+
+    Attributes:
+        until: When it ends, in seconds since 1970.
+    """
+
+    id: str
+    until: float
+    user: str | None = None
+    role: int = Role.READER
+
+    @property
+    def logged_in(self) -> User | None:
+        """Who has logged in."""
+        return None if self.user is None else User(self.user, Role(self.role))
+
+
+class Flash(msgspec.Struct, frozen=True):
+    """What an action did, to be shown on the page that follows it."""
+
+    text: str
+    is_error: bool = False
+
+
+class Sessions:
+    """Reads and writes the cookies of sessions.
+
+    The cookies' names are made of the secret: dashboards on several ports of a host share its cookies.
+    """
+
+    purpose: ClassVar[str] = "session"
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        suffix = seal.mac("name", "cookie")[:8]
+        self.cookie, self._flash_cookie = f"outboxq_{suffix}", f"outboxq_flash_{suffix}"
+        self._ended: OrderedDict[str, float] = OrderedDict()
+
+    def read(self, request: Request) -> Session | None:
+        """The session of a request, if it has one that holds."""
+        sealed = request.cookies.get(self.cookie)
+        found = None if sealed is None else self._seal.open(self.purpose, sealed, Session)
+        if not isinstance(found, Session) or found.until < time.time() or found.id in self._ended:
+            return None
+        return found
+
+    def new(self, user: User | None = None) -> Session:
+        """A session that nobody has had before."""
+        until = time.time() + LIFE_SECONDS
+        if user is None:
+            return Session(secrets.token_urlsafe(24), until)
+        return Session(secrets.token_urlsafe(24), until, user.name, int(user.role))
+
+    def end(self, session: Session) -> None:
+        """Forget a session in this process, whatever still has its cookie."""
+        now = time.time()
+        self._ended[session.id] = session.until
+        while self._ended and (len(self._ended) > _ENDED_MOST or next(iter(self._ended.values())) < now):
+            self._ended.popitem(last=False)
+
+    def write(self, request: Request, response: Response, session: Session) -> None:
+        """Give the browser the cookie of a session."""
+        self._set(request, response, self.cookie, self._seal.close(self.purpose, session), LIFE_SECONDS)
+
+    def erase(self, request: Request, response: Response) -> None:
+        """Take the cookie away from the browser."""
+        self._set(request, response, self.cookie, "", 0)
+
+    def write_flash(self, request: Request, response: Response, flash: Flash) -> None:
+        """Have a message shown on the next page of this browser."""
+        self._set(request, response, self._flash_cookie, self._seal.close("flash", flash), FLASH_SECONDS)
+
+    def read_flash(self, request: Request) -> Flash | None:
+        """The message for this page, if there is one."""
+        sealed = request.cookies.get(self._flash_cookie)
+        found = None if sealed is None else self._seal.open("flash", sealed, Flash)
+        return found if isinstance(found, Flash) else None
+
+    def erase_flash(self, request: Request, response: Response) -> None:
+        """The message was shown."""
+        self._set(request, response, self._flash_cookie, "", 0)
+
+    def token(self, session: Session, user: User | None) -> str:
+        """What the forms of this session send along."""
+        return self._seal.mac("csrf", _bound(session, user))
+
+    def is_token(self, session: Session, user: User | None, given: str) -> bool:
+        """Whether a form is one of this session's."""
+        return self._seal.is_mac("csrf", _bound(session, user), given)
+
+    @staticmethod
+    def _set(request: Request, response: Response, name: str, value: str, seconds: int) -> None:
+        response.set_cookie(
+            name,
+            value,
+            max_age=seconds,
+            path=request.scope.get("root_path") or "/",
+            secure=request.url.scheme == "https",
+            httponly=True,
+            samesite="strict",
+        )
+
+
+def _bound(session: Session, user: User | None) -> str:
+    return f"{session.id}\n{user.name if user else ''}"

@@ -1,0 +1,78 @@
+"""The settings of a dashboard."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from outboxq.dashboard.payloads import Mode, Redact
+from outboxq.errors import ConfigError
+
+MIN_LIVE_SECONDS, MAX_LIVE_SECONDS = 2.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """The job that a page is about, for links to other systems.
+
+    Attributes:
+        headers: As they may be seen: none if payloads are hidden.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link from a job's page to another system: its traces, its logs.
+
+    Raises:
+        ConfigError: an address that is neither http nor https.
+    """
+
+    text: str
+    url: str
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError("a link of the dashboard leads to an http or https address")
+
+
+Links: TypeAlias = Callable[[JobRef], Sequence[Link]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `create_app` takes beside its engines and its way of logging in.
+
+    Raises:
+        ConfigError: a value that none can be.
+    """
+
+    schema: str = "outboxq"
+    title: str = "outboxq"
+    environment: str | None = None
+    payloads: Mode = "redacted"
+    redact: Redact | None = None
+    links: Links | None = None
+    hosts: frozenset[str] | None = None
+    any_address: bool = False
+    origins: frozenset[str] = frozenset()
+    live_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.payloads not in ("redacted", "hidden", "shown"):
+            raise ConfigError(f"payloads takes 'redacted', 'hidden' or 'shown', got {self.payloads!r}")
+        if not MIN_LIVE_SECONDS <= self.live_seconds <= MAX_LIVE_SECONDS:
+            raise ConfigError(
+                f"live_seconds takes {MIN_LIVE_SECONDS:.0f} to {MAX_LIVE_SECONDS:.0f}, got {self.live_seconds}"
+            )
+
+    @property
+    def is_production(self) -> bool:
+        """Whether mistakes are dear here: what changes many things is confirmed by typing."""
+        return (self.environment or "").lower() in ("production", "prod", "live")

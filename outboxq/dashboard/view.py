@@ -1,0 +1,88 @@
+"""What a screen works on, and what it returns: the same data for a page and for JSON."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import Connection
+
+from outboxq.admin.sections import NotKnown, Sections
+from outboxq.dashboard.databases import Connect, Way
+from outboxq.dashboard.payloads import Document, Payloads
+
+Part = TypeVar("Part")
+
+# Together, however many sections a page has.
+_PAGE_SECONDS = 6.0
+
+
+class Look:
+    """One look at a database, in a READ ONLY transaction."""
+
+    def __init__(
+        self, connection: Connection, connect: Connect, schema: str, payloads: Payloads, now: datetime
+    ) -> None:
+        self.connection = connection
+        self.connect = connect
+        self.schema = schema
+        self.payloads = payloads
+        self.now = now
+        self.sections = Sections(connection, settings="SET LOCAL enable_seqscan = off", seconds=_PAGE_SECONDS)
+
+    def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:
+        """A section; None if the database refuses it or takes too long, which the page then says."""
+        return self.sections.at(name, lambda: look(self.connection))
+
+    @property
+    def not_known(self) -> tuple[NotKnown, ...]:
+        """The sections that the database refused."""
+        return tuple(self.sections.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a screen shows.
+
+    Attributes:
+        data: By the names that the command line's --json has. The template has them too.
+        extra: For the template alone.
+        title: Of the page.
+    """
+
+    template: str
+    title: str
+    data: Mapping[str, object]
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+def look_at(way: Way, payloads: Payloads, show: Callable[[Look], View]) -> tuple[View, Look]:
+    """Run a screen in a transaction of its own."""
+    from outboxq.statements.paging import database_clock
+
+    with way.reading() as connection:
+        look = Look(connection, way.connect, way.schema, payloads, database_clock(connection))
+        return show(look), look
+
+
+def flat(detail: object, **documents: Document | None) -> dict[str, object]:
+    """A thing in full, as `show --json` has it: its fields, those of its summary, and its documents."""
+    fields: dict[str, object] = {}
+    for name, value in asdict(detail).items():  # type: ignore[call-overload]  # a dataclass, whichever it is
+        if isinstance(value, dict) and is_dataclass(getattr(detail, name)):
+            fields |= value
+        elif name not in documents:
+            fields[name] = value
+    return fields | documents
+
+
+def as_json(data: Mapping[str, object]) -> bytes:
+    """The JSON of a view."""
+    return msgspec.json.format(msgspec.json.encode(data, enc_hook=_encode), indent=2)
+
+
+def _encode(value: object) -> Any:
+    if isinstance(value, Document):
+        return msgspec.Raw(value.raw.encode())
+    raise NotImplementedError(f"no JSON for {type(value).__name__}")

@@ -1,0 +1,83 @@
+"""Dead letters: grouped by what they died of, listed, and one of them."""
+
+from dataclasses import dataclass, replace
+from uuid import UUID
+
+from outboxq.admin.browse import Found, find_dead
+from outboxq.admin.dead_letters import DeadDetail, DeadFilter, show_dead
+from outboxq.admin.explain import Explanation
+from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups
+from outboxq.dashboard.parameters import ErrorText, Name, OfJob, Paged, SearchText
+from outboxq.dashboard.payloads import hide_errors
+from outboxq.dashboard.settings import JobRef
+from outboxq.dashboard.view import Look, View, flat
+from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
+from outboxq.error_record import read_attempts
+from outboxq.errors import ArgumentError, JobNotFound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedDead(Paged):
+    """Which dead letters are wanted.
+
+    Attributes:
+        error: The type of the last error, as the groups have it.
+        reason: Any part of the reason.
+    """
+
+    queue: Name | None = None
+    kind: Name | None = None
+    error: ErrorText | None = None
+    reason: SearchText | None = None
+
+
+def show_dead_letters(look: Look, asked: AskedDead) -> View:
+    """The groups of the newest dead letters, and the dead letters that match."""
+    if asked.reason is not None and not look.payloads.may_search:
+        raise ArgumentError("texts of errors are hidden here, and cannot be searched")
+    wanted = DeadFilter(queue=asked.queue, kind=asked.kind, error=asked.error, reason=asked.reason)
+    found = look.at("dead letters", lambda c: find_dead(c, wanted, before=asked.before, limit=asked.limit)) or Found(())
+    is_filtered = wanted != DeadFilter()
+    groups = [] if is_filtered else look.at("the groups", find_dead_groups) or []
+    dead = [replace(each, reason=look.payloads.reason(each.reason)) for each in found.rows]
+    shown_groups = [replace(each, error=look.payloads.reason(each.error)) for each in groups if each.line is None]
+    shown_groups += [each for each in groups if each.line is not None]
+    shown_groups.sort(key=lambda each: -each.jobs)
+    data = {"dead": dead, "more": found.before is not None, "next_before": found.before, "dead_groups": shown_groups}
+    return View("dead.html", "Dead letters", data, {"found": found, "is_filtered": is_filtered, "newest": NEWEST_DEAD})
+
+
+def show_dead_letter(look: Look, asked: OfJob) -> View:
+    """One dead letter."""
+    return dead_view(look, show_dead(look.connection, asked.job_id), None)
+
+
+def find_dead_letter(look: Look, job_id: UUID) -> DeadDetail | None:
+    """A dead letter, if the job is one."""
+    try:
+        return look.at("dead letters", lambda c: show_dead(c, job_id))
+    except JobNotFound:
+        return None
+
+
+def dead_view(look: Look, detail: DeadDetail, explanation: Explanation | None) -> View:
+    """One dead letter, its arguments and errors included."""
+    dead, payloads = detail.dead, look.payloads
+    secrets = payloads.secrets_of(detail.args, detail.headers)
+    errors = hide_errors(payloads, detail.errors, secrets)
+    data = flat(
+        detail,
+        args=payloads.document(dead.kind, detail.args, hook=True),
+        headers=payloads.document(dead.kind, detail.headers),
+        errors=payloads.document(dead.kind, errors),
+    )
+    reason = payloads.reason(dead.reason)
+    data["reason"] = reason if payloads.mode == "hidden" else payloads.text(reason, secrets)
+    attempts = read_attempts(errors)
+    headers = seen_headers(look, dead.kind, detail.headers)
+    extra = {
+        "attempts": attempts,
+        "steps": timeline(dead.created_at, attempts, [Step(dead.died_at, "given up", "bad")]),
+        "job": JobRef(id=dead.id, queue=dead.queue, kind=dead.kind, headers=headers),
+    }
+    return View("dead_job.html", "Dead letter", {**data, "explanation": explanation}, extra)

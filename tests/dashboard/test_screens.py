@@ -1,0 +1,75 @@
+"""Every screen answers, as a page and as JSON, with something in the database and with nothing."""
+
+import re
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from outboxq.dashboard import Role, create_app
+from outboxq.dashboard.route import Screen
+from outboxq.postgres import Database
+from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
+
+SCREENS = screens()
+_IDS = [screen.path or "overview" for screen in SCREENS]
+_INLINE = re.compile(r"<script(?![^>]*\ssrc=)|\sstyle=|\son[a-z]+=|javascript:", re.IGNORECASE)
+
+
+@pytest.fixture
+def staged(engine: Engine) -> Engine:
+    stage_dashboard(engine)
+    return engine
+
+
+@pytest.mark.parametrize("screen", SCREENS, ids=_IDS)
+def test_a_screen_is_a_page_and_the_same_as_json(screen: Screen, staged: Engine) -> None:
+    """With something of everything in the database, nothing is missing, and nothing is inline."""
+    app = create_app({"orders": staged}, auth=as_user(Role.READER))
+    path = path_of(screen, staged, "orders")
+    with client_of(app) as client:
+        page = client.get(path, headers={"accept": "text/html"})
+        document = client.get(path, headers={"accept": "application/json"})
+    assert (page.status_code, document.status_code) == (200, 200), (page.text[-500:], document.text)
+    assert "<h1>" in page.text
+    assert not _INLINE.search(page.text)
+    assert "not_known" not in document.json()
+
+
+@pytest.mark.parametrize(
+    "screen", [each for each in SCREENS if "{" not in each.path], ids=lambda s: s.path or "overview"
+)
+def test_an_empty_database_has_screens_that_say_what_to_do(screen: Screen, engine: Engine) -> None:
+    """Without a row in any table every list answers, and has no empty table."""
+    app = create_app({"orders": engine}, auth=as_user(Role.READER))
+    with client_of(app) as client:
+        page = client.get(f"/orders/{screen.path}")
+    assert page.status_code == 200, page.text[-500:]
+    assert "<tbody></tbody>" not in page.text
+    if screen.path not in ("doctor", "bulk"):
+        assert 'class="empty"' in page.text
+
+
+def test_an_async_engine_shows_the_same(staged: Engine, outboxq_database: Database) -> None:
+    """Every screen with an async engine of the same database has the same JSON keys."""
+    asynchronous = create_async_engine(outboxq_database.url, use_native_hstore=False)
+    app = create_app({"orders": asynchronous}, auth=as_user(Role.READER))
+    with client_of(app) as client:
+        for screen in SCREENS:
+            answer = client.get(path_of(screen, staged, "orders"), headers={"accept": "application/json"})
+            assert answer.status_code == 200, (screen.path, answer.text)
+        assert client.portal is not None
+        client.portal.call(asynchronous.dispose)
+
+
+def test_a_locked_table_leaves_the_page_standing(staged: Engine) -> None:
+    """A section that would wait for a lock says so, and the others are there."""
+    app = create_app({"orders": staged}, auth=as_user(Role.READER))
+    with staged.begin() as blocker, client_of(app) as client:
+        blocker.execute(text("LOCK TABLE outboxq.dead_job IN ACCESS EXCLUSIVE MODE"))
+        page = client.get("/orders/")
+        listed = client.get("/orders/dead", headers={"accept": "application/json"})
+    assert page.status_code == 200
+    assert "another session has locked a table" in page.text
+    assert "worker-1" in client.get("/orders/relays").text
+    assert [each["part"] for each in listed.json()["not_known"]] == ["dead letters", "the groups"]

@@ -1,4 +1,4 @@
-"""From a request to its answer: who asks, whether that role may, whether a form is our own, then the page or the change.
+"""From a request to its answer: who asks, whether that role may, whether a form is ours, then the page or the change.
 
 Every route passes here, in this order; what a route needs stands in the table of routes.
 """
@@ -110,7 +110,7 @@ class Dashboard:
         return found
 
     async def _show(self, route: Screen, database: Database, request: Request, page: Page) -> Response:
-        asked = read_parameters(route.takes, {**request.query_params, **_names(request)})
+        asked: Any = read_parameters(route.takes, {**request.query_params, **_names(request)})
         view, look = await database.run(lambda way: look_at(way, self.payloads, lambda look: route.show(look, asked)))
         if wants_json(request):
             data = view.data
@@ -126,7 +126,7 @@ class Dashboard:
 
     async def _act(self, route: Action, database: Database, request: Request, page: Page) -> Response:
         assert page.user is not None
-        asked = read_parameters(route.takes, {**page.form, **_names(request)})
+        asked: Any = read_parameters(route.takes, {**page.form, **_names(request)})
         actor = Actor(page.user.name, page.user.role.label, via="web")
         done = await database.run(partial(_run, route, actor, asked))
         logger.info("%s: user=%s database=%s", route.name, page.user.name, database.name)

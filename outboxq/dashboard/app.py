@@ -122,5 +122,5 @@ def create_app(
     )
     if not callable(auth) and not isinstance(auth, Login):
         raise TypeError(f"auth takes a function of a request, or a login, got {type(auth).__name__}")
-    sessions = Sessions(Seal(secret))
+    sessions = Sessions(Seal(secret), settings.origins)
     return DashboardApp(Dashboard(name_engines(engine, settings.schema), auth, sessions, settings))

@@ -33,8 +33,7 @@ def sparkline(values: Sequence[float | None], *, width: int = 96, height: int = 
 def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
     """Stacked bars over time, each with its sums as a title."""
     number = max((len(each.values) for each in series), default=0)
-    totals = [sum((each.values[place] or 0) for each in series) for place in range(number)]
-    most = max(totals, default=0) or 1
+    most = highest(series, stacked=True) or 1
     step = width / max(number, 1)
     drawn: list[Markup] = []
     for place in range(number):
@@ -64,6 +63,14 @@ def lines(series: Sequence[Series], *, label: str, width: int = 600, height: int
         for each in series
     ]
     return _frame(label, width, height, Markup("").join(drawn))
+
+
+def highest(series: Sequence[Series], *, stacked: bool) -> float:
+    """The upper end of a chart's scale; of stacked bars, the largest sum."""
+    if not stacked:
+        return max((each for one in series for each in one.values if each is not None), default=0)
+    number = max((len(each.values) for each in series), default=0)
+    return max((sum(each.values[place] or 0 for each in series) for place in range(number)), default=0)
 
 
 def _frame(label: str, width: int, height: int, inside: Markup) -> Markup:

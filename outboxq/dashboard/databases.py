@@ -73,8 +73,8 @@ class Database:
     def __init__(self, name: str, engine: AnyEngine, schema: str) -> None:
         if engine.dialect.driver not in ("psycopg", "psycopg_async"):
             raise ConfigError(
-                f"the dashboard works with psycopg 3, and the engine of {name!r} with {engine.dialect.driver}: make one "
-                "by create_engine('postgresql+psycopg://...') or create_async_engine of the same"
+                f"the dashboard works with psycopg 3, and the engine of {name!r} with {engine.dialect.driver}: make it "
+                "by create_engine or create_async_engine with postgresql+psycopg://..."
             )
         self.name = name
         self.segment = as_segment(name)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | str | int | float | bool | None"
 
@@ -15,7 +15,7 @@ class ExactFloat(float):
 
     text: str
 
-    def __new__(cls, text: str) -> "ExactFloat":
+    def __new__(cls, text: str) -> Self:
         made = super().__new__(cls, text)
         made.text = text
         return made
@@ -26,7 +26,7 @@ class ExactInt(int):
 
     text: str
 
-    def __new__(cls, text: str) -> "ExactInt":
+    def __new__(cls, text: str) -> Self:
         made = super().__new__(cls, 0 if len(text) > 4_000 else int(text))
         made.text = text
         return made

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -91,7 +91,7 @@ class Poller:
                 inbox.was_told = True  # type: ignore[attr-defined]  # what this inbox was given
 
     async def _made(self, screen: Screen) -> str:
-        asked = read_parameters(screen.takes, {})
+        asked: Any = read_parameters(screen.takes, {})
         view, look = await self._database.run(
             lambda way: look_at(way, self._dashboard.payloads, lambda look: screen.show(look, asked))
         )

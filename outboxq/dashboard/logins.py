@@ -20,7 +20,7 @@ from starlette.requests import Request
 from outboxq.dashboard.roles import Role, User, role_named
 from outboxq.errors import ConfigError, InvalidKey
 
-Auth: TypeAlias = Callable[[Request], User | None | Awaitable[User | None]]
+Auth: TypeAlias = Callable[[Request], Awaitable[User | None] | User | None]
 
 # scrypt with 16 MiB and some 50 ms a try.
 _COST, _BLOCK, _PARALLEL, _SALT_BYTES = 2**14, 8, 1, 16

@@ -20,12 +20,12 @@ Mode: TypeAlias = Literal["redacted", "hidden", "shown"]
 Redact: TypeAlias = Callable[[str, Any], Any]
 
 MASK = "•••"
-_SECRET_WORDS = (
+_WORDS = (
     r"pass_?(?:word|wd|phrase|code)|passwd|pwd|secret|token|auth(?:orization)?|credentials?|api_?-?key|private_?-?key|"
     r"cookie|session_?id|signature|card|cvc|cvv|iban|bic|ssn|otp|pin"
 )
 # A key is taken apart at underscores, dashes and capitals, so that `pin` does not hide `shipping`.
-_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_SECRET_WORDS})s?(?:$|_)")
+_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
 _SECRET_TEXT = re.compile(
@@ -110,7 +110,7 @@ class Payloads:
             return seen
         try:
             return self.redact(kind, seen)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # users' code, which is not to show what it was to hide
             raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
 
     def still_has(self, kind: str, text: str, path: tuple[str, ...], wanted: tuple[object, ...]) -> bool:

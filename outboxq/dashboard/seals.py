@@ -39,7 +39,8 @@ class Seal:
 
     def close(self, purpose: str, value: object) -> str:
         """A value that can be written as JSON, signed; for a cookie, whose text is anyone's to read."""
-        text = base64.urlsafe_b64encode(msgspec.json.encode(value)).decode()
+        # Without padding, which would have cookies quoted.
+        text = base64.urlsafe_b64encode(msgspec.json.encode(value)).decode().rstrip("=")
         return f"{text}.{self.mac(purpose, text)}"
 
     def open(self, purpose: str, sealed: str, kind: type[msgspec.Struct]) -> msgspec.Struct | None:
@@ -48,6 +49,6 @@ class Seal:
         if not text or not self.is_mac(purpose, text, mac):
             return None
         try:
-            return msgspec.json.decode(base64.urlsafe_b64decode(text), type=kind)
+            return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=kind)
         except (ValueError, msgspec.MsgspecError):
             return None

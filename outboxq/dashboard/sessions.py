@@ -7,6 +7,7 @@ the browser.
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import ClassVar
 
 import msgspec
@@ -51,12 +52,16 @@ class Sessions:
     """Reads and writes the cookies of sessions.
 
     The cookies' names are made of the secret: dashboards on several ports of a host share its cookies.
+
+    Args:
+        origins: Those of the proxies in front, as browsers see them.
     """
 
     purpose: ClassVar[str] = "session"
 
-    def __init__(self, seal: Seal) -> None:
+    def __init__(self, seal: Seal, origins: Collection[str] = ()) -> None:
         self._seal = seal
+        self._origins = origins
         suffix = seal.mac("name", "cookie")[:8]
         self.cookie, self._flash_cookie = f"outboxq_{suffix}", f"outboxq_flash_{suffix}"
         self._ended: OrderedDict[str, float] = OrderedDict()
@@ -113,14 +118,17 @@ class Sessions:
         """Whether a form is one of this session's."""
         return self._seal.is_mac("csrf", _bound(session, user), given)
 
-    @staticmethod
-    def _set(request: Request, response: Response, name: str, value: str, seconds: int) -> None:
+    def _is_secure(self, request: Request) -> bool:
+        """Whether the browser speaks TLS, with us or with the proxy in front."""
+        return request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins
+
+    def _set(self, request: Request, response: Response, name: str, value: str, seconds: int) -> None:
         response.set_cookie(
             name,
             value,
             max_age=seconds,
             path=request.scope.get("root_path") or "/",
-            secure=request.url.scheme == "https",
+            secure=self._is_secure(request),
             httponly=True,
             samesite="strict",
         )

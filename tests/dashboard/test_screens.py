@@ -13,6 +13,7 @@ from tests.support.dashboard import as_user, client_of, path_of, screens, stage_
 
 SCREENS = screens()
 _IDS = [screen.path or "overview" for screen in SCREENS]
+LISTS = [each for each in SCREENS if "{" not in each.path]
 _INLINE = re.compile(r"<script(?![^>]*\ssrc=)|\sstyle=|\son[a-z]+=|javascript:", re.IGNORECASE)
 
 

@@ -35,15 +35,17 @@
   // Charts: the numbers are those of the page's own JSON. The SVG below stays if they do not come.
   const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const seriesOf = {
-    outcomes: (row) => [row.done, row.retried + row.snoozed, row.died + row.crashed + row.lost],
     wait: (row) => [row.wait_p50_seconds, row.wait_p95_seconds, row.wait_p99_seconds],
     run: (row) => [row.run_p50_seconds, row.run_p95_seconds, row.run_p99_seconds],
   };
+  const inTime = (_, seconds) => (
+    seconds == null ? "–" : seconds < 1 ? `${(seconds * 1000).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`
+  );
   const draw = (figure, history) => {
     const name = figure.dataset.plot, svg = find("svg", figure);
     if (!history.length || !window.uPlot || !svg) return;
     const labels = [...figure.querySelectorAll(".legend li")].map((item) => item.textContent.trim());
-    const strokes = name === "outcomes" ? ["a", "c", "d"] : ["a", "b", "c"];
+    const strokes = ["a", "b", "c"];
     const rows = history.map(seriesOf[name]);
     const data = [history.map((row) => Date.parse(row.at) / 1000)];
     labels.forEach((_, place) => data.push(rows.map((row) => row[place])));
@@ -53,15 +55,18 @@
     figure.append(probe);
     const seen = (tone) => { probe.className = `key tone-${tone}`; return getComputedStyle(probe).backgroundColor; };
     const series = labels.map((label, place) => (
-      { label, stroke: seen(strokes[place]), width: 1.5, points: { show: history.length < 3 } }
+      { label, stroke: seen(strokes[place]), width: 1.5, points: { show: history.length < 3 }, value: inTime }
     ));
     axis.stroke = getComputedStyle(find(".legend", figure)).color;
     axis.grid.stroke = getComputedStyle(figure.closest(".card")).borderTopColor;
     probe.remove();
+    // Times of a day with 24 hours, as everywhere else here.
+    axis.values = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { timeStyle: "short", hour12: false }));
+    const seconds = { ...axis, size: 64, values: (_, splits) => splits.map((each) => inTime(null, each)) };
     const box = document.createElement("div");
     box.className = "plot";
     const size = () => ({ width: figure.clientWidth, height: 200 });
-    const plot = new window.uPlot({ ...size(), series: [{}, ...series], axes: [axis, { ...axis, size: 56 }] }, data, box);
+    const plot = new window.uPlot({ ...size(), series: [{}, ...series], axes: [axis, seconds] }, data, box);
     svg.replaceWith(box);
     find(".legend", figure).hidden = true;
     new ResizeObserver(() => plot.setSize(size())).observe(figure);

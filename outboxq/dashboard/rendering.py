@@ -37,7 +37,8 @@ NAVIGATION: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
 # The letters that lead to a screen, behind a g.
 KEYS: Mapping[str, str] = {
     "overview": "o", "doctor": "h", "queues": "q", "kinds": "k", "jobs": "j", "dead": "d", "done": "f",
-    "schedules": "s", "flow": "l", "batches": "b", "effects": "e", "inbox": "i", "relays": "r", "bulk": "u", "audit": "a",
+    "schedules": "s", "flow": "l", "batches": "b", "effects": "e", "inbox": "i", "relays": "r", "bulk": "u",
+    "audit": "a",
 }  # fmt: skip
 
 

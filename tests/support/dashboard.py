@@ -63,8 +63,10 @@ CROSS JOIN (VALUES ('accounts', 'credit', 240), ('accounts', 'charge', 60), ('ma
 """)
 _GAUGE = text("""
 INSERT INTO outboxq.gauge (at, queue, ready, scheduled, due, leased, suspect, dead, exact, oldest_seconds)
-SELECT date_trunc('minute', clock_timestamp()) - make_interval(mins => m), queue, 40 + (m * 31 % 70), 12, m % 3, 4, 0, 3,
-  true, 4 FROM generate_series(0, CAST(:seconds AS int) / 60) AS m
+SELECT date_trunc('minute', clock_timestamp()) - make_interval(mins => m), queue, 40 + (m * 31 % 70), 12,
+  m % 3, 4, 0, 3,
+  true, 4
+FROM generate_series(0, CAST(:seconds AS int) / 60) AS m
 CROSS JOIN (VALUES ('accounts'), ('mail')) AS q (queue)""")
 
 

@@ -63,10 +63,11 @@
     // Times of a day with 24 hours, as everywhere else here.
     axis.values = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { timeStyle: "short", hour12: false }));
     const seconds = { ...axis, size: 64, values: (_, splits) => splits.map((each) => inTime(null, each)) };
+    const legend = { markers: { width: 0, fill: (chart, place) => chart.series[place].stroke(chart, place) } };
     const box = document.createElement("div");
     box.className = "plot";
     const size = () => ({ width: figure.clientWidth, height: 200 });
-    const plot = new window.uPlot({ ...size(), series: [{}, ...series], axes: [axis, seconds] }, data, box);
+    const plot = new window.uPlot({ ...size(), legend, series: [{}, ...series], axes: [axis, seconds] }, data, box);
     svg.replaceWith(box);
     find(".legend", figure).hidden = true;
     new ResizeObserver(() => plot.setSize(size())).observe(figure);

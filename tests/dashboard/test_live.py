@@ -1,0 +1,103 @@
+"""Pages that follow the database: what they cost, and when that ends."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from sqlalchemy import Engine, event, text
+
+from outboxq.dashboard import Role, create_app
+from tests.support.dashboard import as_user, stage_dashboard
+from tests.support.http_server import serve
+
+_LIVE_SECONDS = 2.0
+_PATIENCE_SECONDS = 30.0
+
+
+@contextlib.asynccontextmanager
+async def following(client: httpx.AsyncClient, page: str) -> AsyncIterator[list[str]]:
+    """A browser that follows a page; the names of its events."""
+    events: list[str] = []
+
+    async def follow() -> None:
+        async with client.stream("GET", f"/orders/live/{page}") as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("event: "):
+                    events.append(line)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield events
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _until(events: list[str], number: int) -> None:
+    async with asyncio.timeout(_PATIENCE_SECONDS):
+        while len(events) < number:
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def app(engine: Engine) -> object:
+    stage_dashboard(engine)
+    return create_app({"orders": engine}, auth=as_user(Role.READER), live_seconds=_LIVE_SECONDS)
+
+
+def test_a_change_is_told_and_the_page_comes_first(app: object, engine: Engine) -> None:
+    """A browser that comes gets the page as it is, and then what has changed."""
+
+    async def run(address: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, limits=limits, timeout=None) as client:
+            async with following(client, "queues") as events:
+                await _until(events, 1)
+                with engine.begin() as connection:
+                    connection.execute(
+                        text("UPDATE outboxq.queue SET paused_at = clock_timestamp() WHERE name = 'accounts'")
+                    )
+                await _until(events, 2)
+            assert set(events) == {"event: page"}
+
+    with serve(app) as address:
+        asyncio.run(run(address))
+
+
+def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: object, engine: Engine) -> None:
+    """Statements are counted over some looks with one browser, with fifty, and with none."""
+    statements: list[float] = []
+    event.listen(engine, "before_cursor_execute", lambda *_: statements.append(time.monotonic()))
+
+    async def cost(client: httpx.AsyncClient, watchers: int) -> int:
+        async with contextlib.AsyncExitStack() as stack:
+            watching = [await stack.enter_async_context(following(client, "overview")) for _ in range(watchers)]
+            for events in watching:
+                await _until(events, 1)
+            statements.clear()
+            await asyncio.sleep(3 * _LIVE_SECONDS)
+            return len(statements)
+
+    async def run(address: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, limits=limits, timeout=None) as client:
+            one = await cost(client, 1)
+            fifty = await cost(client, 50)
+            assert 0 < fifty <= one * 1.6
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            while time.monotonic() - statements[-1] < 2.5 * _LIVE_SECONDS:
+                await asyncio.sleep(0.1)
+
+    with serve(app) as address:
+        asyncio.run(run(address))
+
+
+def test_a_page_that_is_not_live_has_no_stream(app: object) -> None:
+    """Streams are those of the table of routes."""
+    with serve(app) as address:
+        assert httpx.get(f"{address}/orders/live/jobs").status_code == 404
+        assert httpx.get(f"{address}/nowhere/live/overview").status_code == 404

@@ -1,0 +1,160 @@
+"""What must not be seen is on no page, in no JSON and in no search, whichever way it is written down."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies
+from sqlalchemy import Engine, text
+
+from outboxq.dashboard import Role, create_app
+from outboxq.dashboard.documents import read_tree, write_tree
+from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted
+from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
+from tests.support.staged import numbered
+
+CANARY = "hunter2-canary"
+_ARGS = {
+    "password": CANARY,
+    "nested": {"list": [{"apiKey": CANARY}, {"X-Api-Key": CANARY}], "authToken": {"deep": [CANARY]}},
+    "inner_json": json.dumps({"client_secret": CANARY, "n": 1}),
+    "url": f"postgresql://user:{CANARY}@host/db",
+    "card_number": CANARY,
+    "order_id": 7,
+}
+
+
+@pytest.fixture
+def staged(engine: Engine) -> Engine:
+    stage_dashboard(engine)
+    args, headers = json.dumps(_ARGS), json.dumps({"authorization": f"Bearer {CANARY}"})
+    errors = json.dumps([{
+        "attempt": 1, "at": "2026-01-01T00:00:00+00:00", "type": "ValueError", "message": f"password={CANARY} is wrong",
+        "where": ["jobs.py:1"],
+        "chain": [{"type": "ValueError", "message": f"sent {CANARY}", "notes": [f"token: {CANARY}"], "frames": []}],
+    }])  # fmt: skip
+    reason = f"another attempt cannot help: E: {CANARY}"
+    values = {"args": args, "headers": headers, "errors": errors, "reason": reason}
+    with engine.begin() as connection:
+        for table in ("job", "dead_job"):
+            connection.execute(text(
+                f"UPDATE outboxq.{table} SET args = CAST(:args AS jsonb), headers = CAST(:headers AS jsonb), "
+                "errors = CAST(:errors AS jsonb)"), values)  # fmt: skip
+        connection.execute(text("UPDATE outboxq.dead_job SET reason = :reason"), values)
+        connection.execute(text(
+            "UPDATE outboxq.done_job SET args = CAST(:args AS jsonb), headers = CAST(:headers AS jsonb), "
+            "result = CAST(:args AS jsonb)"), values)  # fmt: skip
+        connection.execute(
+            text("UPDATE outboxq.effect SET result = CAST(:args AS jsonb) WHERE status = 'done'"), values
+        )
+        connection.execute(text("UPDATE outboxq.effect SET error = :reason WHERE error IS NOT NULL"), values)
+        connection.execute(text("UPDATE outboxq.schedule SET args = CAST(:args AS jsonb)"), values)
+    return engine
+
+
+@pytest.mark.parametrize("payloads", ["hidden", "redacted"])
+def test_a_secret_is_on_no_page(payloads: Any, staged: Engine) -> None:
+    """It stands in arguments, headers, results, errors and notes, at any depth, and in JSON inside of a string."""
+    if payloads == "redacted":
+        with staged.begin() as connection:
+            # A secret that no key and no word gives away cannot be known as one.
+            it = {"it": f"token={CANARY}"}
+            connection.execute(text("UPDATE outboxq.dead_job SET reason = 'it failed: ' || :it"), it)
+            connection.execute(text("UPDATE outboxq.effect SET error = :it WHERE error IS NOT NULL"), it)
+    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=payloads)
+    with client_of(app) as client:
+        for screen in screens():
+            for accept in ("text/html", "application/json"):
+                answer = client.get(path_of(screen, staged, "orders"), headers={"accept": accept})
+                assert answer.status_code == 200
+                assert CANARY not in answer.text, (screen.path, accept)
+
+
+def test_shown_payloads_are_shown(staged: Engine) -> None:
+    """The test above would see the secret, if it were there."""
+    app = create_app({"orders": staged}, auth=as_user(Role.READER), payloads="shown")
+    with client_of(app) as client:
+        for path in (f"/orders/jobs/{numbered(1)}", "/orders/effects/stripe-charge/order-1001", "/orders/dead"):
+            assert CANARY in client.get(path).text
+
+
+def test_a_search_does_not_tell_what_is_hidden(staged: Engine) -> None:
+    """A job is found by what may be seen of it alone: else an answer would say that a guess is right."""
+
+    def hook(kind: str, args: Any) -> Any:
+        return {**args, "order_id": MASK}
+
+    found = "…" + str(numbered(1))[-12:]
+    for arguments, seen in (({}, True), ({"redact": hook}, False)):
+        given_hook: Any = arguments
+        app = create_app({"orders": staged}, auth=as_user(Role.READER), **given_hook)
+        with client_of(app) as client:
+            assert (found in client.get("/orders/jobs?q=order_id:7").text) is seen
+            assert found not in client.get(f"/orders/jobs?q=password:{CANARY}").text
+            assert found not in client.get(f"/orders/jobs?q=card_number:{CANARY}&columns=card_number,password").text
+            assert CANARY not in client.get("/orders/jobs?columns=card_number,password,nested.list").text
+    hidden = create_app({"orders": staged}, auth=as_user(Role.READER), payloads="hidden")
+    with client_of(hidden) as client:
+        assert client.get("/orders/jobs?q=order_id:7").status_code == 400
+        assert client.get("/orders/dead?reason=hunter").status_code == 400
+
+
+def test_a_hook_that_fails_hides_everything(staged: Engine) -> None:
+    """An error in the application's hook is no reason to show what it was to hide."""
+
+    def hook(kind: str, args: Any) -> Any:
+        raise KeyError(args)
+
+    app = create_app({"orders": staged}, auth=as_user(Role.READER), payloads="shown", redact=hook)
+    with client_of(app) as client:
+        page = client.get(f"/orders/jobs/{numbered(1)}").text
+    assert "the hook `redact` failed: KeyError" in page
+    assert "order_id" not in page
+
+
+def test_numbers_keep_their_digits() -> None:
+    """What a float cannot hold is shown as it is stored."""
+    document = '{"a": 12345678901234567890123, "b": 0.10000000000000000001, "c": 1e400, "d": 1.50}'
+    assert Payloads().document("k", document).raw == document
+
+
+def test_a_document_that_is_nested_too_deeply_is_not_shown() -> None:
+    """It takes neither the page nor the process down."""
+    for depth in (202, 5_000, 200_000):
+        shown = Payloads().document("k", "[" * depth + "]" * depth)
+        assert (shown.raw, shown.pretty) == ("null", "")
+
+
+_SECRET = (
+    "password", "Password", "db_password", "userPassword", "api_key", "apiKey", "API-KEY", "x-api-key", "accessToken",
+    "refresh_tokens", "Authorization", "client.secret", "cardNumber", "iban", "ssn", "pin", "cvv", "session_id",
+)  # fmt: skip
+_PLAIN = ("order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning")
+
+
+@pytest.mark.parametrize("key", _SECRET)
+def test_keys_that_look_secret(key: str) -> None:
+    """However they are written."""
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning"]
+)
+def test_keys_that_do_not(key: str) -> None:
+    """What only has such letters in it is shown."""
+    assert not is_secret(key)
+
+
+@given(
+    strategies.recursive(
+        strategies.none() | strategies.booleans() | strategies.integers() | strategies.text(),
+        lambda each: strategies.lists(each) | strategies.dictionaries(strategies.text(), each),
+    )
+)
+def test_what_is_written_is_what_was_read(tree: Any) -> None:
+    """Documents come back as they are, and redacting is done after one go."""
+    document = json.dumps(tree, ensure_ascii=False)
+    assert json.loads(write_tree(read_tree(document))) == tree
+    once = redacted(read_tree(document))
+    assert redacted(once) == once

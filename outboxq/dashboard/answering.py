@@ -47,6 +47,8 @@ class Dashboard:
     def __init__(
         self, databases: Mapping[str, Database], auth: Auth | Login, sessions: Sessions, settings: Settings
     ) -> None:
+        if not callable(auth) and not isinstance(auth, Login):
+            raise TypeError(f"auth takes a function of a request, or a login, got {type(auth).__name__}")
         self.databases = databases
         self.auth = auth
         self.sessions = sessions

@@ -65,7 +65,7 @@ class DashboardApp(Starlette):
 
         settings = self.dashboard.settings
         host = Headers(scope=scope).get("host", "")
-        if settings.hosts is not None and not is_served(host, settings.hosts, any_address=settings.any_address):
+        if settings.hosts is not None and not is_served(host, settings.hosts):
             refusal = PlainTextResponse("This host is not served here.\n", 400)
             await refusal(scope, receive, send_with_headers)
             return
@@ -94,15 +94,12 @@ def create_app(
         auth: Who a request is from: a function that takes the Starlette request and returns a `User`, or None for a
             stranger, async or not; or a login of the dashboard's own, `TokenLogin` or `PasswordLogin`.
         environment: Shown on every page; in `production` what changes many things is confirmed by typing.
-        payloads: `redacted` hides the values of keys that look secret, `hidden` all of arguments, headers, results and
-            error texts, `shown` nothing.
+        payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
         redact: Called with a kind and its arguments; returns them without what is not to be seen.
         links: Called with the job of a page; returns links to other systems.
-        secret: 32 random bytes or more, the same in all processes that serve the dashboard. Without it each start
-            draws its own, and sessions end with the process.
+        secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
         hosts: Names that the Host header may have; without it, any: then the application around it checks.
-        origins: Origins that forms may come from, such as `https://ops.example.com`, if a proxy changes the scheme or
-            the host.
+        origins: Where browsers see it, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
         live_seconds: How often pages that are open are made anew, 2 to 60.
 
     Raises:
@@ -115,12 +112,9 @@ def create_app(
         payloads=payloads,
         redact=redact,
         links=links,
-        hosts=None if hosts is None else frozenset(each.lower() for each in hosts),
-        any_address=hosts is not None and "*" in hosts,
+        hosts=None if hosts is None else frozenset(map(str.lower, hosts)),
         origins=frozenset(origins),
         live_seconds=live_seconds,
     )
-    if not callable(auth) and not isinstance(auth, Login):
-        raise TypeError(f"auth takes a function of a request, or a login, got {type(auth).__name__}")
     sessions = Sessions(Seal(secret), settings.origins)
     return DashboardApp(Dashboard(name_engines(engine, settings.schema), auth, sessions, settings))

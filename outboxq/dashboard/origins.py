@@ -31,16 +31,16 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def is_served(given: str, hosts: Collection[str], *, any_address: bool) -> bool:
+def is_served(given: str, hosts: Collection[str]) -> bool:
     """Whether a Host header names this dashboard: a site whose name points here by DNS rebinding has another one.
 
     Args:
-        any_address: Addresses that are no names pass: what listens on all of a machine's does not know them.
+        hosts: Names; with `*`, any address that is no name too: what listens on all of a machine's does not know them.
     """
     host = host_of(given)
     if host in _LOOPBACK or host in hosts:
         return True
-    if not any_address:
+    if "*" not in hosts:
         return False
     try:
         ipaddress.ip_address(host.strip("[]"))

@@ -60,7 +60,6 @@ class Settings:
     redact: Redact | None = None
     links: Links | None = None
     hosts: frozenset[str] | None = None
-    any_address: bool = False
     origins: frozenset[str] = frozenset()
     live_seconds: float = 5.0
 

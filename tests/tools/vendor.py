@@ -19,7 +19,7 @@ examples:
   python -m tests.tools.vendor            # end with 1 if a file is not that of its package
   python -m tests.tools.vendor --write    # write the files of the versions in vendor.toml
 
-Needs npm, whose `npm pack` fetches the packages. A new version is written into vendor.toml by hand, with its integrity."""
+Needs npm, whose `npm pack` fetches the packages. A new version is written into vendor.toml by hand."""
 
 
 def problems(package: dict[str, Any], *, write: bool) -> Iterator[str]:

@@ -13,7 +13,8 @@
   const showTheme = (theme) => {
     if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
     const button = find("#theme");
-    if (button) button.textContent = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme];
+    if (button) button.textContent = { auto: "◐ auto", light: "○ light", dark: "● dark" }[theme];
+    button?.setAttribute("aria-label", `Theme: ${theme}`);
   };
   let theme = themes.includes(store.get("outboxq-theme")) ? store.get("outboxq-theme") : "auto";
 

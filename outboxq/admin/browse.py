@@ -21,6 +21,7 @@ from outboxq.admin.messages import Message, MessageFilter
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError
 from outboxq.statements import browse as statements
+from outboxq.statements import jobs
 from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
@@ -104,18 +105,18 @@ def find_jobs(
 ) -> Found[tuple[WaitingJob, str]]:
     """The newest jobs that match, each with its arguments as JSON text."""
     documents = [] if contains is None else contains.documents
-    statement = statements.newest_jobs(wanted, contains=documents, before=before, limit=limit + 1, depth=depth)
+    statement = jobs.newest_jobs(wanted, contains=documents, before=before, limit=limit + 1, depth=depth)
     return _page(connection, statement, _job_and_args, job, before, limit, depth)
 
 
 def next_jobs(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
     """The jobs of a queue that are to run next, in the order of claims."""
-    return [WaitingJob(*row) for row in connection.execute(statements.next_jobs(queue, limit=limit))]
+    return [WaitingJob(*row) for row in connection.execute(jobs.next_jobs(queue, limit=limit))]
 
 
 def next_scheduled(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
     """The jobs of a queue whose time comes next."""
-    return [WaitingJob(*row) for row in connection.execute(statements.next_scheduled(queue, limit=limit))]
+    return [WaitingJob(*row) for row in connection.execute(jobs.next_scheduled(queue, limit=limit))]
 
 
 def find_dead(

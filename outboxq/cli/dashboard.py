@@ -136,8 +136,9 @@ def dashboard(options: DashboardOptions) -> None:
     Examples:
       outboxq dashboard
       outboxq dashboard --role operator --environment production
-      outboxq dashboard --database orders=postgresql://host/orders --database mail=postgresql://host/mail
-      outboxq dashboard --listen 0.0.0.0:8484 --host-name ops.example.com --users users.txt
+      outboxq dashboard --database orders=postgresql://host/orders
+      outboxq dashboard --hash-password anna --role operator
+      outboxq dashboard --listen 0.0.0.0:8484 --users users.txt
     """
     try:
         from outboxq.dashboard.roles import role_named

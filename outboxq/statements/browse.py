@@ -4,28 +4,18 @@ However few rows match, a page costs a bounded walk: what lies behind it is anot
 """
 
 from collections.abc import Sequence
-from typing import Any
 from uuid import UUID
 
 from sqlalchemy import (
-    ColumnElement,
     Executable,
-    FromClause,
-    Select,
     Subquery,
     Table,
-    Text,
-    any_,
     cast,
-    func,
     literal,
     literal_column,
-    or_,
     select,
     tuple_,
-    type_coerce,
 )
-from sqlalchemy.dialects.postgresql import JSONB
 
 from outboxq.statements import audit as audits
 from outboxq.statements import dead_letters, done, effect_admin, inbox
@@ -35,71 +25,8 @@ from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.done import DoneFilter
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.inbox import MessageFilter
-from outboxq.statements.jobs import (
-    SUMMARY_COLUMNS,
-    JobFilter,
-    in_state,
-    listed,
-    runner_columns,
-    shown_columns,
-    with_runners,
-    xmax_of,
-)
-from outboxq.tables import audit, dead_job, done_job, effect, gauge, job
+from outboxq.tables import StoredText, audit, dead_job, done_job, effect, gauge
 from outboxq.tables import inbox as inbox_table
-
-_WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", "lease_owner", "args")
-
-
-def newest_jobs(
-    wanted: JobFilter, *, contains: Sequence[str], before: UUID | None, limit: int, depth: int
-) -> Executable:
-    """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
-
-    Args:
-        contains: JSON of objects: the arguments contain one of them, if there is any.
-
-    Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
-    """
-    walked = _walk_of_jobs(before, depth)
-    conditions = wanted.conditions(walked)
-    if wanted.state not in (None, "running"):
-        conditions.append(~in_state(walked, "running"))
-    if contains:
-        args = type_coerce(walked.c.args, JSONB())
-        conditions.append(
-            or_(*(args.op("@>", is_comparison=True)(cast(literal(each, Text()), JSONB())) for each in contains))
-        )
-    first = select(walked.c.id).where(*conditions).order_by(walked.c.id.desc()).limit(limit)
-    seen = first.cte("seen").prefix_with("MATERIALIZED")
-    return (
-        select(*shown_columns(SUMMARY_COLUMNS), *runner_columns(), listed.c.args)
-        .select_from(with_runners)
-        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
-        .order_by(listed.c.id.desc())
-    )
-
-
-def next_jobs(queue: str, *, limit: int) -> Executable:
-    """The jobs of a queue that are ready, in the order of claims. Index: job_ready, from its start; `limit` rows."""
-    first = (
-        select(job.c.id)
-        .where(job.c.queue == queue, job.c.state == literal_column("'ready'"))
-        .order_by(literal_column("(-priority)"), job.c.seq)
-        .limit(limit)
-    )
-    return _jobs_of(first).order_by(literal_column("(-listed.priority)"), listed.c.seq)
-
-
-def next_scheduled(queue: str, *, limit: int) -> Executable:
-    """The jobs of a queue that wait for their time, the next first. Index: job_scheduled, from its start."""
-    first = (
-        select(job.c.id)
-        .where(job.c.queue == queue, job.c.state == literal_column("'scheduled'"))
-        .order_by(job.c.run_at)
-        .limit(limit)
-    )
-    return _jobs_of(first).order_by(listed.c.run_at)
 
 
 def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:
@@ -152,7 +79,11 @@ def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit:
     Index: the primary key, from `after`; of the unknown ones effect_unknown, all of it.
     """
     shown = effect_admin.SUMMARY_COLUMNS
-    start = [] if after is None else [tuple_(effect.c.scope, effect.c.key) > tuple_(*map(literal, after))]
+    start = (
+        []
+        if after is None
+        else [tuple_(effect.c.scope, effect.c.key) > tuple_(*(literal(each, StoredText()) for each in after))]
+    )
     found = select(*(effect.c[name] for name in shown)).where(*start)
     if wanted.status == "unknown":
         found = found.where(effect.c.status == literal_column("'unknown'"))
@@ -200,25 +131,11 @@ def gauges_since(queue: str | None, *, seconds_ago: float) -> Executable:
     )
 
 
-def _walk_of_jobs(before: UUID | None, depth: int) -> Subquery:
-    each = job.alias("each")
-    start = [] if before is None else [each.c.id < before]
-    columns: list[ColumnElement[Any]] = [each.c[name] for name in _WALKED]
-    walked = select(*columns, xmax_of(each).label("xmax")).where(*start).order_by(each.c.id.desc()).limit(depth)
-    return walked.subquery("walked")
-
-
 def _walk(rows: Table, names: Sequence[str], before: UUID | None, depth: int) -> Subquery:
     start = [] if before is None else [rows.c.id < before]
     walked = select(*(rows.c[name] for name in names)).where(*start).order_by(rows.c.id.desc()).limit(depth)
     return walked.subquery("walked")
 
 
-def _jobs_of(first: Select[tuple[UUID]]) -> Select[Any]:
-    seen = first.cte("seen").prefix_with("MATERIALIZED")
-    rows: FromClause = with_runners
-    return (
-        select(*shown_columns(SUMMARY_COLUMNS), *runner_columns())
-        .select_from(rows)
-        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
-    )
+def _as_text(value: str) -> ColumnElement[str]:
+    return literal(value, StoredText())

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Executable,
     FromClause,
     Select,
+    Subquery,
     Text,
     Uuid,
     and_,
@@ -34,9 +35,11 @@ from sqlalchemy import (
     or_,
     select,
     table,
+    type_coerce,
     union_all,
     update,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import UserDefinedType
 
 from outboxq.statements.builtin import count, pg, seconds
@@ -71,7 +74,7 @@ class JobFilter:
         """The filter as conditions on the table `job`, or an alias of it."""
         found = matching(jobs, queue=self.queue, kind=self.kind, group_key=self.group)
         if self.state is not None:
-            found.append(in_state(jobs, self.state))
+            found.append(_in_state(jobs, self.state))
         if self.ids is not None:
             found.append(jobs.c.id.in_(self.ids))
         if self.created_before is not None:
@@ -86,12 +89,11 @@ _activity = table(
 listed = job.alias("listed")
 
 
-def xmax_of(jobs: FromClause) -> ColumnElement[str]:
-    """The transaction that has deleted or locked a row of a table, or of an alias of it, if one has."""
+def _xmax(jobs: FromClause) -> ColumnElement[str]:
     return literal_column(f"{jobs.name}.xmax", Xid())  # type: ignore[attr-defined]  # a table or an alias has a name
 
 
-xmax = xmax_of(listed)
+xmax = _xmax(listed)
 
 
 def running_transactions() -> Select[Any]:
@@ -110,10 +112,10 @@ _STORED = {
 }
 
 
-def in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
+def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
     """Whether a job is in one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
     if state == "running":
-        return xmax_of(jobs).in_(running_transactions())
+        return _xmax(jobs).in_(running_transactions())
     stored = jobs.c.state.in_(_STORED[state]) if state in _STORED else jobs.c.state == state
     if state in ("scheduled", "due", "grouped"):
         is_due = jobs.c.run_at <= pg.statement_timestamp()
@@ -128,18 +130,19 @@ def in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
 
 state = case(
     *(
-        (in_state(listed, name), literal(name, StoredText()))
+        (_in_state(listed, name), literal(name, StoredText()))
         for name in ("running", "due", "scheduled", "orphaned", "leased", "suspect")
     ),
     else_=listed.c.state,
 ).label("state")
-with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
+_with_runners = listed.outerjoin(_activity, _activity.c.backend_xid == xmax)
 
 SUMMARY_COLUMNS = (
     "id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "crashes", "parked", "run_at", "created_at",
     "expires_at",
 )  # fmt: skip
 DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
+_WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", "lease_owner", "args")
 
 
 def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
@@ -154,8 +157,8 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
     seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
     oldest = (
-        select(*shown_columns(SUMMARY_COLUMNS), listed.c.seq, *runner_columns())
-        .select_from(with_runners)
+        select(*_shown(SUMMARY_COLUMNS), listed.c.seq, *_runner())
+        .select_from(_with_runners)
         .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
         .order_by(_millisecond(listed.c.id), listed.c.seq)
         .limit(limit)
@@ -163,6 +166,57 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     )
     shown = (column for column in oldest.c if column.key != "seq")
     return select(*shown).order_by(oldest.c.seq)
+
+
+def newest_jobs(
+    wanted: JobFilter, *, contains: Sequence[str], before: UUID | None, limit: int, depth: int
+) -> Executable:
+    """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
+
+    Args:
+        contains: JSON of objects: the arguments contain one of them, if there is any.
+
+    Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
+    """
+    walked = _walk_of_jobs(before, depth)
+    conditions = wanted.conditions(walked)
+    if wanted.state not in (None, "running"):
+        conditions.append(~_in_state(walked, "running"))
+    if contains:
+        args = type_coerce(walked.c.args, JSONB())
+        conditions.append(
+            or_(*(args.op("@>", is_comparison=True)(cast(literal(each, Text()), JSONB())) for each in contains))
+        )
+    first = select(walked.c.id).where(*conditions).order_by(walked.c.id.desc()).limit(limit)
+    seen = first.cte("seen").prefix_with("MATERIALIZED")
+    return (
+        select(*_shown(SUMMARY_COLUMNS), *_runner(), listed.c.args)
+        .select_from(_with_runners)
+        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
+        .order_by(listed.c.id.desc())
+    )
+
+
+def next_jobs(queue: str, *, limit: int) -> Executable:
+    """The jobs of a queue that are ready, in the order of claims. Index: job_ready, from its start; `limit` rows."""
+    first = (
+        select(job.c.id)
+        .where(job.c.queue == queue, job.c.state == literal_column("'ready'"))
+        .order_by(literal_column("(-priority)"), job.c.seq)
+        .limit(limit)
+    )
+    return _jobs_of(first).order_by(literal_column("(-listed.priority)"), listed.c.seq)
+
+
+def next_scheduled(queue: str, *, limit: int) -> Executable:
+    """The jobs of a queue that wait for their time, the next first. Index: job_scheduled, from its start."""
+    first = (
+        select(job.c.id)
+        .where(job.c.queue == queue, job.c.state == literal_column("'scheduled'"))
+        .order_by(job.c.run_at)
+        .limit(limit)
+    )
+    return _jobs_of(first).order_by(listed.c.run_at)
 
 
 def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
@@ -183,8 +237,8 @@ def select_waiting(ids: Sequence[UUID]) -> Executable:
 def select_job(job_id: UUID) -> Executable:
     """One job with everything that is stored of it. Index: the primary key; no locks; one row."""
     return (
-        select(*shown_columns((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *runner_columns())
-        .select_from(with_runners)
+        select(*_shown((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
+        .select_from(_with_runners)
         .where(listed.c.id == job_id)
     )
 
@@ -298,14 +352,13 @@ def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executa
 def _matching(wanted: JobFilter, *, running: bool) -> Select[tuple[UUID]]:
     conditions = wanted.conditions(listed)
     if running:
-        conditions.append(or_(in_state(listed, "running"), in_state(listed, "leased")))
+        conditions.append(or_(_in_state(listed, "running"), _in_state(listed, "leased")))
     if wanted.state not in (None, "running"):
-        conditions.append(not_(in_state(listed, "running")))
+        conditions.append(not_(_in_state(listed, "running")))
     return select(listed.c.id).where(*conditions)
 
 
-def shown_columns(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
-    """Columns of `listed`, the state as operators call it."""
+def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
     return (state if name == "state" else listed.c[name] for name in names)
 
 
@@ -318,7 +371,23 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
     return cast(_millisecond(job_id) + "-ffff-ffff-ffffffffffff", Uuid)
 
 
-def runner_columns() -> Sequence[ColumnElement[Any]]:
-    """The backend that runs a job of `with_runners`, and for how long."""
+def _runner() -> Sequence[ColumnElement[Any]]:
     # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
     return _activity.c.pid, seconds(pg.clock_timestamp() - _activity.c.xact_start).label("running_seconds")
+
+
+def _walk_of_jobs(before: UUID | None, depth: int) -> Subquery:
+    each = job.alias("each")
+    start = [] if before is None else [each.c.id < before]
+    columns: list[ColumnElement[Any]] = [each.c[name] for name in _WALKED]
+    walked = select(*columns, _xmax(each).label("xmax")).where(*start).order_by(each.c.id.desc()).limit(depth)
+    return walked.subquery("walked")
+
+
+def _jobs_of(first: Select[tuple[UUID]]) -> Select[Any]:
+    seen = first.cte("seen").prefix_with("MATERIALIZED")
+    return (
+        select(*_shown(SUMMARY_COLUMNS), *_runner())
+        .select_from(_with_runners)
+        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from sqlalchemy import (
+    ColumnElement,
     Executable,
     Subquery,
     Table,

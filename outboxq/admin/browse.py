@@ -7,6 +7,7 @@ function is one look or two in the caller's transaction, and locks nothing.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
@@ -22,6 +23,8 @@ from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError
 from outboxq.statements import browse as statements
 from outboxq.statements import jobs
+from outboxq.statements.paging import database_clock
+from outboxq.statements.server import is_read_only
 from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
@@ -59,6 +62,14 @@ class Gauge:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """The database's time, and whether its server takes no changes: a replica, or one that was set so."""
+
+    now: datetime
+    is_read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A value in the arguments of jobs: a path of names, and what stands there."""
 
@@ -69,6 +80,11 @@ class Wanted:
     def documents(self) -> list[str]:
         """JSON objects of which the arguments contain one."""
         return [_nested(self.path, value) for value in self.values]
+
+
+def read_moment(connection: Connection) -> Moment:
+    """The time of a look, and what the server is good for."""
+    return Moment(database_clock(connection), is_read_only(connection))
 
 
 def read_wanted(text: str) -> Wanted:

@@ -61,6 +61,8 @@ def _of_database(error: DBAPIError | PoolTimeout) -> Refused:
     match sqlstate_of(error):
         case str() as state if state == INSUFFICIENT_PRIVILEGE:
             return Refused(403, "The database role of the dashboard may not do this: see `outboxq roles --sql`.")
+        case "25006":
+            return Refused(403, "This server is a replica, or takes no changes: open the dashboard of the primary.")
         case str() as state if state == QUERY_CANCELED:
             return Refused(503, "The database did not answer in time. The doctor looks at what may be in the way.")
         case str() as state if state == LOCK_NOT_AVAILABLE:

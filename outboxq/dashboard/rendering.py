@@ -104,6 +104,8 @@ class Renderer:
     def page(self, page: Page, view: View, look: Look, token: str) -> HTMLResponse:
         """A screen as a page; for a request of htmx's that swaps its main part, the same."""
         context = {**view.data, **view.extra, "title": view.title, "now": look.now, "not_known": look.not_known}
+        if look.is_read_only:
+            context["my_role"] = Role.READER
         return self._response(page, view.template, token, context)
 
     def fragment(self, inner: str, database: str, view: View, look: Look) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
-from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import Connection
 
+from outboxq.admin.browse import read_moment
 from outboxq.admin.sections import NotKnown, Sections
 from outboxq.dashboard.databases import Connect, Way
 from outboxq.dashboard.payloads import Document, Payloads
@@ -21,14 +21,15 @@ _PAGE_SECONDS = 6.0
 class Look:
     """One look at a database, in a READ ONLY transaction."""
 
-    def __init__(
-        self, connection: Connection, connect: Connect, schema: str, payloads: Payloads, now: datetime
-    ) -> None:
+    def __init__(self, connection: Connection, connect: Connect, schema: str, payloads: Payloads) -> None:
         self.connection = connection
         self.connect = connect
         self.schema = schema
         self.payloads = payloads
-        self.now = now
+        moment = read_moment(connection)
+        self.now = moment.now
+        # Everyone is a reader there.
+        self.is_read_only = moment.is_read_only
         self.sections = Sections(connection, settings="SET LOCAL enable_seqscan = off", seconds=_PAGE_SECONDS)
 
     def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:
@@ -59,10 +60,8 @@ class View:
 
 def look_at(way: Way, payloads: Payloads, show: Callable[[Look], View]) -> tuple[View, Look]:
     """Run a screen in a transaction of its own."""
-    from outboxq.statements.paging import database_clock
-
     with way.reading() as connection:
-        look = Look(connection, way.connect, way.schema, payloads, database_clock(connection))
+        look = Look(connection, way.connect, way.schema, payloads)
         return show(look), look
 
 

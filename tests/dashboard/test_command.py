@@ -91,3 +91,22 @@ def test_passwords_are_kept_as_hashes(tmp_path: Path) -> None:
     for wrong in ("anna:admin:plain:x", f"{line}x", "anna"):
         with pytest.raises(ConfigError):
             PasswordLogin([wrong])
+
+
+def test_without_the_dashboard_nothing_of_it_is_imported() -> None:
+    """Neither the package nor the command line loads what only the dashboard needs."""
+    code = (
+        "import sys, outboxq, outboxq.cli.app\n"
+        "found = {'starlette', 'jinja2', 'uvicorn', 'anyio', 'outboxq.dashboard'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("missing", ["starlette", "jinja2"])
+def test_a_missing_extra_is_named(missing: str) -> None:
+    """The command ends with 2 and says what to install."""
+    code = f"import sys\nsys.modules[{missing!r}] = None\nfrom outboxq.__main__ import main\nmain(['dashboard'])\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install 'outboxq[dashboard]'" in done.stderr

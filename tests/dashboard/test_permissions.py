@@ -283,3 +283,18 @@ def test_an_async_way_to_log_in_is_awaited(engine: Engine) -> None:
 
     with client_of(create_app({"orders": engine}, auth=auth)) as client:
         assert "anna" in client.get("/orders/").text
+
+
+def test_at_a_replica_everyone_is_a_reader(staged: Engine) -> None:
+    """No page offers what the server would refuse, and a form that comes all the same is told why."""
+    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
+    with client_of(app) as client:
+        token = token_of(client.get("/orders/queues/accounts"))
+        with staged.begin() as connection:
+            name = connection.execute(text("SELECT current_database()")).scalar_one()
+            connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
+        staged.dispose()
+        assert "/pause" not in client.get("/orders/queues/accounts").text
+        answer = client.post("/orders/queues/accounts/pause", data={"csrf": token}, headers={"origin": ORIGIN})
+    assert answer.status_code == 403
+    assert "takes no changes" in answer.text

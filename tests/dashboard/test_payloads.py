@@ -48,6 +48,16 @@ def staged(engine: Engine) -> Engine:
             text("UPDATE outboxq.effect SET result = CAST(:args AS jsonb) WHERE status = 'done'"), values
         )
         connection.execute(text("UPDATE outboxq.effect SET error = :reason WHERE error IS NOT NULL"), values)
+        # One that is tried again, dead letters of a kind whose page is looked at, and notes of a job that runs.
+        connection.execute(text(
+            "UPDATE outboxq.job SET attempt = 1, state = 'scheduled', run_at = now() + interval '1 hour' "
+            "WHERE kind = 'send_welcome'"))  # fmt: skip
+        connection.execute(text("UPDATE outboxq.dead_job SET kind = 'credit'"))
+        connection.execute(text("UPDATE outboxq.dead_job SET errors = '[]' WHERE queue = 'mail'"))
+        note = {"job": numbered(6), "note": f"token={CANARY}"}
+        connection.execute(text(
+            "INSERT INTO outboxq.progress (job_id, attempt, fraction, note, relay) "
+            "VALUES (:job, 1, 0.5, :note, gen_random_uuid())"), note)  # fmt: skip
         connection.execute(text("UPDATE outboxq.schedule SET args = CAST(:args AS jsonb)"), values)
     return engine
 
@@ -63,11 +73,13 @@ def test_a_secret_is_on_no_page(payloads: Any, staged: Engine) -> None:
             connection.execute(text("UPDATE outboxq.effect SET error = :it WHERE error IS NOT NULL"), it)
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=payloads)
     with client_of(app) as client:
-        for screen in screens():
+        paths = [path_of(screen, staged, "orders") for screen in screens()]
+        paths += [f"/orders/jobs/{numbered(number)}" for number in (6, 101, 102, 301)]
+        for path in [*paths, "/orders/queues/mail"]:
             for accept in ("text/html", "application/json"):
-                answer = client.get(path_of(screen, staged, "orders"), headers={"accept": accept})
+                answer = client.get(path, headers={"accept": accept})
                 assert answer.status_code == 200
-                assert CANARY not in answer.text, (screen.path, accept)
+                assert CANARY not in answer.text, (path, accept)
 
 
 def test_shown_payloads_are_shown(staged: Engine) -> None:

@@ -1,6 +1,6 @@
 """Dead letters: grouped by what they died of, listed, and one of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from uuid import UUID
 
 from outboxq.admin.browse import Found, find_dead
@@ -11,6 +11,7 @@ from outboxq.dashboard.parameters import ErrorText, Name, OfJob, Paged, SearchTe
 from outboxq.dashboard.payloads import hide_errors
 from outboxq.dashboard.settings import JobRef
 from outboxq.dashboard.view import Look, View, flat
+from outboxq.dashboard.views.seen import seen_dead, seen_explanation, seen_groups
 from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
 from outboxq.error_record import read_attempts
 from outboxq.errors import ArgumentError, JobNotFound
@@ -39,11 +40,12 @@ def show_dead_letters(look: Look, asked: AskedDead) -> View:
     found = look.at("dead letters", lambda c: find_dead(c, wanted, before=asked.before, limit=asked.limit)) or Found(())
     is_filtered = wanted != DeadFilter()
     groups = [] if is_filtered else look.at("the groups", find_dead_groups) or []
-    dead = [replace(each, reason=look.payloads.reason(each.reason)) for each in found.rows]
-    shown_groups = [replace(each, error=look.payloads.reason(each.error)) for each in groups if each.line is None]
-    shown_groups += [each for each in groups if each.line is not None]
-    shown_groups.sort(key=lambda each: -each.jobs)
-    data = {"dead": dead, "more": found.before is not None, "next_before": found.before, "dead_groups": shown_groups}
+    data = {
+        "dead": seen_dead(look, found.rows),
+        "more": found.before is not None,
+        "next_before": found.before,
+        "dead_groups": seen_groups(look, groups),
+    }
     return View("dead.html", "Dead letters", data, {"found": found, "is_filtered": is_filtered, "newest": NEWEST_DEAD})
 
 
@@ -80,4 +82,5 @@ def dead_view(look: Look, detail: DeadDetail, explanation: Explanation | None) -
         "steps": timeline(dead.created_at, attempts, [Step(dead.died_at, "given up", "bad")]),
         "job": JobRef(id=dead.id, queue=dead.queue, kind=dead.kind, headers=headers),
     }
-    return View("dead_job.html", "Dead letter", {**data, "explanation": explanation}, extra)
+    data["explanation"] = seen_explanation(look, explanation, secrets)
+    return View("dead_job.html", "Dead letter", data, extra)

@@ -20,6 +20,7 @@ from outboxq.dashboard.payloads import hide_errors
 from outboxq.dashboard.settings import JobRef
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.dead import dead_view, find_dead_letter
+from outboxq.dashboard.views.seen import seen_explanation
 from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
 from outboxq.error_record import read_attempts
 from outboxq.errors import ArgumentError, JobNotFound
@@ -70,7 +71,7 @@ def show_one_job(look: Look, asked: OfJob) -> View:
     except JobNotFound:
         return _show_absent(look, asked.job_id, explanation)
     if detail is None:
-        return View("absent.html", "Job", {"job_id": asked.job_id, "explanation": explanation})
+        return View("absent.html", "Job", {"job_id": asked.job_id, "explanation": seen_explanation(look, explanation)})
     return _job_view(look, detail, explanation)
 
 
@@ -92,7 +93,8 @@ def _job_view(look: Look, detail: JobDetail, explanation: Explanation | None) ->
         "steps": timeline(job.created_at, attempts, _now_of(job, relays)),
         "job": JobRef(id=job.id, queue=job.queue, kind=job.kind, headers=seen_headers(look, job.kind, detail.headers)),
     }
-    return View("job.html", "Job", {**data, "explanation": explanation}, extra)
+    data["explanation"] = seen_explanation(look, explanation, secrets)
+    return View("job.html", "Job", data, extra)
 
 
 def _show_absent(look: Look, job_id: UUID, explanation: Explanation | None) -> View:
@@ -105,7 +107,7 @@ def _show_absent(look: Look, job_id: UUID, explanation: Explanation | None) -> V
         finished = None
     if finished is not None:
         return done_view(look, finished, explanation)
-    view = View("absent.html", "Job", {"job_id": job_id, "explanation": explanation})
+    view = View("absent.html", "Job", {"job_id": job_id, "explanation": seen_explanation(look, explanation)})
     if explanation is None:
         raise Refused(404, "There is no such job.")
     return view

@@ -12,6 +12,7 @@ from outboxq.admin.stats import collect_stats
 from outboxq.dashboard.parameters import Name, Period
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.history import failed, series_in, span_of
+from outboxq.dashboard.views.seen import seen_dead, seen_groups, seen_relays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +60,9 @@ def show_kind(look: Look, asked: AskedKind) -> View:
         "kind": name,
         "history": history,
         "queues": queues,
-        "relays": [each for each in relays if name in each.kinds and each.state != "dead"],
-        "dead_groups": [each for each in groups if each.kind == name],
-        "dead": (dead or Found(())).rows,
+        "relays": seen_relays(look, [each for each in relays if name in each.kinds and each.state != "dead"]),
+        "dead_groups": seen_groups(look, [each for each in groups if each.kind == name]),
+        "dead": seen_dead(look, (dead or Found(())).rows),
         "paused_kinds": [each for each in look.at("pauses", list_paused_kinds) or [] if each.kind == name],
     }
     extra = {"series": series_in(history, look.now, span), "period": asked.period, "failed": failed}

@@ -1,17 +1,18 @@
 """Relays, the doctor, and what operators did."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
 
 from outboxq.admin.audit import AuditEntry, AuditFilter, show_audit
 from outboxq.admin.browse import BULK_ACTIONS, Found, find_entries
 from outboxq.admin.explain import Explanation, explain_job
-from outboxq.admin.relays import RelaySummary, list_relays
+from outboxq.admin.relays import list_relays
 from outboxq.dashboard.documents import read_tree, write_tree
 from outboxq.dashboard.parameters import Name, Nothing, Paged, Scope
 from outboxq.dashboard.payloads import Document
 from outboxq.dashboard.view import Look, View, flat
+from outboxq.dashboard.views.seen import seen_relays
 from outboxq.doctor import Limits, run_checks
 
 # How many of the jobs that run longest are asked what blocks them.
@@ -44,7 +45,7 @@ def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
         found = look.at("what blocks jobs", partial(explain_job, job_id=job.id))
         if found is not None and found.verdict.code == "running-blocked":
             blocked[str(job.id)] = found
-    return View("relays.html", "Relays", {"relays": [_seen(look, each) for each in relays]}, {"blocked": blocked})
+    return View("relays.html", "Relays", {"relays": seen_relays(look, relays)}, {"blocked": blocked})
 
 
 def show_doctor(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
@@ -98,7 +99,3 @@ def _document(text: str | None) -> Document | None:
         return None
     tree = read_tree(text)
     return Document(write_tree(tree, indent=2), write_tree(tree))
-
-
-def _seen(look: Look, relay: RelaySummary) -> RelaySummary:
-    return replace(relay, running=tuple(replace(job, note=look.payloads.text(job.note)) for job in relay.running))

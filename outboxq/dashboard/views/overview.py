@@ -8,6 +8,7 @@ from outboxq.admin.snapshot import Snapshot, take_snapshot
 from outboxq.dashboard.charts import Series
 from outboxq.dashboard.parameters import Nothing
 from outboxq.dashboard.view import Look, View
+from outboxq.dashboard.views.seen import seen_groups, seen_relays
 
 _HOUR = timedelta(hours=1)
 
@@ -19,6 +20,10 @@ def show_overview(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as eve
     history = look.at("the last hour", lambda connection: read_history(connection, since=_HOUR)) or []
     minutes = by_minute(history, snapshot.at, 60)
     data = {each.name: getattr(snapshot, each.name) for each in fields(Snapshot) if each.name != "not_known"}
+    data |= {
+        "relays": seen_relays(look, snapshot.relays),
+        "dead_groups": seen_groups(look, snapshot.dead_groups),
+    }
     return View("overview.html", "Overview", {**data, "history": history}, _sums(snapshot) | {"series": minutes})
 
 

@@ -15,6 +15,7 @@ from outboxq.dashboard.route import Done, Work
 from outboxq.dashboard.segments import as_segment
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.history import failed, series_in, span_of
+from outboxq.dashboard.views.seen import seen_explanation, seen_groups, seen_relays
 from outboxq.queue_limits import keep_text
 
 
@@ -54,16 +55,17 @@ def show_queue(look: Look, asked: AskedQueue) -> View:
     kinds = look.at("the kinds", lambda c: read_history(c, queue=name, since=span.back, by="kind")) or []
     gauges = look.at("the depth", lambda c: read_gauges(c, name, seconds=min(span.back, _DAY).total_seconds())) or []
     known = next((each for each in look.at("its settings", list_queues) or [] if each.queue == name), None)
+    groups = look.at("dead letters", find_dead_groups) or []
     data = {
         "queue": queue,
-        "explanation": look.at("why", lambda c: explain_queue(c, name)),
+        "explanation": seen_explanation(look, look.at("why", lambda c: explain_queue(c, name))),
         "operator_settings": None if known is None else _setting(known),
         "history": history,
         "kinds": kinds,
-        "relays": _serving(look, name),
+        "relays": seen_relays(look, _serving(look, name)),
         "next": look.at("the next jobs", lambda c: next_jobs(c, name)) or [],
         "scheduled": look.at("the scheduled jobs", lambda c: next_scheduled(c, name)) or [],
-        "dead_groups": [each for each in look.at("dead letters", find_dead_groups) or [] if each.queue == name],
+        "dead_groups": seen_groups(look, [each for each in groups if each.queue == name]),
     }
     depth = [
         Series("waiting", [each.ready + each.due for each in gauges], "a"),

@@ -4,7 +4,7 @@ A page is a function of a SQLAlchemy connection, for sync and async engines alik
 thread, four at a time; with an async one in a greenlet of the event loop, as `run_sync` does it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.admin.sections import BY_INDEX
 from outboxq.dashboard.segments import as_segment
 from outboxq.database.driver import run_script
+from outboxq.doctor import Finding
 from outboxq.errors import ConfigError
 from outboxq.tables import SCHEMA
 
@@ -37,10 +38,11 @@ _CHANGING = "SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s';
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way to a database, inside of a thread or a greenlet."""
+    """The way to a database, inside of a thread or a greenlet; and what the doctor found there last."""
 
     engine: Engine
     schema: str
+    findings: Sequence[Finding] | None = None
 
     @contextmanager
     def connect(self) -> Iterator[Connection]:
@@ -81,14 +83,17 @@ class Database:
         self._engine = engine
         self._schema = schema
         self._limiter: CapacityLimiter | None = None
+        # What the doctor found last; None if it has not been asked.
+        self.findings: Sequence[Finding] | None = None
 
     async def run(self, work: Callable[[Way], Found]) -> Found:
         """Do something that takes a way to the database."""
         if isinstance(self._engine, AsyncEngine):
-            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema))
+            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
         if self._limiter is None:
             self._limiter = CapacityLimiter(_THREADS)
-        return await anyio.to_thread.run_sync(partial(work, Way(self._engine, self._schema)), limiter=self._limiter)
+        way = Way(self._engine, self._schema, self.findings)
+        return await anyio.to_thread.run_sync(partial(work, way), limiter=self._limiter)
 
 
 def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:

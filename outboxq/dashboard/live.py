@@ -8,17 +8,18 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from outboxq.dashboard.databases import Database
+from outboxq.dashboard.databases import Database, Way
 from outboxq.dashboard.errors import Refused, answer_to
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.route import Screen
 from outboxq.dashboard.view import look_at
+from outboxq.doctor import Finding, run_checks
 from outboxq.errors import OutboxqError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ logger = logging.getLogger("outboxq.dashboard")
 
 # A stream ends after this time, and the browser comes again: then its user is asked for anew.
 STREAM_SECONDS = 600.0
-_BEAT_SECONDS = 15.0
+_BEAT_SECONDS, _DOCTOR_SECONDS = 15.0, 60.0
 _MOST_STREAMS = 500
 
 
@@ -41,6 +42,7 @@ class Poller:
         self._watching: defaultdict[Screen, set[asyncio.Queue[str]]] = defaultdict(set)
         self._last: dict[Screen, str] = {}
         self._task: asyncio.Task[None] | None = None
+        self._doctor_at = 0.0
 
     async def stream(self, screen: Screen) -> AsyncIterator[str]:
         """The events of a screen, from now on."""
@@ -70,7 +72,16 @@ class Poller:
                 return
             for screen in watched:
                 await self._look(screen)
+            await self._ask_doctor()
             await asyncio.sleep(self._dashboard.settings.live_seconds)
+
+    async def _ask_doctor(self) -> None:
+        """Have the findings for the overview, once a minute."""
+        if time.monotonic() < self._doctor_at:
+            return
+        self._doctor_at = time.monotonic() + _DOCTOR_SECONDS
+        with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
+            self._database.findings = await self._database.run(examine)
 
     async def _look(self, screen: Screen) -> None:
         try:
@@ -97,6 +108,11 @@ class Poller:
         )
         segment = self._database.segment
         return _event("page", self._dashboard.renderer.fragment(f"/{segment}/{screen.path}", segment, view, look))
+
+
+def examine(way: Way) -> Sequence[Finding]:
+    """What the doctor finds."""
+    return run_checks(way.connect, schema=way.schema, use="reader")
 
 
 def _event(name: str, text: str) -> str:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from outboxq.admin.browse import read_moment
 from outboxq.admin.sections import NotKnown, Sections
-from outboxq.dashboard.databases import Connect, Way
+from outboxq.dashboard.databases import Way
 from outboxq.dashboard.payloads import Document, Payloads
 
 Part = TypeVar("Part")
@@ -21,10 +21,11 @@ _PAGE_SECONDS = 6.0
 class Look:
     """One look at a database, in a READ ONLY transaction."""
 
-    def __init__(self, connection: Connection, connect: Connect, schema: str, payloads: Payloads) -> None:
+    def __init__(self, connection: Connection, way: Way, payloads: Payloads) -> None:
         self.connection = connection
-        self.connect = connect
-        self.schema = schema
+        self.connect = way.connect
+        self.schema = way.schema
+        self.findings = way.findings
         self.payloads = payloads
         moment = read_moment(connection)
         self.now = moment.now
@@ -61,7 +62,7 @@ class View:
 def look_at(way: Way, payloads: Payloads, show: Callable[[Look], View]) -> tuple[View, Look]:
     """Run a screen in a transaction of its own."""
     with way.reading() as connection:
-        look = Look(connection, way.connect, way.schema, payloads)
+        look = Look(connection, way, payloads)
         return show(look), look
 
 

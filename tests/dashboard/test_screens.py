@@ -74,3 +74,34 @@ def test_a_locked_table_leaves_the_page_standing(staged: Engine) -> None:
     assert "another session has locked a table" in page.text
     assert "worker-1" in client.get("/orders/relays").text
     assert [each["part"] for each in listed.json()["not_known"]] == ["dead letters", "the groups"]
+
+
+def test_looking_leaves_no_mark_in_any_row(staged: Engine) -> None:
+    """No page locks a row: a lock that is rolled back would make a job a suspect."""
+    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
+
+    def marks() -> list[tuple[str, ...]]:
+        with staged.connect() as connection:
+            found = connection.execute(text(
+                "SELECT id::text, xmin::text, xmax::text FROM outboxq.job UNION ALL "
+                "SELECT id::text, xmin::text, xmax::text FROM outboxq.dead_job UNION ALL "
+                "SELECT scope || key, xmin::text, xmax::text FROM outboxq.effect ORDER BY 1"))  # fmt: skip
+            return [tuple(row) for row in found]
+
+    before = marks()
+    with client_of(app) as client:
+        for screen in SCREENS:
+            assert client.get(path_of(screen, staged, "orders")).status_code == 200
+    assert marks() == before
+
+
+def test_several_databases_have_pages_of_their_own(staged: Engine) -> None:
+    """The start lists them, and a name that is none is not found."""
+    app = create_app({"orders": staged, "a/b name": staged}, auth=as_user(Role.READER))
+    with client_of(app) as client:
+        start = client.get("/")
+        assert 'href="orders/"' in start.text
+        segment = re.search(r'href="(~[\w-]+)/"', start.text)
+        assert segment is not None
+        assert client.get(f"/{segment[1]}/").status_code == 200
+        assert client.get("/nowhere/").status_code == 404

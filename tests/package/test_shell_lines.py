@@ -130,8 +130,8 @@ NOT_RUN = {
     "pip install 'outboxq[dashboard]'": INSTALLS,
     "outboxq dashboard": "it serves until Ctrl-C; tests/dashboard/test_command.py serves it",
     "outboxq dashboard --hash-password anna --role operator >> users.txt": "it asks for a password at a terminal",
-    "outboxq dashboard --listen 0.0.0.0:8484 --host-name ops.example.com --users users.txt": "it serves until Ctrl-C, on "
-    "every address of the machine",
+    "outboxq dashboard --listen 0.0.0.0:8484 --host-name ops.example.com --users users.txt": "it serves until Ctrl-C, "
+    "on every address of the machine",
     "pip install 'outboxq[top]'": INSTALLS,
     "outboxq top": "it works until q is pressed; tests/cli/test_top.py presses keys",
     "outboxq top --plain --every 10": "it works until Ctrl-C",

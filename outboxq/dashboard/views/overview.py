@@ -18,13 +18,16 @@ def show_overview(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as eve
     snapshot = take_snapshot(look.connection)
     look.sections.refused += snapshot.not_known
     history = look.at("the last hour", lambda connection: read_history(connection, since=_HOUR)) or []
+    grave = [each for each in look.findings or () if each.needs_attention]
     minutes = by_minute(history, snapshot.at, 60)
     data = {each.name: getattr(snapshot, each.name) for each in fields(Snapshot) if each.name != "not_known"}
     data |= {
         "relays": seen_relays(look, snapshot.relays),
         "dead_groups": seen_groups(look, snapshot.dead_groups),
     }
-    return View("overview.html", "Overview", {**data, "history": history}, _sums(snapshot) | {"series": minutes})
+    return View(
+        "overview.html", "Overview", {**data, "history": history}, _sums(snapshot) | {"series": minutes, "grave": grave}
+    )
 
 
 def by_minute(rows: list[HistoryRow], now: datetime, minutes: int) -> dict[str, list[Series]]:

@@ -91,11 +91,10 @@ def create_app(
 
     Args:
         engine: A SQLAlchemy engine with psycopg 3, sync or async; several by names, which their paths begin with.
-        auth: Who a request is from: a function that takes the Starlette request and returns a `User`, or None for a
-            stranger, async or not; or a login of the dashboard's own, `TokenLogin` or `PasswordLogin`.
+        auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
         environment: Shown on every page; in `production` what changes many things is confirmed by typing.
         payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
-        redact: Called with a kind and its arguments; returns them without what is not to be seen.
+        redact: Called with a kind and its arguments; returns what may be seen of them.
         links: Called with the job of a page; returns links to other systems.
         secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
         hosts: Names that the Host header may have; without it, any: then the application around it checks.
@@ -116,5 +115,5 @@ def create_app(
         origins=frozenset(origins),
         live_seconds=live_seconds,
     )
-    sessions = Sessions(Seal(secret), settings.origins)
-    return DashboardApp(Dashboard(name_engines(engine, settings.schema), auth, sessions, settings))
+    databases = name_engines(engine, settings.schema)
+    return DashboardApp(Dashboard(databases, auth, Sessions(Seal(secret), settings.origins), settings))
